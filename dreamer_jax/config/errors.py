@@ -1,0 +1,18 @@
+"""The error a person causes and can mend: one clear message, exit code 2, never a traceback."""
+
+
+class UserError(Exception):
+    """Something outside the program is wrong: a file, a setting, a device. The message says what and the fix."""
+
+
+class ConfigError(UserError):
+    """A configuration that can't be used.
+
+    Args:
+        message: what is wrong and how to mend it.
+        key: the dotted key at fault, so that the loader can add the file and line it was set in.
+    """
+
+    def __init__(self, message: str, key: str | None = None):
+        super().__init__(message)
+        self.key = key
