@@ -77,18 +77,33 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _require_positive(self, "model")
-        _require(self.sa_heads % self.sa_kv_heads == 0, "model.sa_kv_heads",
-                 f"{self.sa_kv_heads} does not divide model.sa_heads {self.sa_heads}")
-        _require(self.da_heads % self.da_kv_heads == 0, "model.da_kv_heads",
-                 f"{self.da_kv_heads} does not divide model.da_heads {self.da_heads}")
-        _require(self.sa_head_size % 2 == 0, "model.sa_head_size",
-                 f"{self.sa_head_size} is odd; RoPE rotates pairs, so use an even number")
+        _require(
+            self.sa_heads % self.sa_kv_heads == 0,
+            "model.sa_kv_heads",
+            f"{self.sa_kv_heads} does not divide model.sa_heads {self.sa_heads}",
+        )
+        _require(
+            self.da_heads % self.da_kv_heads == 0,
+            "model.da_kv_heads",
+            f"{self.da_kv_heads} does not divide model.da_heads {self.da_heads}",
+        )
+        _require(
+            self.sa_head_size % 2 == 0,
+            "model.sa_head_size",
+            f"{self.sa_head_size} is odd; RoPE rotates pairs, so use an even number",
+        )
         for name in ("da_head_size", "router_size"):
             value = getattr(self, name)
-            _require(value % 4 == 0, f"model.{name}",
-                     f"{value} is not divisible by 4; depth RoPE rotates pairs in two halves")
-        _require(self.experts_per_token <= self.num_experts, "model.experts_per_token",
-                 f"{self.experts_per_token} is more than model.num_experts {self.num_experts}")
+            _require(
+                value % 4 == 0,
+                f"model.{name}",
+                f"{value} is not divisible by 4; depth RoPE rotates pairs in two halves",
+            )
+        _require(
+            self.experts_per_token <= self.num_experts,
+            "model.experts_per_token",
+            f"{self.experts_per_token} is more than model.num_experts {self.num_experts}",
+        )
 
 
 @dataclass(frozen=True)
@@ -158,8 +173,11 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         _require_positive(self, "training", allow_zero=("warmup_steps", "weight_decay", "beta1", "beta2"))
-        _require(self.batch_size % self.microbatches == 0, "training.microbatches",
-                 f"{self.microbatches} does not divide training.batch_size {self.batch_size}")
+        _require(
+            self.batch_size % self.microbatches == 0,
+            "training.microbatches",
+            f"{self.microbatches} does not divide training.batch_size {self.batch_size}",
+        )
         for name in ("beta1", "beta2"):
             _require(getattr(self, name) < 1, f"training.{name}", "must be below 1")
 
@@ -229,9 +247,12 @@ class Config:
 
     def __post_init__(self) -> None:
         rows = self.training.batch_size // self.training.microbatches
-        _require(rows % self.mesh.data == 0, "mesh.data",
-                 f"{self.mesh.data} does not divide the {rows} rows of a microbatch "
-                 "(training.batch_size / training.microbatches)")
+        _require(
+            rows % self.mesh.data == 0,
+            "mesh.data",
+            f"{self.mesh.data} does not divide the {rows} rows of a microbatch "
+            "(training.batch_size / training.microbatches)",
+        )
 
 
 def _require(condition: bool, key: str, problem: str) -> None:
@@ -246,5 +267,8 @@ def _require_positive(section: object, prefix: str, allow_zero: tuple[str, ...] 
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         smallest_ok = value >= 0 if f.name in allow_zero else value > 0
-        _require(smallest_ok, f"{prefix}.{f.name}", f"{value} is too small; it must be "
-                 + ("zero or more" if f.name in allow_zero else "more than zero"))
+        _require(
+            smallest_ok,
+            f"{prefix}.{f.name}",
+            f"{value} is too small; it must be " + ("zero or more" if f.name in allow_zero else "more than zero"),
+        )

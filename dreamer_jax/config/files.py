@@ -1,0 +1,164 @@
+"""Strict reading of one YAML file and its `base:`: dotted key -> value and the line it was set in."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dreamer_jax.config.errors import ConfigError
+from dreamer_jax.config.keys import convert, did_you_mean, key_types, nearest_key, sections
+
+_PLAIN_TAGS = {
+    f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "timestamp", "value", "merge")
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value that a person set, and where: "file:line" or "command line"."""
+
+    value: Any
+    origin: str
+
+
+def read_settings(path: Path, parents: tuple[Path, ...] = ()) -> dict[str, Setting]:
+    """The settings of a file over those of its base.
+
+    Args:
+        path: the file; its `base:` is relative to its folder.
+        parents: the files that lead here by their `base:`, to find cycles.
+    Raises:
+        ConfigError: a file is missing or broken, a key unknown or doubled, a value of the wrong type.
+    """
+    root = _parse(path)
+    if root is None:
+        return {}
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{_at(path, root)}: expected sections such as 'model:', got {_describe(root)}")
+    settings: dict[str, Setting] = {}
+    own: dict[str, Setting] = {}
+    for name, key_node, value_node in _entries(path, root, prefix=""):
+        if name == "base":
+            settings = _read_base(path, value_node, (*parents, path))
+        elif name in sections():
+            own.update(_read_section(path, name, value_node))
+        else:
+            raise ConfigError(f"{_at(path, key_node)}: {_unknown(name)}")
+    return settings | own
+
+
+def _parse(path: Path) -> yaml.Node | None:
+    if path.is_dir():
+        saved = path / "config.yaml"
+        hint = f"; its configuration is {saved}" if saved.is_file() else "; name a YAML file"
+        raise ConfigError(f"{path}: is a directory{hint}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file{_nearest_file(path)}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read ({error.strerror})") from None
+    try:
+        # Nodes instead of values: they know their lines, and nothing is converted before its type is known.
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{line}: not valid YAML: {error.problem or error.context}") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{path}:{line}: not valid YAML: character #x{ord(text[error.position]):04x}") from None
+
+
+def _nearest_file(path: Path) -> str:
+    folder = path.parent
+    names = sorted(entry.name for entry in folder.glob("*.yaml")) if folder.is_dir() else []
+    alike = difflib.get_close_matches(path.name, names, n=1)
+    return did_you_mean(str(folder / alike[0])) if alike else ""
+
+
+def _entries(path: Path, node: yaml.MappingNode, prefix: str) -> list[tuple[str, yaml.Node, yaml.Node]]:
+    """(name, key node, value node) of a mapping, whose keys must be texts and all different."""
+    first_lines: dict[str, int] = {}
+    entries = []
+    for key_node, value_node in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigError(f"{_at(path, key_node)}: expected a key, got {_describe(key_node)}")
+        name = key_node.value
+        if name in first_lines:
+            raise ConfigError(
+                f"{_at(path, key_node)}: '{prefix}{name}' is set twice, first on line {first_lines[name]}; remove one",
+                key=f"{prefix}{name}",
+            )
+        first_lines[name] = key_node.start_mark.line + 1
+        entries.append((name, key_node, value_node))
+    return entries
+
+
+def _read_base(path: Path, node: yaml.Node, chain: tuple[Path, ...]) -> dict[str, Setting]:
+    if not isinstance(node, yaml.ScalarNode) or not node.value:
+        raise ConfigError(f"{_at(path, node)}: base: expected the path of one file, got {_describe(node)}")
+    base = path.parent / node.value
+    if base.resolve() in [parent.resolve() for parent in chain]:
+        cycle = " -> ".join(str(parent) for parent in (*chain, base))
+        raise ConfigError(f"{_at(path, node)}: base files form a cycle: {cycle}")
+    if not base.is_file():
+        raise ConfigError(f"{_at(path, node)}: base: no such file '{base}'{_nearest_file(base)}")
+    return read_settings(base, chain)
+
+
+def _read_section(path: Path, section: str, node: yaml.Node) -> dict[str, Setting]:
+    if isinstance(node, yaml.ScalarNode) and _is_nothing(node):
+        return {}
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{_at(path, node)}: {section}: expected keys and values, got {_describe(node)}")
+    found = {}
+    for name, key_node, value_node in _entries(path, node, prefix=f"{section}."):
+        key = f"{section}.{name}"
+        if key not in key_types():
+            raise ConfigError(f"{_at(path, key_node)}: {_unknown(key)}", key=key)
+        found[key] = Setting(_value(path, key, value_node), _at(path, key_node))
+    return found
+
+
+def _value(path: Path, key: str, node: yaml.Node) -> Any:
+    where = _at(path, node)
+    if not isinstance(node, yaml.ScalarNode):
+        raise ConfigError(f"{where}: {key}: expected one value, got {_describe(node)}", key)
+    if node.tag not in _PLAIN_TAGS:
+        raise ConfigError(f"{where}: {key}: tags such as {node.tag} are not understood; quote the text", key)
+    if _is_nothing(node):
+        raise ConfigError(f'{where}: {key}: has no value; remove the line, or write "" for an empty text', key)
+    try:
+        return convert(key, node.value, quoted=node.style is not None)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}", key) from None
+
+
+def _unknown(key: str) -> str:
+    if key in key_types():  # `model.depth: 8` at the top level
+        section, _, name = key.partition(".")
+        return f"unknown key '{key}'; write '{name}:' on an indented line under '{section}:'"
+    return f"unknown key '{key}'{did_you_mean(nearest_key(key))}"
+
+
+def _is_nothing(node: yaml.ScalarNode) -> bool:
+    return node.tag == "tag:yaml.org,2002:null" and node.style is None
+
+
+def _at(path: Path, node: yaml.Node) -> str:
+    return f"{path}:{node.start_mark.line + 1}"
+
+
+def _describe(node: yaml.Node) -> str:
+    if isinstance(node, yaml.MappingNode):
+        return "a mapping"
+    if isinstance(node, yaml.SequenceNode):
+        return "a list"
+    return f"'{node.value}'" if node.value else "nothing"

@@ -1,0 +1,56 @@
+"""A configuration as text: YAML that loads back to an equal one, and the difference of two."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from dreamer_jax.config.keys import key_types, sections, values_of
+from dreamer_jax.config.loading import LoadedConfig
+from dreamer_jax.config.schema import Config
+
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.+/-]*")
+
+
+def to_yaml(config: LoadedConfig | Config, origins: Mapping[str, str] | None = None) -> str:
+    """Every value as YAML, with where it came from as a trailing comment.
+
+    Args:
+        config: the configuration; a `LoadedConfig` brings its own origins.
+        origins: dotted key -> origin; keys it lacks get no comment.
+    Returns:
+        Text that `load_config` reads back to an equal `Config`.
+    """
+    if isinstance(config, LoadedConfig):
+        origins = config.origins if origins is None else origins
+        config = config.config
+    values = values_of(config)
+    lines = []
+    for section in sections():
+        lines.append(f"{section}:")
+        for key in key_types():
+            if key.startswith(f"{section}."):
+                comment = " ".join((origins or {}).get(key, "").split())  # a line break would end the comment
+                line = f"  {key.partition('.')[2]}: {_scalar(values[key])}"
+                lines.append(f"{line}  # {comment}" if comment else line)
+    return "\n".join(lines) + "\n"
+
+
+def difference(a: Config, b: Config) -> list[str]:
+    """One line for each key whose values differ, such as "model.depth: 8 -> 16"; empty when a equals b."""
+    before, after = values_of(a), values_of(b)
+    return [
+        f"{key}: {_scalar(before[key])} -> {_scalar(after[key])}" for key in key_types() if before[key] != after[key]
+    ]
+
+
+def _scalar(value: Any) -> str:
+    """A value as one line of YAML that any YAML reader takes for the same value."""
+    if isinstance(value, str):
+        if _PLAIN.fullmatch(value) and yaml.safe_load(value) == value:
+            return value
+        return yaml.safe_dump(value, default_style='"', allow_unicode=True, width=float("inf")).rstrip("\n")
+    return yaml.safe_dump(value, allow_unicode=True).removesuffix("...\n").rstrip("\n")
