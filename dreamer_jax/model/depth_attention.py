@@ -1,0 +1,49 @@
+"""DA: attention of a token over its own earlier depths and the current one (section 3.4)."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.model.attention_moe import Projections
+from dreamer_jax.model.operations import Operations
+from dreamer_jax.model.primitives import RMSNorm, depth_rope
+
+
+class DepthAttention(nn.Module):
+    """Tokens look back at what they were at shallower depths; nothing crosses tokens."""
+
+    config: ModelConfig
+    operations: Operations
+
+    @nn.compact
+    def __call__(self, x: jax.Array, depth: jax.Array, cache, bias: jax.Array | None, context):
+        """One depth of depth attention.
+
+        Args:
+            x: [B, S, h].
+            depth: scalar int32, l.
+            cache: (keys, values), each [L, T, kv, d], filled below `depth`.
+
+        Returns:
+            out [B, S, h]; (k, v) of this depth, each [T, kv, d]; counts of the attention MoE [G] int32, None in LA.
+        """
+        config = self.config
+        heads, kv_heads, size = config.da_heads, config.da_kv_heads, config.da_head_size
+        project = Projections(
+            config, self.operations, (heads + 2 * kv_heads) * size, heads * size, name="projections"
+        )
+        flat = x.reshape(-1, x.shape[-1])  # [T, h]
+        choice, counts = project.route(flat, depth, context.total_depth, bias, context.real)
+        qkv = project.qkv(flat, choice).reshape(flat.shape[0], -1, size)  # [T, n + 2 kv, d]
+        q, k, v = jnp.split(qkv, [heads, heads + kv_heads], axis=1)
+        q = depth_rope(RMSNorm(name="q_norm")(q), depth, context.total_depth, config.depth_rope_base)
+        k = depth_rope(RMSNorm(name="k_norm")(k), depth, context.total_depth, config.depth_rope_base)
+        cache_k, cache_v = (
+            jax.lax.dynamic_update_index_in_dim(slots, new.astype(slots.dtype), depth, 0)
+            for slots, new in zip(cache, (k, v), strict=True)
+        )
+        attended = self.operations.depth_attention(q, cache_k, cache_v, depth)
+        return project.out(attended.reshape(flat.shape[0], -1), choice).reshape(x.shape), (k, v), counts

@@ -1,0 +1,163 @@
+"""The whole model: embed -> recurrence -> head, for LA, DR and DR+DA alike."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from dreamer_jax.config.errors import UserError
+from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.model.mixture import Context, Layer
+from dreamer_jax.model.operations import Operations, resolve_operations
+from dreamer_jax.model.primitives import RMSNorm, input_init
+from dreamer_jax.model.recurrence import depth_scan
+
+
+class Output(NamedTuple):
+    """What a forward pass returns.
+
+    Attributes:
+        logits: [B, S, V] float32.
+        counts: router name -> [L, E] int32, how often each expert was selected at each depth (padding excluded).
+    """
+
+    logits: jax.Array
+    counts: dict[str, jax.Array]
+
+
+class Dreamer(nn.Module):
+    """Depth-recurrent attention mixture.
+
+    Variables: `params`, float32, and `balancing`, router name -> bias b ([E], in LA [L, E]), which is state of the
+    train step, not a gradient parameter.
+
+    Attributes:
+        config: sizes and variant.
+        operations: what the layers compute with; None takes those of `config.implementation`.
+        remat: what is kept for the backward pass, see `depth_scan`.
+    """
+
+    config: ModelConfig
+    operations: Operations | None = None
+    remat: str = "full"
+
+    def setup(self) -> None:
+        config = self.config
+        init = input_init(config.hidden_size, ("vocab", "hidden"))
+        shape = (config.vocab_size, config.hidden_size)
+        self.embedding = self.param("embedding", init, shape, jnp.float32)
+        self.head_weight = self.param("head", init, shape, jnp.float32)
+        if config.recurrent:
+            self.layer_params = self.param("layer", self._init_layer)
+        else:
+            self.layer_params = self.param("layers", self._init_stack)
+            self.final_norm = RMSNorm()
+        self.bias = self.variable("balancing", "bias", self._init_bias)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        depth: int | jax.Array | None = None,
+    ) -> Output:
+        """Logits of the next token at every position.
+
+        Args:
+            tokens: [B, S] int32.
+            segment_ids: [B, S] int32, documents of a packed row, from 1; 0 is padding. None: one document a row.
+            positions: [B, S] int32, from 0 within each document. None: 0..S-1.
+            depth: depths to apply, None for the trained one. DR takes any, LA at most the layers it has; a traced
+                scalar may not exceed the trained depth.
+        """
+        hidden, counts = self.trunk(tokens, segment_ids, positions, depth)
+        return Output(self.head(hidden), counts)
+
+    def trunk(self, tokens, segment_ids=None, positions=None, depth=None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Everything before the head: [B, S] -> final hidden states [B, S, h] in compute dtype, and the counts."""
+        config = self.config
+        depth = config.depth if depth is None else depth
+        slots = depth if isinstance(depth, int) else config.depth
+        if not config.recurrent and slots > config.depth:
+            raise UserError(f"this LA model has {config.depth} layers and can't be applied at depth {slots}")
+        if segment_ids is None:
+            segment_ids = jnp.ones_like(tokens)
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+
+        x = self.embedding.at[tokens].get(mode="clip").astype(config.dtype)  # [B, S, h]
+        cache = None
+        if config.depth_attention:
+            rows = (slots, tokens.size, config.da_kv_heads, config.da_head_size)
+            cache = (jnp.zeros(rows, x.dtype), jnp.zeros(rows, x.dtype))  # keys, values [L, T, kv, d]
+
+        step = self._layer()
+
+        def layer(weights, x, l, cache, bias, context):
+            own_bias = bias if config.recurrent else jax.tree.map(lambda b: b[l], bias)
+            return step.apply({"params": weights}, x, l, cache, own_bias, context)
+
+        context = Context(segment_ids, positions, jnp.asarray(depth, jnp.int32))
+        x, counts = depth_scan(
+            layer,
+            self.layer_params,
+            x,
+            cache,
+            (self.bias.value, context),
+            depth,
+            slots=slots,
+            shared=config.recurrent,
+            remat=self.remat,
+        )
+        return (x if config.recurrent else self.final_norm(x)), counts
+
+    def head(self, hidden: jax.Array) -> jax.Array:
+        """[..., h] -> logits [..., V] float32."""
+        weight = self.head_weight.astype(hidden.dtype)
+        return jnp.einsum("...h,vh->...v", hidden, weight, preferred_element_type=jnp.float32)
+
+    def _layer(self) -> Layer:
+        operations = self.operations or resolve_operations(self.config.implementation)
+        return Layer(self.config, operations, parent=None)
+
+    def _init_layer(self, key: jax.Array) -> Any:
+        config = self.config
+        token = jnp.zeros((1, 1), jnp.int32)
+        cache = (jnp.zeros((1, 1, config.da_kv_heads, config.da_head_size)),) * 2
+        bias = {name: jnp.zeros(size) for name, size in router_sizes(config).items()}
+        context = Context(token, token, jnp.int32(1))
+        x = jnp.zeros((1, 1, config.hidden_size))
+        return self._layer().init(key, x, jnp.int32(0), cache, bias, context)["params"]
+
+    def _init_stack(self, key: jax.Array) -> Any:
+        stacked = jax.vmap(self._init_layer)(jax.random.split(key, self.config.depth))
+        return nn.meta.add_axis(stacked, 0, {nn.meta.PARTITION_NAME: "layer"})
+
+    def _init_bias(self) -> dict[str, jax.Array]:
+        lead = () if self.config.recurrent else (self.config.depth,)
+        return {name: jnp.zeros((*lead, size), jnp.float32) for name, size in router_sizes(self.config).items()}
+
+
+def router_sizes(config: ModelConfig) -> dict[str, int]:
+    """Router name -> number of experts it chooses among."""
+    sizes = {"expert_attention": config.num_experts}
+    if config.recurrent:
+        sizes["sequence_attention"] = config.depth
+        if config.depth_attention:
+            sizes["depth_attention"] = config.depth
+    return sizes
+
+
+def initialise(config: ModelConfig, key: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
+    """Fresh (params, balancing bias) as plain arrays, without the logical-axis boxes of `Dreamer.init`.
+
+    Args:
+        config: sizes and variant.
+        key: PRNG key; the same key gives the same parameters on every machine.
+    """
+    init = jax.jit(Dreamer(config, remat="none").init)
+    variables = nn.meta.unbox(init(key, jnp.zeros((1, 1), jnp.int32)))
+    return variables["params"], variables["balancing"]["bias"]

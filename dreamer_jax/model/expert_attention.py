@@ -1,0 +1,37 @@
+"""EA: sparse attention over MLP experts (section 3.5, Eq. 2)."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.model.operations import Operations
+from dreamer_jax.model.primitives import input_init, output_init
+from dreamer_jax.model.routing import Router, select, usage
+
+
+class ExpertAttention(nn.Module):
+    """Every token is answered by the k experts whose keys match its depth-encoded query best."""
+
+    config: ModelConfig
+    operations: Operations
+
+    @nn.compact
+    def __call__(self, x: jax.Array, depth: jax.Array, bias: jax.Array, context):
+        """[B, S, h] -> ([B, S, h], counts [E] int32)."""
+        config = self.config
+        experts, size, hidden = config.num_experts, config.expert_size, config.hidden_size
+        axes = ("expert", "mlp", "hidden")
+        attentions = 3 if config.depth_attention else 2
+        gate_up = self.param("gate_up", input_init(hidden, axes), (experts, 2 * size, hidden), jnp.float32)
+        down_init = output_init(hidden, config.depth, attentions, axes)
+        down = self.param("down", down_init, (experts, size, hidden), jnp.float32)
+
+        flat = x.reshape(-1, hidden)  # [T, h]
+        logits = Router(config, experts, name="router")(flat, depth, context.total_depth)
+        indices, scores = select(logits, bias, config.experts_per_token)
+        weights = scores / jnp.sum(scores, axis=-1, keepdims=True)
+        out = self.operations.expert_mlp(flat, indices, weights, gate_up.astype(x.dtype), down.astype(x.dtype))
+        return out.reshape(x.shape), usage(indices, experts, context.real)

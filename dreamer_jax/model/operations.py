@@ -1,0 +1,59 @@
+"""The seam for kernels: the four operations a layer is made of, as functions, chosen in one place.
+
+The model receives them; it never asks for a platform or a mesh. Expert parallelism passes its own `expert_mlp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+
+import pallas_kernels.attention_moe.reference
+import pallas_kernels.expert_mlp.reference
+from dreamer_jax.config.errors import UserError
+from dreamer_jax.config.schema import Implementation
+from dreamer_jax.model import attention
+from pallas_kernels.attention_moe import expert_linear
+from pallas_kernels.expert_mlp import expert_mlp
+
+
+@dataclass(frozen=True)
+class Operations:
+    """What a layer computes with; shapes and meaning are those of the XLA functions named in `XLA` below.
+
+    Attributes:
+        sequence_attention: (q, k, v, segment_ids) -> out.
+        depth_attention: (q, cache_k, cache_v, depth) -> out.
+        expert_mlp: (x, indices, weights, gate_up, down) -> out.
+        expert_linear: (x, index, score, routed, shared) -> out.
+    """
+
+    sequence_attention: Callable[..., jax.Array]
+    depth_attention: Callable[..., jax.Array]
+    expert_mlp: Callable[..., jax.Array]
+    expert_linear: Callable[..., jax.Array]
+
+
+XLA = Operations(attention.sequence_attention, attention.depth_attention, expert_mlp, expert_linear)
+"""Runs everywhere; what `auto` takes where no kernel is faster."""
+
+REFERENCE = Operations(
+    attention.sequence_attention,
+    attention.depth_attention,
+    pallas_kernels.expert_mlp.reference.expert_mlp,
+    pallas_kernels.attention_moe.reference.expert_linear,
+)
+"""The definitions, for tests and for counting: exactly the model's matrix products, far too much memory to train."""
+
+
+def resolve_operations(implementation: Implementation = "auto") -> Operations:
+    """The operations of a backend.
+
+    Raises:
+        UserError: for `pallas`, as long as this version has no kernels for it.
+    """
+    if implementation == "pallas":
+        raise UserError("model.implementation: this version has no Pallas kernels; use auto or xla")
+    return XLA

@@ -1,0 +1,5 @@
+"""Attention MoE: the linear expert a token selected, plus the shared one (Eq. 7-8)."""
+
+from pallas_kernels.attention_moe.api import expert_linear
+
+__all__ = ["expert_linear"]

@@ -1,0 +1,100 @@
+"""Dropless dispatch: every (token, choice) pair gets a slot in a buffer of blocks, each block of one expert.
+
+Pairs are sorted by expert and every expert's run is padded up to whole blocks, so that a grouped matrix product
+becomes a batch of equal ones. The plan is integers only; moving rows with it is a gather in both directions
+(`blocks_of` by `source`, `rows_of` by `slot`), never a scatter of rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Dispatch(NamedTuple):
+    """Where each (token, choice) pair goes. N blocks of b slots; a slot no pair fills is padding.
+
+    Attributes:
+        slot: [T, k] int32, the slot of each pair.
+        source: [N, b] int32, the pair (t * k + choice) in each slot; T * k marks padding.
+        block_expert: [N] int32, the expert of each block; unused blocks repeat the last expert.
+        first_block: [E] int32, the first block of each expert.
+        num_blocks: [E] int32, the blocks each expert fills.
+    """
+
+    slot: jax.Array
+    source: jax.Array
+    block_expert: jax.Array
+    first_block: jax.Array
+    num_blocks: jax.Array
+
+    @property
+    def used_blocks(self) -> jax.Array:
+        """Scalar int32: blocks that hold at least one pair; they come first."""
+        return self.first_block[-1] + self.num_blocks[-1]
+
+
+def block_size_for(pairs: int, num_experts: int) -> int:
+    """Rows of a block: a power of two near half the mean rows an expert gets, from 8 to 256.
+
+    Smaller blocks waste fewer padded rows, larger ones make better matrix products.
+    """
+    mean = max(1, pairs // num_experts)
+    return max(8, min(256, 1 << ((mean // 2).bit_length() - 1 if mean > 1 else 0)))
+
+
+def plan_dispatch(indices: jax.Array, num_experts: int, block_size: int) -> Dispatch:
+    """Sort the (token, choice) pairs by expert into blocks.
+
+    Args:
+        indices: [T, k] int32, the experts each token selected.
+        num_experts: E.
+        block_size: b, rows of a block.
+
+    Returns:
+        The plan, with N = (T*k + E*(b-1)) // b blocks: enough for any distribution, so nothing is ever dropped.
+    """
+    pairs = indices.size
+    expert = indices.reshape(-1)
+    # One sort of a single packed key is several times faster than a stable argsort of (expert, pair).
+    bits = max(1, (pairs - 1).bit_length())
+    if bits + max(1, (num_experts - 1).bit_length()) > 32:
+        raise ValueError(f"{pairs} pairs times {num_experts} experts don't fit a 32-bit sort key; use microbatches")
+    packed = jnp.sort((expert.astype(jnp.uint32) << bits) | jnp.arange(pairs, dtype=jnp.uint32))
+    order = (packed & ((1 << bits) - 1)).astype(jnp.int32)
+    sorted_expert = (packed >> bits).astype(jnp.int32)
+
+    bounds = jnp.searchsorted(sorted_expert, jnp.arange(num_experts + 1, dtype=jnp.int32)).astype(jnp.int32)
+    counts = jnp.diff(bounds)
+    num_blocks = (counts + block_size - 1) // block_size
+    last_block = jnp.cumsum(num_blocks)
+    first_block = last_block - num_blocks
+
+    rank = jnp.arange(pairs, dtype=jnp.int32) - bounds[sorted_expert]
+    sorted_slot = first_block[sorted_expert] * block_size + rank
+    total = (pairs + num_experts * (block_size - 1)) // block_size
+    slot = jnp.zeros(pairs, jnp.int32).at[order].set(sorted_slot, unique_indices=True)
+    source = jnp.full(total * block_size, pairs, jnp.int32).at[sorted_slot].set(order, unique_indices=True)
+    block_expert = jnp.searchsorted(last_block, jnp.arange(total, dtype=jnp.int32), side="right")
+    return Dispatch(
+        slot=slot.reshape(indices.shape),
+        source=source.reshape(total, block_size),
+        block_expert=jnp.minimum(block_expert, num_experts - 1).astype(jnp.int32),
+        first_block=first_block,
+        num_blocks=num_blocks,
+    )
+
+
+def blocks_of(x: jax.Array, plan: Dispatch) -> jax.Array:
+    """Rows of tokens in block order: [T, c] -> [N, b, c]. Padding slots hold some token's row: mask what you sum."""
+    choices = plan.slot.shape[1]
+    token = jnp.minimum(plan.source // choices, x.shape[0] - 1)
+    return x.at[token].get(mode="promise_in_bounds")
+
+
+def rows_of(blocks: jax.Array, plan: Dispatch) -> jax.Array:
+    """Rows back in token order: [N, b, c] -> [T, k, c]."""
+    flat = blocks.reshape(-1, blocks.shape[-1])
+    return flat.at[plan.slot].get(mode="promise_in_bounds")
