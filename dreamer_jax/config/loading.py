@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from dreamer_jax.config.schema import Config
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"
+_DOTTED = re.compile(r"[a-z_]+\.[a-z0-9_]+")
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,13 @@ def build(settings: Mapping[str, Setting]) -> LoadedConfig:
 
 
 def _with_origin(error: ConfigError, origins: Mapping[str, str]) -> str:
-    """The message after the place to look at: where the key was set or, if it has its default, where its opponent was."""
+    """The message after the place where the key at fault was set, and where the keys it clashes with were."""
     message = str(error)
-    origin = origins.get(error.key or "", DEFAULT)
-    if origin != DEFAULT:
-        return f"{origin}: {message}"
-    clashing = [origins[key] for key in origins if key in message and origins[key] != DEFAULT]
-    return f"{clashing[0]}: {message} ({error.key} has its default)" if clashing else message
+    named = [key for key in _DOTTED.findall(message) if key in origins and key != error.key]
+    own = origins.get(error.key or "", DEFAULT)
+    if own == DEFAULT:  # then what a person wrote is one of the others
+        wrote = [origins[key] for key in named if origins[key] != DEFAULT]
+        return f"{wrote[0]}: {message} ({error.key} has its default)" if wrote else message
+    elsewhere = {key: origins[key] for key in named if origins[key] != own}
+    notes = [f"{key} {'has its default' if at == DEFAULT else f'is from {at}'}" for key, at in elsewhere.items()]
+    return f"{own}: {message}" + (f" ({', '.join(notes)})" if notes else "")

@@ -1,0 +1,59 @@
+"""`dreamer info`: versions, devices, and which extras are installed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+
+from dreamer_jax import __version__
+from dreamer_jax.cli.extras import requirements, version_of
+from dreamer_jax.config import UserError
+
+USAGE = "usage: dreamer info\n\nPrints versions, devices, and which extras are installed and how to install the others."
+
+
+def run(arguments: list[str]) -> int:
+    """Print what is installed and which devices jax sees; returns the exit code."""
+    if arguments and arguments[0] in ("--help", "-h"):
+        print(USAGE)
+        return 0
+    if arguments:
+        raise UserError(f"info: unexpected '{arguments[0]}'; it takes no arguments")
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(f"dreamer-jax {__version__}, Python {platform.python_version()} ({sys.executable})")
+    console.print(f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores")
+    console.print(_devices(), markup=False)
+    needs = requirements()
+    if not needs:
+        console.print("used from its folder without being installed; `pip install -e .` there brings the dependencies")
+        return 0
+    table = Table("extra", "installed", "missing", "install", box=None, header_style="bold")
+    for extra, names in needs.items():
+        versions = {name: version_of(name) for name in names}
+        missing = [name for name, version in versions.items() if version is None]
+        table.add_row(
+            extra or "(base)",
+            ", ".join(f"{name} {version}" for name, version in versions.items() if version) or "-",
+            ", ".join(missing) or "-",
+            (f"pip install 'dreamer-jax\\[{extra}]'" if extra else "pip install dreamer-jax") if missing else "",
+        )
+    console.print(table)
+    return 0
+
+
+def _devices() -> str:
+    """One line on the devices of jax, or on why there are none."""
+    try:
+        import jax
+    except ImportError as error:
+        return f"devices: none, jax can't be imported ({error})"
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        return f"devices: none, jax found no usable platform ({error})"
+    kinds = sorted({device.device_kind for device in devices})
+    return f"devices: {len(devices)} on platform {devices[0].platform} ({', '.join(kinds)})"

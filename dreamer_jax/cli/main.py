@@ -1,0 +1,89 @@
+"""The entry point: finds the command, imports only that one, and turns errors into exit codes.
+
+Exit codes: 0 success, 2 something a person can mend (one message on stderr, no traceback), 130 interrupted,
+141 the reader of a pipe went away. Anything else is a defect of the program and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from dreamer_jax import __version__
+from dreamer_jax.config.errors import UserError
+
+COMMANDS = {
+    "train": ("dreamer_jax.cli.train", "train a model, or go on with a run"),
+    "config": ("dreamer_jax.cli.config", "show a resolved configuration, or check one"),
+    "bench": ("dreamer_jax.cli.bench", "measure speed, e.g. `dreamer bench train`"),
+    "info": ("dreamer_jax.cli.info", "versions, devices, and which extras are installed"),
+}
+"""Command -> (module with `run(arguments) -> exit code`, summary)."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `dreamer` with these words (by default the process's) and return its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()  # a closed pipe shows here, not at exit
+        return code
+    except UserError as error:
+        print(f"dreamer: error: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        hint = _missing_package(error)
+        if hint is None:
+            raise
+        print(f"dreamer: error: {hint}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("dreamer: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Nobody reads: keep the interpreter from complaining when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def usage() -> str:
+    """The text of `dreamer --help`."""
+    lines = ["usage: dreamer <command> [...]", "", "Depth-recurrent attention mixtures in JAX.", "", "commands:"]
+    lines += [f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items()]
+    lines += ["", "`dreamer <command> --help` explains a command; `dreamer --version` prints the version."]
+    return "\n".join(lines)
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words:
+        print(usage(), file=sys.stderr)
+        return 2
+    name, rest = words[0], words[1:]
+    if name in ("--help", "-h", "help"):
+        print(usage())
+        return 0
+    if name == "--version":
+        print(f"dreamer-jax {__version__}")
+        return 0
+    if name not in COMMANDS:
+        kind = "option" if name.startswith("-") else "command"
+        names = ["--help", "--version"] if kind == "option" else list(COMMANDS)
+        alike = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        fix = f"did you mean '{alike[0]}'?" if alike else f"one of: {', '.join(names)}"
+        raise UserError(f"unknown {kind} '{name}'; {fix}")
+    return importlib.import_module(COMMANDS[name][0]).run(rest)
+
+
+def _missing_package(error: ModuleNotFoundError) -> str | None:
+    """How to install the package an import lacks, or None when it isn't one of this project's dependencies."""
+    from dreamer_jax.cli.extras import extra_of
+
+    module = (error.name or "").partition(".")[0]
+    extra = extra_of(module)
+    if extra is None:
+        return None
+    target = f"dreamer-jax[{extra}]" if extra else "dreamer-jax"
+    return f"the package {module} is not installed; pip install '{target}'"

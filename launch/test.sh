@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# Checks everything: formatting, lint, types, import direction, tests. Needs only python3 (3.11-3.13) and PyPI.
+#   bash launch/test.sh                     everything that runs on a CPU in minutes
+#   bash launch/test.sh tests/model -x      further words go to pytest
+#   bash launch/test.sh -m slow             the tests of another marker (slow, aot, gpu; see setup.cfg)
+# PYTHON chooses the interpreter, DREAMER_VENV the folder of the virtual environment (default .venv).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=${PYTHON:-python3}
+venv=${DREAMER_VENV:-.venv}
+if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'; then
+    echo "test.sh: needs Python 3.11 to 3.13, but $python is $("$python" --version 2>&1 || true); set PYTHON" >&2
+    exit 2
+fi
+
+# The environment is laid again only when what it is made of has changed.
+stamp=$("$python" - <<'PYTHON'
+import hashlib, os, pathlib, sys
+parts = [sys.version, os.getcwd(), *(pathlib.Path(p).read_text() for p in ("requirements/test.lock", "setup.cfg", "pyproject.toml"))]
+print(hashlib.sha256("\0".join(parts).encode()).hexdigest())
+PYTHON
+)
+if [[ "$(cat "$venv/installed" 2>/dev/null || true)" != "$stamp" ]]; then
+    echo "== install into $venv"
+    start=$SECONDS
+    if [[ -e "$venv" && ! -e "$venv/pyvenv.cfg" ]]; then # it is emptied below
+        echo "test.sh: $venv is not a virtual environment; name another folder in DREAMER_VENV" >&2
+        exit 2
+    fi
+    "$python" -m venv --clear "$venv" || {
+        echo "test.sh: $python can't make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2
+        exit 2
+    }
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check -r requirements/test.lock
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
+    echo "$stamp" >"$venv/installed"
+    echo "   $((SECONDS - start)) s"
+fi
+
+venv=$(cd "$venv" && pwd)
+export PATH="$venv/bin:$PATH"
+export PYRIGHT_PYTHON_IGNORE_WARNINGS=1 # no look for a newer pyright
+
+failed=()
+stage() {
+    local name=$1 start=$SECONDS
+    shift
+    echo "== $name"
+    "$@" || failed+=("$name")
+    echo "   $((SECONDS - start)) s"
+}
+stage "format" ruff format --check .
+stage "lint" ruff check .
+stage "types" pyright --pythonpath "$(command -v python)"
+stage "import direction" lint-imports
+stage "tests" python -m pytest -q --durations=10 "$@"
+
+if ((${#failed[@]})); then
+    echo "failed: ${failed[*]}" >&2
+    exit 1
+fi
+echo "all good in $SECONDS s"

@@ -1,0 +1,57 @@
+"""Every file in configs/ loads, and the paper's models are those of its Table 3."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dreamer_jax.config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "configs").rglob("*.yaml"))
+PAPER = {  # variant, depth, E, F
+    "la_16": ("LA", 16, 32, 512),
+    "la_32": ("LA", 32, 32, 512),
+    "dr_16": ("DR", 16, 517, 504),
+    "dr_32": ("DR", 32, 1039, 504),
+    "dr_da_16": ("DR+DA", 16, 537, 480),
+    "dr_da_32": ("DR+DA", 32, 1097, 472),
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_loads(path: Path) -> None:
+    load_config(path)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_table_3(name: str) -> None:
+    config = load_config(ROOT / "configs" / "models" / f"{name}.yaml").config
+    model, training = config.model, config.training
+    assert (model.variant, model.depth, model.num_experts, model.expert_size) == PAPER[name]
+    assert (model.hidden_size, model.vocab_size, model.experts_per_token, model.router_size) == (1024, 128256, 8, 128)
+    assert (model.sa_heads, model.sa_kv_heads, model.sa_head_size, model.sa_rope_base) == (16, 8, 128, 10_000)
+    assert (model.da_heads, model.da_kv_heads, model.da_head_size, model.depth_rope_base) == (1, 1, 128, 500)
+    assert (model.expert_bias_rate, model.attention_bias_rate, model.dtype) == (1e-3, 1e-2, "bfloat16")
+    assert training.batch_size * config.data.sequence_length == 2**20 and config.data.sequence_length == 4096
+    assert (training.learning_rate, training.warmup_steps, training.weight_decay) == (4e-4, 500, 1e-3)
+    assert (training.beta1, training.beta2, training.epsilon, training.clip_norm) == (0.9, 0.999, 1e-8, 0.5)
+
+
+def test_table_3_in_the_shared_tables() -> None:
+    tables = ROOT.parent / "shared" / "paper_tables.json"
+    if not tables.is_file():
+        pytest.skip("the paper's tables are not beside the checkout")
+    matched = json.loads(tables.read_text())["dreamer"]["table3_matched"]
+    assert matched == {f"{v}/{depth}": {"E": e, "F": f} for v, depth, e, f in PAPER.values()}
+
+
+@pytest.mark.parametrize("size", ["tiny", "small"])
+def test_small_ones_differ_only_in_variant_and_experts(size: str) -> None:
+    from dreamer_jax.config import difference
+
+    la, dr, dr_da = (load_config(ROOT / f"configs/models/{v}_{size}.yaml").config for v in ("la", "dr", "dr_da"))
+    allowed = {"model.variant", "model.num_experts", "model.expert_size"}
+    assert (la.model.variant, dr.model.variant, dr_da.model.variant) == ("LA", "DR", "DR+DA")
+    for other in (dr, dr_da):
+        assert {line.partition(":")[0] for line in difference(la, other)} <= allowed

@@ -1,0 +1,18 @@
+"""Set before jax is first imported: eight CPU devices, so that everything about meshes is tested on any machine.
+
+`DREAMER_TEST_PLATFORM=cuda python -m pytest -m gpu` runs the tests that need a GPU on one instead.
+"""
+
+import os
+
+from hypothesis import settings
+
+DEVICES = "--xla_force_host_platform_device_count"
+
+os.environ["JAX_PLATFORMS"] = os.environ.get("DREAMER_TEST_PLATFORM", "cpu")
+if DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
+
+# A shared machine's pace says nothing about the code, and a failure should come again.
+settings.register_profile("dreamer", deadline=None, derandomize=True)
+settings.load_profile("dreamer")
