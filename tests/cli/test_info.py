@@ -36,7 +36,7 @@ def test_info_says_how_to_install_what_is_missing(
     monkeypatch.setenv("COLUMNS", "200")
     fake_metadata(monkeypatch, {"dreamer-jax": ["PyYAML>=6", 'no-such-thing>=1; extra == "eval"']})
     assert main(["info"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     (row,) = [line for line in lines if line.startswith("eval")]
     assert "no-such-thing" in row and "pip install 'dreamer-jax[eval]'" in row
     (base,) = [line for line in lines if line.startswith("(base)")]
