@@ -1,0 +1,210 @@
+"""Section 3.8: make one model cost what another costs, by coordinate descent over its experts.
+
+The expert size F is searched until the FLOPs per token are closest to the target, then the number of experts E
+until the parameters are closest, and again, until nothing changes. The descent starts from the baseline's own
+experts (all its layers' together when the model is recurrent), never from the model's, so that the
+result doesn't depend on what happens to stand in the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from dreamer_jax.budget import analytic, memory
+from dreamer_jax.config.errors import UserError
+from dreamer_jax.config.schema import ModelConfig
+
+Hold = Literal["both", "flops", "params"]
+MOST_ROUNDS = 50
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What matched models share: parameters as stored for training, forward FLOPs, bytes of one generation.
+
+    flops_per_token is of matrix products only, after folding, at the average context of the generation.
+    """
+
+    params: int
+    flops_per_token: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """Budgets to meet and the experts the descent starts from; memory follows from the other two."""
+
+    params: int
+    flops_per_token: float
+    num_experts: int
+    expert_size: int
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One search of the descent: the experts it ended at and their gaps to the target in percent."""
+
+    searched: Literal["expert_size", "num_experts"]
+    num_experts: int
+    expert_size: int
+    params_gap: float
+    flops_gap: float
+
+
+@dataclass(frozen=True)
+class Match:
+    """A matched model, its cost, and how the descent got there."""
+
+    model: ModelConfig
+    cost: Cost
+    target: Target
+    iterations: tuple[Iteration, ...]
+
+    @property
+    def gaps_percent(self) -> dict[str, float]:
+        """(ours / target - 1) in percent, of each quantity the target has."""
+        gaps = {
+            "params": gap(self.cost.params, self.target.params),
+            "flops_per_token": gap(self.cost.flops_per_token, self.target.flops_per_token),
+        }
+        if self.target.memory_bytes is not None:
+            gaps["memory_bytes"] = gap(self.cost.memory_bytes, self.target.memory_bytes)
+        return gaps
+
+
+def cost(model: ModelConfig, context: int) -> Cost:
+    """Cost of a model that generates `context` tokens (1024 in Table 1)."""
+    return Cost(
+        params=int(analytic.total(analytic.parameters(model))),
+        flops_per_token=analytic.total(analytic.matmul_flops(model, analytic.average_context(context))),
+        memory_bytes=sum(memory.generation(model, context).values()),
+    )
+
+
+def target_of(baseline: ModelConfig, recurrent: bool, context: int) -> Target:
+    """The cost of a baseline, and its experts as one layer (or, if not recurrent, each layer) would hold them."""
+    experts = baseline.num_experts
+    if recurrent and not baseline.recurrent:
+        experts *= baseline.depth
+    if baseline.recurrent and not recurrent:
+        experts = max(baseline.experts_per_token, experts // baseline.depth)
+    its = cost(baseline, context)
+    return Target(its.params, its.flops_per_token, experts, baseline.expert_size, its.memory_bytes)
+
+
+def match(model: ModelConfig, target: Target, context: int, granularity: int = 8, hold: Hold = "both") -> Match:
+    """The model with the E and F that come closest to the target.
+
+    Args:
+        model: everything but E and F is kept; of those, one that `hold` leaves alone too.
+        target: budgets, and where to start.
+        context: tokens of a generated sequence, for FLOPs and memory.
+        granularity: F is a multiple of this.
+        hold: flops moves only F, params only E, both both.
+
+    Raises:
+        UserError: a budget is below what the other parts of the model need alone.
+    """
+    if granularity < 1:
+        raise UserError(f"granularity {granularity} is too small; it must be 1 or more")
+    if hold == "both":
+        start = max(target.num_experts, model.experts_per_token)
+        model = replace(model, num_experts=start, expert_size=_multiple(target.expert_size, granularity))
+    iterations: list[Iteration] = []
+    seen: list[ModelConfig] = []
+    while model not in seen and len(seen) < MOST_ROUNDS:
+        seen.append(model)
+        if hold != "params":
+            model = _search_expert_size(model, target, context, granularity)
+            iterations.append(_iteration("expert_size", model, target, context))
+        if hold != "flops":
+            model = _search_num_experts(model, target, context)
+            iterations.append(_iteration("num_experts", model, target, context))
+    cycle = seen[seen.index(model) :] if model in seen else seen[-1:]
+    best = min(cycle, key=lambda each: _distance(each, target, context))
+    return Match(best, cost(best, context), target, tuple(iterations))
+
+
+def gap(ours: float, theirs: float) -> float:
+    """(ours / theirs - 1) in percent."""
+    return 100 * (ours / theirs - 1)
+
+
+def _search_expert_size(model: ModelConfig, target: Target, context: int, granularity: int) -> ModelConfig:
+    def flops(multiple: int) -> float:
+        return cost(replace(model, expert_size=multiple * granularity), context).flops_per_token
+
+    parts = analytic.matmul_flops(model, analytic.average_context(context))
+    _require_room(parts, target.flops_per_token, "FLOPs per token", model)
+    return replace(model, expert_size=granularity * _closest(flops, target.flops_per_token, smallest=1))
+
+
+def _search_num_experts(model: ModelConfig, target: Target, context: int) -> ModelConfig:
+    def params(experts: int) -> int:
+        return cost(replace(model, num_experts=experts), context).params
+
+    parts = analytic.parameters(model)
+    _require_room(parts, target.params, "parameters", model)
+    return replace(model, num_experts=_closest(params, target.params, smallest=model.experts_per_token))
+
+
+def _closest(quantity: Callable[[int], float], goal: float, smallest: int) -> int:
+    """The integer from `smallest` on whose (growing) quantity is closest to the goal, by binary search."""
+    low, high = smallest, 2 * smallest
+    while quantity(high) < goal:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if quantity(middle) < goal else (low, middle)
+    return min((low, high), key=lambda each: abs(quantity(each) - goal))
+
+
+def _require_room(parts: dict[str, int] | analytic.Counts, budget: float, what: str, model: ModelConfig) -> None:
+    """The parts that the search doesn't move must leave something for the experts."""
+    others = {part: number for part, number in parts.items() if part != "EA" and number}
+    needed = sum(others.values())
+    if needed < budget:
+        return
+    largest = max(others, key=lambda part: others[part])
+    raise UserError(
+        f"the {what} of this {model.variant} can't be matched: without any expert its other parts take "
+        f"{_short(needed)}, {_short(needed - budget)} more than the target of {_short(budget)}; the largest is {largest} "
+        f"with {_short(others[largest])}. Give it a smaller {_remedy(largest)}, or a larger target"
+    )
+
+
+def _remedy(part: str) -> str:
+    keys = {
+        "embedding": "model.vocab_size or model.hidden_size",
+        "head": "model.vocab_size or model.hidden_size",
+        "SA": "model.sa_heads or model.sa_head_size",
+        "DA": "model.da_heads or model.da_head_size",
+        "routers": "model.router_size",
+    }
+    return keys.get(part, "model.hidden_size")
+
+
+def _short(number: float) -> str:
+    """1234567 -> '1.2346 M'."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(number) >= size:
+            return f"{number / size:.4f} {unit}"
+    return f"{number:g}"
+
+
+def _multiple(size: int, granularity: int) -> int:
+    return granularity * max(1, round(size / granularity))
+
+
+def _iteration(searched: Literal["expert_size", "num_experts"], model: ModelConfig, target: Target, context: int):
+    its = cost(model, context)
+    params_gap, flops_gap = gap(its.params, target.params), gap(its.flops_per_token, target.flops_per_token)
+    return Iteration(searched, model.num_experts, model.expert_size, params_gap, flops_gap)
+
+
+def _distance(model: ModelConfig, target: Target, context: int) -> float:
+    its = cost(model, context)
+    return abs(gap(its.params, target.params)) + abs(gap(its.flops_per_token, target.flops_per_token))

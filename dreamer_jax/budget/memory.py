@@ -1,0 +1,94 @@
+"""Memory in bytes by arithmetic: of generating text, and of a training step.
+
+Table 1's quantity is `generation`: the stored weights in bfloat16 and the key/value caches of one sequence of 1024
+tokens. The training figures are what the recipe has to hold on one device that holds everything; temporary
+buffers of a compiler are its own and are read from the compiled program elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from dreamer_jax.budget import analytic
+from dreamer_jax.config.schema import ModelConfig
+
+Remat = Literal["none", "full"]
+Bytes = dict[str, int]
+SIZE = {"bfloat16": 2, "float32": 4}
+MASTER = 4  # weights, gradients and optimizer state are float32
+
+
+def caches(model: ModelConfig, context: int, batch: int = 1) -> Bytes:
+    """Key/value caches of generation, in bfloat16: SA [L, B, S, kv, d] twice, DA [L, B, kv, d] twice.
+
+    DA's cache is overwritten by the next token, so it doesn't grow with the context.
+    """
+    sequence = 2 * model.depth * batch * context * model.sa_kv_heads * model.sa_head_size * SIZE["bfloat16"]
+    depth = 2 * model.depth * batch * model.da_kv_heads * model.da_head_size * SIZE["bfloat16"]
+    return {"SA cache": sequence, "DA cache": depth if model.depth_attention else 0}
+
+
+def generation(model: ModelConfig, context: int, batch: int = 1, folded: bool = False) -> Bytes:
+    """Weights in bfloat16 and the caches of `batch` sequences of `context` tokens.
+
+    Args:
+        model: sizes of the model.
+        context: tokens of a generated sequence.
+        batch: sequences generated at once.
+        folded: whether the shared experts have been added into the routed ones. Table 1 compares the models as
+            they are stored, unfolded: matched models then agree, which folded ones would not.
+    """
+    weights = int(analytic.total(analytic.parameters(model, folded))) * SIZE["bfloat16"]
+    return {"weights": weights, **caches(model, context, batch)}
+
+
+def training(model: ModelConfig, sequence_length: int, batch: int, remat: Remat) -> Bytes:
+    """What one training step of `batch` rows of S tokens has to hold.
+
+    float32 weights, their gradients and AdamW's two moments; the copy of the weights in the compute type; and the
+    activations the backward pass needs under `remat`.
+    """
+    count = int(analytic.total(analytic.parameters(model)))
+    copy = 0 if model.dtype == "float32" else count * SIZE[model.dtype]
+    return {
+        "weights": count * MASTER,
+        "weights, compute copy": copy,
+        "gradients": count * MASTER,
+        "optimizer": 2 * count * MASTER,
+        "activations": activations(model, sequence_length, batch, remat),
+        "logits": batch * sequence_length * model.vocab_size * MASTER,
+    }
+
+
+def activations(model: ModelConfig, sequence_length: int, batch: int, remat: Remat) -> int:
+    """Bytes of the activations kept from the forward for the backward pass of B x S tokens, head excluded.
+
+    full: the residual stream of every depth (with DA also the keys and values of every depth) and the
+    intermediates of the one layer being recomputed. none: the intermediates of every depth.
+    """
+    element = SIZE[model.dtype]
+    tokens = batch * sequence_length
+    keys_values = 2 * model.da_kv_heads * model.da_head_size if model.depth_attention else 0
+    kept = model.depth * (model.hidden_size + keys_values)
+    layer = _layer_intermediates(model)
+    if remat == "full":
+        return tokens * element * (kept + layer)
+    return tokens * element * (kept + model.depth * layer)
+
+
+def _layer_intermediates(model: ModelConfig) -> int:
+    """Elements per token a layer's backward pass reads: the inputs of every product and function worth keeping.
+
+    Scores of the sequence attention (S a head) are not among them: attention recomputes them block by block.
+    """
+    h, k, r = model.hidden_size, model.experts_per_token, model.router_size
+    attentions = [(model.sa_heads, model.sa_kv_heads, model.sa_head_size)]
+    if model.depth_attention:
+        attentions.append((model.da_heads, model.da_kv_heads, model.da_head_size))
+    elements = 0
+    for heads, kv_heads, head_size in attentions:
+        rotated = (heads + kv_heads) * head_size
+        elements += h + (heads + 2 * kv_heads) * head_size + rotated + heads * head_size + h
+    elements += h + k * (h + 3 * model.expert_size + h)  # normed input; rows of the k experts, gate, up, product, output
+    routers = [model.num_experts] + ([model.depth] * len(attentions) if model.recurrent else [])
+    return elements + sum(2 * r + experts for experts in routers)

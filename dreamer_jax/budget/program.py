@@ -1,0 +1,106 @@
+"""The second count: parameters and matrix products read from the program itself, to check the analytic one.
+
+The model is initialised and lowered with shapes only (nothing is allocated or compiled), with operations in place of the
+shipped ones that compute the same values by exactly the model's products: the shipped expert computation pads
+experts to blocks, which is work of the machine, not of the model. Attention is causal by masking, so in the program
+every token meets S keys and every depth L: the analytic count takes these as its contexts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from dreamer_jax.budget import analytic, lowered
+from dreamer_jax.config.errors import UserError
+from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.model import Dreamer, Operations
+
+
+@dataclass(frozen=True)
+class ProgramCount:
+    """What the program holds and does: its parameters, and the FLOPs of its forward's products per token."""
+
+    parameters: int
+    flops_per_token: float
+
+
+def count(model: ModelConfig, sequence_length: int, batch: int = 1, devices: int = 1) -> ProgramCount:
+    """Count the model's forward over [B, S] tokens, folded (Eq. 8).
+
+    Args:
+        model: sizes of the model.
+        sequence_length: S; the attention of the program is dense, so its context is S.
+        batch: rows B, a multiple of `devices`.
+        devices: of an abstract mesh the rows are spread over; none of them has to exist.
+    """
+    if batch % devices:
+        raise UserError(f"{batch} rows can't be spread over {devices} devices; use a multiple of {devices}")
+    module = Dreamer(model, operations=COUNTING)
+    tokens = jax.ShapeDtypeStruct((batch, sequence_length), jnp.int32)
+    variables = jax.eval_shape(module.init, jax.random.key(0), tokens)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(variables["params"]))
+    program = _lower(module, variables, tokens, devices)
+    return ProgramCount(parameters, lowered.matmul_flops(program) / (batch * sequence_length))
+
+
+def expected(model: ModelConfig, sequence_length: int) -> ProgramCount:
+    """What the analytic count says of the same program."""
+    flops = analytic.matmul_flops(model, context=sequence_length, depth_context=model.depth)
+    return ProgramCount(int(analytic.total(analytic.parameters(model))), analytic.total(flops))
+
+
+def _lower(module: Dreamer, variables, tokens: jax.ShapeDtypeStruct, devices: int) -> jax.stages.Lowered:
+    if devices == 1:
+        return jax.jit(module.apply).lower(variables, tokens)
+    mesh = AbstractMesh((devices,), ("data",))
+
+    def on_mesh(leaf, *axes):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+    replicated = jax.tree.map(on_mesh, variables)
+    traced = jax.jit(module.apply).trace(replicated, on_mesh(tokens, "data"))
+    return traced.lower(lowering_platforms=("cpu",))
+
+
+def _sequence_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """Sequence attention by two products over all S keys, masked (the shipped one may skip masked blocks)."""
+    batch, length, _, size = q.shape
+    grouped = q.reshape(batch, length, k.shape[2], -1, size)
+    logits = jnp.einsum("bqgnd,bkgd->bgnqk", grouped, k) * size**-0.5
+    same_document = segment_ids[:, :, None] == segment_ids[:, None, :]
+    visible = (same_document & jnp.tril(jnp.ones((length, length), bool)))[:, None, None]
+    weights = jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), axis=-1)
+    return jnp.einsum("bgnqk,bkgd->bqgnd", weights, v).reshape(q.shape)
+
+
+def _depth_attention(q: jax.Array, cache_k: jax.Array, cache_v: jax.Array, depth: jax.Array) -> jax.Array:
+    """Depth attention by two products over all L slots of the cache (the shipped one multiplies and reduces)."""
+    slots, tokens, kv_heads, size = cache_k.shape
+    grouped = q.reshape(tokens, kv_heads, -1, size)
+    logits = jnp.einsum("tgnd,ltgd->tgnl", grouped, cache_k) * size**-0.5
+    weights = jax.nn.softmax(jnp.where(jnp.arange(slots) <= depth, logits, -jnp.inf), axis=-1)
+    return jnp.einsum("tgnl,ltgd->tgnd", weights, cache_v).reshape(q.shape)
+
+
+def _expert_mlp(
+    x: jax.Array, indices: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array
+) -> jax.Array:
+    """Each token's k experts gathered and multiplied; their weighted sum is elementwise work, not a product."""
+    gate, up = jnp.split(jnp.einsum("th,tkfh->tkf", x, gate_up[indices]), 2, axis=-1)
+    values = jnp.einsum("tkf,tkfh->tkh", jax.nn.silu(gate) * up, down[indices])
+    return jnp.sum(values * weights.astype(values.dtype)[..., None], axis=1)
+
+
+def _expert_linear(
+    x: jax.Array, index: jax.Array, score: jax.Array, routed: jax.Array, shared: jax.Array
+) -> jax.Array:
+    """Eq. 8: one product with the folded expert of each token."""
+    return score.astype(x.dtype)[:, None] * jnp.einsum("ta,tab->tb", x, (routed + shared)[index])
+
+
+COUNTING = Operations(_sequence_attention, _depth_attention, _expert_mlp, _expert_linear)
+"""Same values as the shipped operations, by the products that SPEC.md 4 counts and no others."""
