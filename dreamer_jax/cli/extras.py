@@ -21,12 +21,12 @@ def version_of(distribution: str) -> str | None:
 def requirements() -> dict[str, list[str]]:
     """Extra -> the distributions it needs; "" is the base install. Empty when the package isn't installed itself.
 
-    An extra of a dependency counts by what it adds: `jax[tpu]` needs libtpu.
+    An extra of a dependency brings what it adds: `jax[tpu]` needs jax and libtpu.
     """
     found: dict[str, list[str]] = {}
     for extra, name, its_extras in _requires(DISTRIBUTION):
         needed = [inner for inner_extra, inner, _ in _requires(name) if inner_extra in its_extras]
-        found.setdefault(extra, []).extend(needed or [name])
+        found.setdefault(extra, []).extend([name, *needed])
     return {extra: list(dict.fromkeys(names)) for extra, names in found.items()}
 
 
@@ -37,6 +37,11 @@ def extra_of(module: str) -> str | None:
         if wanted in map(_normal, names):
             return extra
     return None
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra ("": the base install) from the folder of the checkout."""
+    return f"pip install -e '.[{extra}]'" if extra else "pip install -e ."
 
 
 def _requires(distribution: str) -> list[tuple[str, str, list[str]]]:

@@ -7,7 +7,7 @@ import platform
 import sys
 
 from dreamer_jax import __version__
-from dreamer_jax.cli.extras import requirements, version_of
+from dreamer_jax.cli.extras import install_command, requirements, version_of
 from dreamer_jax.config import UserError
 
 USAGE = "usage: dreamer info\n\nPrints versions, devices, and which extras are installed and how to install the others."
@@ -21,6 +21,7 @@ def run(arguments: list[str]) -> int:
     if arguments:
         raise UserError(f"info: unexpected '{arguments[0]}'; it takes no arguments")
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
@@ -31,15 +32,12 @@ def run(arguments: list[str]) -> int:
     if not needs:
         console.print("used from its folder without being installed; `pip install -e .` there brings the dependencies")
         return 0
-    table = Table("extra", "installed", "missing", "install", box=None, header_style="bold")
+    console.print("base: " + ", ".join(f"{name} {version_of(name) or 'missing'}" for name in needs.pop("", [])))
+    table = Table("extra", "missing", "how to install (in the checkout)", box=None, header_style="bold", pad_edge=False)
     for extra, names in needs.items():
-        versions = {name: version_of(name) for name in names}
-        missing = [name for name, version in versions.items() if version is None]
+        missing = [name for name in names if version_of(name) is None]
         table.add_row(
-            extra or "(base)",
-            ", ".join(f"{name} {version}" for name, version in versions.items() if version) or "-",
-            ", ".join(missing) or "-",
-            (f"pip install 'dreamer-jax\\[{extra}]'" if extra else "pip install dreamer-jax") if missing else "",
+            extra, escape(", ".join(missing)) or "-", escape(install_command(extra)) if missing else "installed"
         )
     console.print(table)
     return 0

@@ -79,11 +79,10 @@ def _dispatch(words: list[str]) -> int:
 
 def _missing_package(error: ModuleNotFoundError) -> str | None:
     """How to install the package an import lacks, or None when it isn't one of this project's dependencies."""
-    from dreamer_jax.cli.extras import extra_of
+    from dreamer_jax.cli.extras import extra_of, install_command
 
     module = (error.name or "").partition(".")[0]
     extra = extra_of(module)
     if extra is None:
         return None
-    target = f"dreamer-jax[{extra}]" if extra else "dreamer-jax"
-    return f"the package {module} is not installed; pip install '{target}'"
+    return f"the package {module} is not installed; in the checkout: {install_command(extra)}"

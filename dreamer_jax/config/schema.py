@@ -138,7 +138,9 @@ class DataConfig:
     def __post_init__(self) -> None:
         _require_positive(self, "data", allow_zero=("heldout_records",))
         if self.source == "jsonl":
-            _require(bool(self.path), "data.path", "is empty; data.source jsonl needs a file, e.g. --data.path train.jsonl")
+            _require(
+                bool(self.path), "data.path", "is empty; data.source jsonl needs a file, e.g. --data.path train.jsonl"
+            )
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,9 @@ def test_info_says_how_to_install_what_is_missing(
     assert main(["info"]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     (row,) = [line for line in lines if line.startswith("eval")]
-    assert "no-such-thing" in row and "pip install 'dreamer-jax[eval]'" in row
-    (base,) = [line for line in lines if line.startswith("(base)")]
-    assert "PyYAML 6" in base and "pip install" not in base
+    assert "no-such-thing" in row and "pip install -e '.[eval]'" in row
+    (base,) = [line for line in lines if line.startswith("base: ")]
+    assert "PyYAML 6" in base and "missing" not in base
 
 
 def test_an_extra_of_a_dependency_counts_by_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_an_extra_of_a_dependency_counts_by_what_it_adds(monkeypatch: pytest.Mon
             "jax": ["jaxlib>=0.10", 'libtpu==0.0.5; extra == "tpu"', 'requests; extra == "tpu"', 'x; extra == "cuda"'],
         },
     )
-    assert extras.requirements() == {"": ["jax"], "tpu": ["libtpu", "requests"], "export": ["torch"]}
+    assert extras.requirements() == {"": ["jax"], "tpu": ["jax", "libtpu", "requests"], "export": ["torch"]}
     assert extras.extra_of("libtpu") == "tpu" and extras.extra_of("jax") == "" and extras.extra_of("numpyro") is None
 
 

@@ -156,7 +156,7 @@ def test_a_missing_dependency_says_how_to_install_it(
     monkeypatch.setattr("dreamer_jax.cli.extras.requirements", lambda: {"": ["PyYAML"], "eval": ["lm-eval"]})
     replace_command(monkeypatch, raising(ModuleNotFoundError("no module", name="lm_eval.api")))
     assert main(["info"]) == 2
-    assert "the package lm_eval is not installed; pip install 'dreamer-jax[eval]'" in capsys.readouterr().err
+    assert "the package lm_eval is not installed; in the checkout: pip install -e '.[eval]'" in capsys.readouterr().err
 
 
 def test_defects_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
