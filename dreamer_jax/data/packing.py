@@ -1,0 +1,174 @@
+"""Documents into rows of S tokens: which document goes where, and the arrays of a batch."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from dreamer_jax.data.records import Batch, Document
+
+OPEN_ROWS = 256
+"""Rows that may still take a document while an epoch is planned; more fill rows a little better."""
+
+KEPT_PLANS = 2
+"""Epoch plans kept in memory: a batch may span the border of two epochs."""
+
+
+class RowPlan:
+    """Which documents share a row. Row j holds `plan[j]`, an int64 array of places in the planned order."""
+
+    def __init__(self, row_of: np.ndarray, rows: int):
+        self._members = np.argsort(row_of, kind="stable")
+        self._ends = np.cumsum(np.bincount(row_of, minlength=rows))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return self._members[self._ends[row - 1] if row else 0 : self._ends[row]]
+
+
+def plan_rows(lengths: np.ndarray, row_length: int) -> RowPlan:
+    """Pack by best fit: each document goes to the fullest of the open rows that can take it.
+
+    At most OPEN_ROWS rows are open; beyond that the fullest is closed. Rows are numbered in the order they are
+    opened. The plan depends on the arguments alone and takes constant time a document.
+
+    Args:
+        lengths: integers [n] in 1..row_length, in the order the documents come.
+        row_length: S.
+    """
+    by_space: list[deque[int]] = [deque() for _ in range(row_length + 1)]
+    spaces = 0  # bit s is set while an open row has s places left
+    rows = open_rows = 0
+    row_of = np.empty(len(lengths), np.int64)
+    for item, length in enumerate(lengths.tolist()):
+        fitting = spaces >> length
+        if fitting:
+            space = length + _lowest_bit(fitting)
+            row = by_space[space].popleft()
+            if not by_space[space]:
+                spaces ^= 1 << space
+        else:
+            space, row = row_length, rows
+            rows += 1
+            open_rows += 1
+        row_of[item] = row
+        space -= length
+        if space:
+            by_space[space].append(row)
+            spaces |= 1 << space
+        else:
+            open_rows -= 1
+        if open_rows > OPEN_ROWS:
+            fullest = _lowest_bit(spaces)
+            by_space[fullest].popleft()
+            if not by_space[fullest]:
+                spaces ^= 1 << fullest
+            open_rows -= 1
+    return RowPlan(row_of, rows)
+
+
+def _lowest_bit(bits: int) -> int:
+    return (bits & -bits).bit_length() - 1
+
+
+def permutation(n: int, *seed: int) -> np.ndarray:
+    """A permutation of 0..n-1 (int64 [n]) that depends on n and the seed numbers alone.
+
+    It sorts raw random words, because NumPy keeps a bit generator's words the same over its versions and makes no
+    such promise for its shuffles.
+    """
+    words = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(n)
+    return np.argsort(words, kind="stable")
+
+
+class EpochRows:
+    """The endless stream of rows over a set of documents: epoch 0, 1, 2, ... end to end.
+
+    Each epoch holds each document exactly once, in an order of its own drawn from (seed, epoch). Row r is a pure
+    function of (lengths, row_length, seed, r). Safe to call from several threads.
+
+    Args:
+        lengths: int64 [n], n > 0, inputs of each document.
+        row_length: S.
+        seed: of the orders.
+    """
+
+    def __init__(self, lengths: np.ndarray, row_length: int, seed: int):
+        self._lengths = lengths
+        self._row_length = row_length
+        self._seed = seed
+        self._first_rows = [0]  # of every epoch whose predecessors have been planned
+        self._plans: OrderedDict[int, tuple[np.ndarray, RowPlan]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def row(self, index: int) -> np.ndarray:
+        """Documents of row `index` (from 0): int64 indices into `lengths`, in their order in the row."""
+        with self._lock:
+            while self._first_rows[-1] <= index:
+                epoch = len(self._first_rows) - 1
+                self._first_rows.append(self._first_rows[-1] + len(self._plan(epoch)[1]))
+            epoch = bisect.bisect_right(self._first_rows, index) - 1
+            order, plan = self._plan(epoch)
+            return order[plan[index - self._first_rows[epoch]]]
+
+    def rows_in_epoch(self, epoch: int) -> int:
+        """Rows that one epoch takes."""
+        with self._lock:
+            return len(self._plan(epoch)[1])
+
+    def _plan(self, epoch: int) -> tuple[np.ndarray, RowPlan]:
+        if epoch in self._plans:
+            self._plans.move_to_end(epoch)
+            return self._plans[epoch]
+        order = permutation(len(self._lengths), self._seed, epoch)
+        self._plans[epoch] = order, plan_rows(self._lengths[order], self._row_length)
+        if len(self._plans) > KEPT_PLANS:
+            self._plans.popitem(last=False)
+        return self._plans[epoch]
+
+
+def assemble(rows: Sequence[Sequence[Document]], row_length: int, pad: int, answer_only: bool) -> Batch:
+    """Lay documents into rows.
+
+    Args:
+        rows: the documents of each of the B rows; their inputs fit into row_length together.
+        row_length: S.
+        pad: token of the places left over.
+        answer_only: train on the completion and its end of text only, not on the prompt.
+
+    Returns:
+        [B, S] arrays. int32: `tokens`; `targets`, the token after each within its document; `segment_ids`, from 1
+        in each row, 0 for padding; `positions`, from 0 in each document. bool: `loss_mask`, targets trained on;
+        `answer_mask`, targets of the completion and its end of text.
+    """
+    shape = (len(rows), row_length)
+    tokens, targets = np.full(shape, pad, np.int32), np.full(shape, pad, np.int32)
+    segment_ids, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    answer_mask = np.zeros(shape, np.bool_)
+    for r, documents in enumerate(rows):
+        start = 0
+        for segment, document in enumerate(documents, start=1):
+            length = len(document.tokens) - 1
+            stop = start + length
+            if stop > row_length:
+                raise ValueError(f"row {r} holds more than {row_length} tokens")
+            tokens[r, start:stop] = document.tokens[:-1]
+            targets[r, start:stop] = document.tokens[1:]
+            segment_ids[r, start:stop] = segment
+            positions[r, start:stop] = np.arange(length)
+            answer_mask[r, start + document.prompt_length : stop] = True
+            start = stop
+    return {
+        "tokens": tokens,
+        "targets": targets,
+        "segment_ids": segment_ids,
+        "positions": positions,
+        "loss_mask": answer_mask.copy() if answer_only else segment_ids > 0,
+        "answer_mask": answer_mask,
+    }

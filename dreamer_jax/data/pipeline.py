@@ -1,0 +1,122 @@
+"""The data of a run: batches by step, held-out batches, and the grain pipeline that carries them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+
+import numpy as np
+
+from dreamer_jax.config.errors import ConfigError, UserError
+from dreamer_jax.config.schema import Config
+from dreamer_jax.data.packing import assemble, plan_rows
+from dreamer_jax.data.records import Batch, Document, Record
+from dreamer_jax.data.sources import DocumentList, JsonlSource, Source, TaskSource, to_record
+from dreamer_jax.data.tokenizers import Tokenizer, load_tokenizer
+
+THREADS = 2
+"""Threads that prepare batches ahead of the training step."""
+
+PREFETCHED_BATCHES = 8
+"""Batches that are ready or being prepared at any time."""
+
+
+class Data:
+    """Everything a run reads. Batches are [B, S] as `packing.assemble` describes; made by `open_data`."""
+
+    tokenizer: Tokenizer
+    summary: str
+    """One line for the console: records, tokens, fill, skipped, too long."""
+    fingerprint: str
+    """SHA-256 of all that decides the batches: equal fingerprints mean equal batches at every step."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, source: Source):
+        self.tokenizer = tokenizer
+        self.summary = source.summary
+        self._source = source
+        self._batch_size = config.training.batch_size
+        self._row_length = config.data.sequence_length
+        self._answer_only = config.data.loss == "answer"
+        identity = [
+            source.identity,
+            tokenizer.fingerprint,
+            config.run.seed,
+            self._batch_size,
+            self._row_length,
+            config.data.loss,
+        ]
+        self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+    def batch_at(self, step: int) -> Batch:
+        """Training batch of a step (from 0); row i of step s is a pure function of (run.seed, s, i)."""
+        return self._assemble([self._source.row(step, element) for element in range(self._batch_size)])
+
+    def training_batches(self, start: int, stop: int) -> Iterator[tuple[int, Batch]]:
+        """(step, batch) for the steps from start to stop - 1, prepared ahead by grain in threads.
+
+        Closing the iterator (or leaving its loop for good) stops the threads.
+        """
+        if start >= stop:
+            return
+        try:
+            import grain
+        except ImportError:
+            raise UserError("the training pipeline needs grain; install it with: pip install grain") from None
+        steps = grain.MapDataset.range(start, stop).map(lambda step: (int(step), self.batch_at(int(step))))
+        options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=PREFETCHED_BATCHES)
+        iterator = iter(steps.to_iter_dataset(options))
+        try:
+            yield from iterator
+        finally:
+            iterator.close()
+
+    def heldout_batches(self) -> Iterator[Batch]:
+        """Batches of the held-out documents, each document once, always the same; the last is filled with padding."""
+        return self._fixed_batches(self._source.heldout)
+
+    def harder_batches(self) -> Iterator[Batch]:
+        """As heldout_batches, of instances of difficulty evaluation.harder; none unless a task sets it."""
+        return self._fixed_batches(self._source.harder)
+
+    def heldout_records(self, n: int) -> list[Record]:
+        """Up to n of the held-out records, as text."""
+        return self._records(self._source.heldout, n)
+
+    def harder_records(self, n: int) -> list[Record]:
+        """Up to n of the instances of difficulty evaluation.harder, as text."""
+        return self._records(self._source.harder, n)
+
+    def _assemble(self, rows: list[list[Document]]) -> Batch:
+        return assemble(rows, self._row_length, self.tokenizer.pad, self._answer_only)
+
+    def _fixed_batches(self, documents: DocumentList) -> Iterator[Batch]:
+        lengths = np.array([len(documents[i].tokens) - 1 for i in range(len(documents))], np.int64)
+        plan = plan_rows(lengths, self._row_length)
+        for first in range(0, len(plan), self._batch_size):
+            rows = [
+                [documents[int(i)] for i in plan[row]] if row < len(plan) else []
+                for row in range(first, first + self._batch_size)
+            ]
+            yield self._assemble(rows)
+
+    def _records(self, documents: DocumentList, n: int) -> list[Record]:
+        return [to_record(documents[i], self.tokenizer) for i in range(min(n, len(documents)))]
+
+
+def open_data(config: Config) -> Data:
+    """Open the data of a configuration; a JSONL file is read and tokenized here, once.
+
+    Raises:
+        UserError: a file is missing, empty, broken or too small (the message says which record and what to do).
+        ConfigError: the tokenizer doesn't fit model.vocab_size, or a setting can't work.
+    """
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size: {config.model.vocab_size} is too small for tokenizer {config.data.tokenizer}, which "
+            f"has {tokenizer.vocab_size} ids; set it to {tokenizer.vocab_size} or more",
+            key="model.vocab_size",
+        )
+    source = TaskSource(config, tokenizer) if config.data.source == "task" else JsonlSource(config, tokenizer)
+    return Data(config, tokenizer, source)
