@@ -85,7 +85,7 @@ def _plain_scan(layer, params, x, cache, constants, depth, shared):
         x, key_value, counts = layer(weights if shared else own, x, l, cache, *constants)
         return (x, _write(cache, key_value, l)), counts
 
-    steps = (jnp.arange(depth), None if shared else weights)
+    steps = (jnp.arange(depth), None if shared else jax.tree.map(lambda rows: rows[:depth], weights))
     (x, _), counts = jax.lax.scan(body, (x, cache), steps)
     return x, counts
 

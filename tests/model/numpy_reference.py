@@ -1,0 +1,243 @@
+"""The forward pass of SPEC.md in plain float64 NumPy: loops over tokens, heads and experts, no JAX.
+
+Written from the specification alone, so that an error in the model cannot hide in a shared line of code. Only the
+layout of the weights is the model's: fused q/k/v with the heads of q first, gate before up, one leading axis of
+layers in LA.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dreamer_jax.config.schema import ModelConfig
+
+Tree = dict[str, Any]
+EPSILON = 1e-6
+
+
+class Forward(NamedTuple):
+    """What the reference computes.
+
+    Attributes:
+        logits: [B, S, V] float64; rows of padding are zero.
+        counts: router name -> [L, E] int, padding excluded.
+        margin: the smallest gap between a selected and the best unselected expert, over all real tokens: when it is
+            far above float32's rounding, no selection can differ by rounding.
+    """
+
+    logits: np.ndarray
+    counts: dict[str, np.ndarray]
+    margin: float
+
+
+def forward(
+    config: ModelConfig,
+    params: Tree,
+    bias: dict[str, Any],
+    tokens: np.ndarray,
+    segment_ids: np.ndarray,
+    positions: np.ndarray,
+    depth: int | None = None,
+) -> Forward:
+    """Logits of a packed batch, token by token.
+
+    Args:
+        config: sizes and variant.
+        params, bias: the model's trees.
+        tokens, segment_ids, positions: [B, S]; segment 0 is padding.
+        depth: L of this pass; None for the trained one.
+    """
+    params, bias = _float64(params), _float64(bias)
+    pass_ = _Pass(config, params, bias, depth or config.depth)
+    logits = np.zeros((*tokens.shape, config.vocab_size))
+    for row in range(len(tokens)):
+        for document in np.unique(segment_ids[row]):
+            if document == 0:
+                continue
+            where = np.flatnonzero(segment_ids[row] == document)
+            x = params["embedding"][tokens[row, where]]
+            logits[row, where] = pass_.document(x, positions[row, where]) @ params["head"].T
+    return Forward(logits, pass_.counts, pass_.margin)
+
+
+class _Pass:
+    """One forward pass over documents, adding up the counts of all of them."""
+
+    def __init__(self, config: ModelConfig, params: Tree, bias: Tree, depth: int) -> None:
+        self.config, self.params, self.bias, self.depth = config, params, bias, depth
+        self.counts = {name: np.zeros((depth, b.shape[-1]), int) for name, b in bias.items()}
+        self.margin = np.inf
+
+    def document(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Hidden states before the head, [n, h], of one document's embeddings [n, h]."""
+        self.keys: list[np.ndarray] = []
+        self.values: list[np.ndarray] = []
+        for l in range(self.depth):
+            layer = self.layer(l)
+            y = self.mixture(layer, x, positions, l)
+            x = rms_norm(y, layer["residual_norm"]["scale"]) if self.config.recurrent else y
+        return x if self.config.recurrent else rms_norm(x, self.params["final_norm"]["scale"])
+
+    def layer(self, l: int) -> Tree:
+        """The weights applied at depth l."""
+        return self.params["layer"] if self.config.recurrent else _take(self.params["layers"], l)
+
+    def mixture(self, layer: Tree, x: np.ndarray, positions: np.ndarray, l: int) -> np.ndarray:
+        """Eq. 4, 5 or 6."""
+
+        def da(y: np.ndarray) -> np.ndarray:
+            if not self.config.depth_attention:
+                return np.zeros_like(y)
+            return self.depth_attention(layer["depth_attention"], rms_norm(y, layer["depth_norm"]["scale"]), l)
+
+        def sa(y: np.ndarray) -> np.ndarray:
+            normed = rms_norm(y, layer["sequence_norm"]["scale"])
+            return self.sequence_attention(layer["sequence_attention"], normed, positions, l)
+
+        def ea(y: np.ndarray) -> np.ndarray:
+            return self.expert_attention(layer["expert_attention"], rms_norm(y, layer["expert_norm"]["scale"]), l)
+
+        if self.config.mixing == "sequential":
+            y = x + da(x)
+            y = y + sa(y)
+            return y + ea(y)
+        if self.config.mixing == "parallel_attention":
+            y = x + da(x) + sa(x)
+            return y + ea(y)
+        return x + da(x) + sa(x) + ea(x)
+
+    def sequence_attention(self, weights: Tree, x: np.ndarray, positions: np.ndarray, l: int) -> np.ndarray:
+        """Causal grouped-query attention over the tokens of one document."""
+        c = self.config
+        choice = self.choose_projection("sequence_attention", weights["projections"], x, l)
+        q, k, v = self.heads(weights, choice, x, c.sa_heads, c.sa_kv_heads, c.sa_head_size)
+        for i, position in enumerate(positions):
+            q[i], k[i] = rope(q[i], position, c.sa_rope_base), rope(k[i], position, c.sa_rope_base)
+        mixed = np.zeros_like(q)
+        for i in range(len(x)):
+            for head in range(c.sa_heads):
+                shared = head // (c.sa_heads // c.sa_kv_heads)
+                mixed[i, head] = attend(q[i, head], k[: i + 1, shared], v[: i + 1, shared])
+        return self.project(weights["projections"], "out", choice, mixed.reshape(len(x), -1))
+
+    def depth_attention(self, weights: Tree, x: np.ndarray, l: int) -> np.ndarray:
+        """The same over the depths 0..l of each token."""
+        c = self.config
+        choice = self.choose_projection("depth_attention", weights["projections"], x, l)
+        q, k, v = self.heads(weights, choice, x, c.da_heads, c.da_kv_heads, c.da_head_size)
+        q, k = self.depth_rope(q, l), self.depth_rope(k, l)
+        self.keys.append(k)
+        self.values.append(v)
+        keys, values = np.stack(self.keys), np.stack(self.values)
+        mixed = np.zeros_like(q)
+        for i in range(len(x)):
+            for head in range(c.da_heads):
+                shared = head // (c.da_heads // c.da_kv_heads)
+                mixed[i, head] = attend(q[i, head], keys[:, i, shared], values[:, i, shared])
+        return self.project(weights["projections"], "out", choice, mixed.reshape(len(x), -1))
+
+    def expert_attention(self, weights: Tree, x: np.ndarray, l: int) -> np.ndarray:
+        """Top-k SwiGLU experts, weighted by normalised sigmoids."""
+        logits = self.router_logits(weights["router"], x, l)
+        y = np.zeros_like(x)
+        for i in range(len(x)):
+            chosen = self.select("expert_attention", logits[i], l, self.config.experts_per_token)
+            scores = sigmoid(logits[i, chosen])
+            for expert, weight in zip(chosen, scores / scores.sum(), strict=True):
+                gate_up = weights["gate_up"][expert] @ x[i]
+                gate, up = gate_up[: self.config.expert_size], gate_up[self.config.expert_size :]
+                y[i] += weight * ((gate * sigmoid(gate) * up) @ weights["down"][expert])
+        return y
+
+    def choose_projection(self, name: str, projections: Tree, x: np.ndarray, l: int) -> list[tuple[int, float]]:
+        """Expert and score of every token in an attention MoE; in LA there is one expert with score 1."""
+        if "router" not in projections:
+            return [(0, 1.0)] * len(x)
+        logits = self.router_logits(projections["router"], x, l)
+        chosen = [self.select(name, row, l, 1)[0] for row in logits]
+        return [(expert, float(sigmoid(row[expert]))) for expert, row in zip(chosen, logits, strict=True)]
+
+    def project(self, projections: Tree, name: str, choice: list[tuple[int, float]], x: np.ndarray) -> np.ndarray:
+        """Eq. 7: s * x W_e + s * x W_shared; x W in LA."""
+        if "router" not in projections:
+            return x @ projections[name]
+        rows = [
+            score * (row @ projections[name][expert]) + score * (row @ projections[f"{name}_shared"])
+            for (expert, score), row in zip(choice, x, strict=True)
+        ]
+        return np.stack(rows)
+
+    def heads(
+        self, weights: Tree, choice: list[tuple[int, float]], x: np.ndarray, heads: int, kv_heads: int, size: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """q [n, heads, d], k and v [n, kv, d]; q and k normalised per head."""
+        qkv = self.project(weights["projections"], "qkv", choice, x)
+        q, k, v = np.split(qkv, [heads * size, (heads + kv_heads) * size], axis=-1)
+        q = rms_norm(q.reshape(len(x), heads, size), weights["q_norm"]["scale"])
+        k = rms_norm(k.reshape(len(x), kv_heads, size), weights["k_norm"]["scale"])
+        return q, k, v.reshape(len(x), kv_heads, size)
+
+    def router_logits(self, router: Tree, x: np.ndarray, l: int) -> np.ndarray:
+        """[n, E]: depth-rotated queries against unrotated keys."""
+        queries = self.depth_rope(rms_norm(x @ router["query"], router["query_norm"]["scale"]), l)
+        keys = rms_norm(router["keys"], router["keys_norm"]["scale"])
+        return queries @ keys.T / np.sqrt(self.config.router_size)
+
+    def select(self, name: str, logits: np.ndarray, l: int, k: int) -> list[int]:
+        """Indices of the k largest logits + b of one token; counts them and remembers the margin."""
+        b = self.bias[name] if self.config.recurrent else self.bias[name][l]
+        order = np.argsort(-(logits + b), kind="stable")
+        if k < len(order):
+            self.margin = min(self.margin, float((logits + b)[order[k - 1]] - (logits + b)[order[k]]))
+        for expert in order[:k]:
+            self.counts[name][l, expert] += 1
+        return [int(e) for e in order[:k]]
+
+    def depth_rope(self, x: np.ndarray, l: int) -> np.ndarray:
+        """First half of the head rotated by l, second by L - 1 - l, each a full RoPE of half the size."""
+        first, second = np.split(x, 2, axis=-1)
+        base = self.config.depth_rope_base
+        return np.concatenate([rope(first, l, base), rope(second, self.depth - 1 - l, base)], axis=-1)
+
+
+def rms_norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis."""
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + EPSILON) * scale
+
+
+def rope(x: np.ndarray, position: int, base: float) -> np.ndarray:
+    """Rotate-half RoPE of the last axis (size d): pair (i, i + d/2) turns by position * base^(-2i/d)."""
+    half = x.shape[-1] // 2
+    rotated = np.empty_like(x)
+    for i in range(half):
+        angle = float(position) * base ** (-2 * i / x.shape[-1])
+        a, b = x[..., i], x[..., i + half]
+        rotated[..., i] = a * np.cos(angle) - b * np.sin(angle)
+        rotated[..., i + half] = b * np.cos(angle) + a * np.sin(angle)
+    return rotated
+
+
+def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """softmax(q.K^T / sqrt(d)) V of one query [d] over keys and values [n, d]."""
+    scores = k @ q / np.sqrt(len(q))
+    weights = np.exp(scores - scores.max())
+    return (weights / weights.sum()) @ v
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """1 / (1 + e^-x)."""
+    return 1 / (1 + np.exp(-x))
+
+
+def _float64(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {name: _float64(value) for name, value in tree.items()}
+    return np.asarray(tree, np.float64)
+
+
+def _take(tree: Any, index: int) -> Any:
+    if isinstance(tree, dict):
+        return {name: _take(value, index) for name, value in tree.items()}
+    return tree[index]
