@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,12 @@ LLAMA3_PATTERN = (
 
 LLAMA3_SPECIALS = 256
 """Special tokens after the last rank; begin-of-text is the first, end-of-text the second, padding the fifth."""
+
+LONGEST_RUN = 25_000
+"""Characters of one kind, space or not, without a break: Llama 3's own code cuts longer runs as well, and tiktoken's
+matcher runs out of stack on some hundred thousand spaces."""
+
+_RUN = re.compile(r"\s+|\S+")
 
 
 class Tokenizer(Protocol):
@@ -86,7 +93,9 @@ class RankTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text, all below the first special token."""
-        return self._encoding.encode_ordinary(text)
+        if len(text) <= LONGEST_RUN:
+            return self._encoding.encode_ordinary(text)
+        return [i for part in _cut_long_runs(text) for i in self._encoding.encode_ordinary(part)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids below the first special token."""
@@ -106,6 +115,16 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if spec == "bytes":
         return ByteTokenizer()
     return RankTokenizer(_read_ranks(Path(spec)))
+
+
+def _cut_long_runs(text: str) -> Iterator[str]:
+    """Parts of the text, cut inside every run longer than LONGEST_RUN and nowhere else."""
+    start = 0
+    for run in _RUN.finditer(text):
+        for cut in range(run.start() + LONGEST_RUN, run.end(), LONGEST_RUN):
+            yield text[start:cut]
+            start = cut
+    yield text[start:]
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
