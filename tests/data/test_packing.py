@@ -105,8 +105,8 @@ def test_assemble_by_hand() -> None:
     assert batch["loss_mask"][0].astype(int).tolist() == [1] * 8 + [0, 0]
     assert batch["answer_mask"][1].astype(int).tolist() == [1, 1] + [0] * 8
     assert {name: (array.shape, array.dtype) for name, array in batch.items()} == {
-        **{name: ((2, 10), np.int32) for name in ("tokens", "targets", "segment_ids", "positions")},
-        **{name: ((2, 10), np.bool_) for name in ("loss_mask", "answer_mask")},
+        **dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), ((2, 10), np.int32)),
+        **dict.fromkeys(("loss_mask", "answer_mask"), ((2, 10), np.bool_)),
     }
     answers = assemble(rows, 10, PAD, answer_only=True)
     assert (answers["loss_mask"] == answers["answer_mask"]).all()
