@@ -1,0 +1,1 @@
+"""Training: state, one step, the loop around it, checkpoints, metrics."""

@@ -1,0 +1,91 @@
+"""Next-token cross-entropy in float32, in chunks of tokens: the logits of a whole batch never exist at once."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+CHUNK_ELEMENTS = 1 << 24
+"""Logits computed at once: 64 MiB of float32."""
+
+
+@jax.custom_vjp
+def cross_entropy(hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
+    """Summed cross-entropy of the next token.
+
+    The gradient is computed with the loss, chunk by chunk, so that no logits are kept or computed twice.
+
+    Args:
+        hidden: [T, h], compute dtype.
+        head: [V, h] float32; cast to hidden's dtype, its gradient summed in float32.
+        targets: [T] int32.
+        mask: [T] bool, the targets that count.
+
+    Returns:
+        Scalar float32: the sum over the masked targets.
+    """
+    weight = head.astype(hidden.dtype)
+
+    def chunk(total, part):
+        rows, target, counted = part
+        return total + jnp.sum(_losses(_logits(rows, weight), target) * counted), None
+
+    return jax.lax.scan(chunk, jnp.float32(0), _chunks(head, hidden, targets, mask))[0]
+
+
+def _forward(hidden, head, targets, mask):
+    weight = head.astype(hidden.dtype)
+
+    def chunk(carry, part):
+        total, d_head = carry
+        rows, target, counted = part
+        logits = _logits(rows, weight)
+        total += jnp.sum(_losses(logits, target) * counted)
+        one_hot = jnp.arange(logits.shape[1]) == target[:, None]
+        d_logits = ((jax.nn.softmax(logits) - one_hot) * counted[:, None]).astype(rows.dtype)
+        d_rows = d_logits @ weight
+        d_head += jnp.einsum("tv,th->vh", d_logits, rows, preferred_element_type=jnp.float32)
+        return (total, d_head), d_rows
+
+    start = (jnp.float32(0), jnp.zeros(head.shape, jnp.float32))
+    (total, d_head), d_hidden = jax.lax.scan(chunk, start, _chunks(head, hidden, targets, mask))
+    return total, (d_hidden.reshape(-1, hidden.shape[1])[: hidden.shape[0]], d_head)
+
+
+def _backward(residuals, d_total):
+    d_hidden, d_head = residuals
+    return (d_hidden * d_total.astype(d_hidden.dtype), d_head * d_total, None, None)
+
+
+cross_entropy.defvjp(_forward, _backward)
+
+
+def token_losses(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """For evaluation: cross-entropy [T] float32 of every target, and whether it is the most likely token [T] bool."""
+    weight = head.astype(hidden.dtype)
+
+    def chunk(part):
+        rows, target = part
+        logits = _logits(rows, weight)
+        return _losses(logits, target), jnp.argmax(logits, axis=-1) == target
+
+    losses, correct = jax.lax.map(chunk, _chunks(head, hidden, targets))
+    return losses.reshape(-1)[: targets.size], correct.reshape(-1)[: targets.size]
+
+
+def _logits(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.einsum("th,vh->tv", rows, weight, preferred_element_type=jnp.float32)
+
+
+def _losses(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+
+
+def _chunks(head: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Each array [T, ...] as [chunks, rows, ...], zero-padded to whole chunks."""
+    tokens = arrays[0].shape[0]
+    count = -(-tokens // max(1, CHUNK_ELEMENTS // head.shape[0]))
+    rows = -(-tokens // count)
+    padding = count * rows - tokens
+    padded = (jnp.pad(a, ((0, padding), *((0, 0),) * (a.ndim - 1))) for a in arrays)
+    return tuple(a.reshape(count, rows, *a.shape[1:]) for a in padded)

@@ -1,0 +1,109 @@
+"""What is measured while training, and where it is written: metrics.jsonl and TensorBoard get the same numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from dreamer_jax.budget import analytic
+from dreamer_jax.config.schema import Config
+from dreamer_jax.parallel.chips import Chip
+
+
+def gini(counts: np.ndarray) -> float:
+    """Gini coefficient of non-negative counts [E]: 0 if all are equal, (E-1)/E if one has everything."""
+    n = np.sort(np.asarray(counts, np.float64))
+    if n.sum() == 0:
+        return 0.0
+    rank = np.arange(1, n.size + 1)
+    return float(np.sum((2 * rank - n.size - 1) * n) / (n.size * n.sum()))
+
+
+def expert_use(counts: Mapping[str, np.ndarray], recurrent: bool) -> dict[str, float]:
+    """How evenly each router uses its experts in one step.
+
+    Args:
+        counts: router name -> [L, E].
+        recurrent: DR's depths share one set of experts, so their counts are summed; LA's layers are averaged.
+
+    Returns:
+        `experts/<router>/used` (share of the experts selected at least once), `.../gini`, `.../max_over_median`
+        (infinite medians, where half the experts are idle, are given as 0).
+    """
+    result = {}
+    for router, table in counts.items():
+        rows = np.asarray(table, np.int64)
+        rows = rows.sum(axis=0, keepdims=True) if recurrent else rows
+        medians = np.median(rows, axis=1)
+        load = np.where(medians > 0, rows.max(axis=1) / np.maximum(medians, 1), 0.0)
+        prefix = f"experts/{router}"
+        result[f"{prefix}/used"] = float(np.mean(rows > 0))
+        result[f"{prefix}/gini"] = float(np.mean([gini(row) for row in rows]))
+        result[f"{prefix}/max_over_median"] = float(np.mean(load))
+    return result
+
+
+def bias_range(balancing: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """`bias/<router>/min` and `.../max` of the balancing biases."""
+    result = {}
+    for router, bias in balancing.items():
+        result[f"bias/{router}/min"] = float(np.min(bias))
+        result[f"bias/{router}/max"] = float(np.max(bias))
+    return result
+
+
+def model_flop_utilisation(config: Config, tokens_per_second: float, chip: Chip | None) -> float | None:
+    """Model FLOPs done a second over the chips' peak; None where the peak isn't known.
+
+    Model FLOPs of a training token: three times the forward's matrix products (once forward, twice backward), with
+    every depth counted and the scores of the average context within a row, but no recomputation and no padding
+    of blocks.
+    """
+    if chip is None:
+        return None
+    context = config.data.sequence_length
+    forward = analytic.total(analytic.matmul_flops(config.model, context))
+    return 3 * forward * tokens_per_second / (chip.peak_flops * config.mesh.data)
+
+
+class MetricsWriter:
+    """Appends records to metrics.jsonl and to TensorBoard's events.
+
+    Args:
+        directory: the run directory.
+        resumed_step: records of later steps, left by a run that was stopped after its last checkpoint, are removed.
+    """
+
+    def __init__(self, directory: Path, resumed_step: int):
+        from tensorboardX import SummaryWriter  # slow to import
+
+        self._path = directory / "metrics.jsonl"
+        kept = [record for record in read_metrics(directory) if record["step"] <= resumed_step]
+        self._path.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        self._events = SummaryWriter(str(directory), purge_step=resumed_step + 1 if resumed_step else None)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One record: `step` and the values."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        for name, value in values.items():
+            self._events.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush everything to disk."""
+        self._events.close()
+
+
+def read_metrics(directory: Path) -> list[dict[str, float]]:
+    """The records of a run's metrics.jsonl, in order; a line cut short by a kill is left out."""
+    path = directory / "metrics.jsonl"
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
