@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from dreamer_jax.config.schema import ModelConfig
 
-PARTS = ("embedding", "SA", "DA", "EA", "routers", "residual", "head")
+PARTS: tuple[str, ...] = ("embedding", "SA", "DA", "EA", "routers", "residual", "head")
 Counts = dict[str, float]
 
 
@@ -100,9 +100,7 @@ def active_parameters(model: ModelConfig) -> dict[str, int]:
     return count
 
 
-def matmul_flops(
-    model: ModelConfig, context: float, depth_context: float | None = None, folded: bool = True
-) -> Counts:
+def matmul_flops(model: ModelConfig, context: float, depth_context: float | None = None, folded: bool = True) -> Counts:
     """FLOPs per token of the forward's matrix products, 2 per multiply-add.
 
     Args:

@@ -82,7 +82,7 @@ def _dot_flops(op: Any) -> int:
 
 
 def _trip_count(loop: Any, bindings: Bindings) -> int:
-    """Iterations of `while (i < limit)` with i growing by a constant, the only loops jax makes of scan and fori_loop."""
+    """Iterations of `while (i < limit)` with i growing by a constant: the loops jax makes of scan and fori_loop."""
     condition, body = (region.blocks[0] for region in loop.regions)
     test = _last(condition).operands[0].owner
     if _is_block(test) or test.name != "stablehlo.compare" or "LT" not in str(test.attributes["comparison_direction"]):

@@ -17,7 +17,6 @@ from dreamer_jax.config.errors import UserError
 from dreamer_jax.config.schema import ModelConfig
 
 Hold = Literal["both", "flops", "params"]
-MOST_ROUNDS = 50
 
 
 @dataclass(frozen=True)
@@ -34,10 +33,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Target:
-    """Budgets to meet and the experts the descent starts from; memory follows from the other two."""
+    """Budgets to meet, and the experts the descent starts from. None: not asked for; memory is never searched."""
 
-    params: int
-    flops_per_token: float
+    params: int | None
+    flops_per_token: float | None
     num_experts: int
     expert_size: int
     memory_bytes: int | None = None
@@ -45,13 +44,12 @@ class Target:
 
 @dataclass(frozen=True)
 class Iteration:
-    """One search of the descent: the experts it ended at and their gaps to the target in percent."""
+    """One search of the descent: the experts it ended at and their gaps to the target, see `gaps`."""
 
     searched: Literal["expert_size", "num_experts"]
     num_experts: int
     expert_size: int
-    params_gap: float
-    flops_gap: float
+    gaps_percent: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -65,14 +63,8 @@ class Match:
 
     @property
     def gaps_percent(self) -> dict[str, float]:
-        """(ours / target - 1) in percent, of each quantity the target has."""
-        gaps = {
-            "params": gap(self.cost.params, self.target.params),
-            "flops_per_token": gap(self.cost.flops_per_token, self.target.flops_per_token),
-        }
-        if self.target.memory_bytes is not None:
-            gaps["memory_bytes"] = gap(self.cost.memory_bytes, self.target.memory_bytes)
-        return gaps
+        """See `gaps`."""
+        return gaps(self.cost, self.target)
 
 
 def cost(model: ModelConfig, context: int) -> Cost:
@@ -99,56 +91,54 @@ def match(model: ModelConfig, target: Target, context: int, granularity: int = 8
     """The model with the E and F that come closest to the target.
 
     Args:
-        model: everything but E and F is kept; of those, one that `hold` leaves alone too.
-        target: budgets, and where to start.
+        model: everything but E and F is kept.
+        target: budgets, and where to start. With one budget only, E (FLOPs) or F (parameters) is kept too.
         context: tokens of a generated sequence, for FLOPs and memory.
         granularity: F is a multiple of this.
-        hold: flops moves only F, params only E, both both.
+        hold: flops moves only F and keeps the model's E, params only E and keeps its F, both moves both.
 
     Raises:
         UserError: a budget is below what the other parts of the model need alone.
     """
-    if granularity < 1:
-        raise UserError(f"granularity {granularity} is too small; it must be 1 or more")
-    if hold == "both":
+    flops = target.flops_per_token if hold != "params" else None
+    params = target.params if hold != "flops" else None
+    if flops is not None and params is not None:
         start = max(target.num_experts, model.experts_per_token)
         model = replace(model, num_experts=start, expert_size=_multiple(target.expert_size, granularity))
+    _require_room(model, flops, params, context)
     iterations: list[Iteration] = []
     seen: list[ModelConfig] = []
-    while model not in seen and len(seen) < MOST_ROUNDS:
+    while model not in seen:
         seen.append(model)
-        if hold != "params":
-            model = _search_expert_size(model, target, context, granularity)
+        if flops is not None:
+            model = _search_expert_size(model, flops, context, granularity)
             iterations.append(_iteration("expert_size", model, target, context))
-        if hold != "flops":
-            model = _search_num_experts(model, target, context)
+        if params is not None:
+            model = _search_num_experts(model, params, context)
             iterations.append(_iteration("num_experts", model, target, context))
-    cycle = seen[seen.index(model) :] if model in seen else seen[-1:]
-    best = min(cycle, key=lambda each: _distance(each, target, context))
+    # Usually the descent has ended at a fixed point; where it goes in a circle, its best point is taken.
+    best = min(seen[seen.index(model) :], key=lambda each: sum(map(abs, gaps(cost(each, context), target).values())))
     return Match(best, cost(best, context), target, tuple(iterations))
 
 
-def gap(ours: float, theirs: float) -> float:
-    """(ours / theirs - 1) in percent."""
-    return 100 * (ours / theirs - 1)
+def gaps(its: Cost, target: Target) -> dict[str, float]:
+    """Quantity -> (ours / target - 1) in percent, of each quantity the target has."""
+    budgets = {name: getattr(target, name) for name in ("params", "flops_per_token", "memory_bytes")}
+    return {name: 100 * (getattr(its, name) / goal - 1) for name, goal in budgets.items() if goal is not None}
 
 
-def _search_expert_size(model: ModelConfig, target: Target, context: int, granularity: int) -> ModelConfig:
+def _search_expert_size(model: ModelConfig, budget: float, context: int, granularity: int) -> ModelConfig:
     def flops(multiple: int) -> float:
         return cost(replace(model, expert_size=multiple * granularity), context).flops_per_token
 
-    parts = analytic.matmul_flops(model, analytic.average_context(context))
-    _require_room(parts, target.flops_per_token, "FLOPs per token", model)
-    return replace(model, expert_size=granularity * _closest(flops, target.flops_per_token, smallest=1))
+    return replace(model, expert_size=granularity * _closest(flops, budget, smallest=1))
 
 
-def _search_num_experts(model: ModelConfig, target: Target, context: int) -> ModelConfig:
+def _search_num_experts(model: ModelConfig, budget: int, context: int) -> ModelConfig:
     def params(experts: int) -> int:
         return cost(replace(model, num_experts=experts), context).params
 
-    parts = analytic.parameters(model)
-    _require_room(parts, target.params, "parameters", model)
-    return replace(model, num_experts=_closest(params, target.params, smallest=model.experts_per_token))
+    return replace(model, num_experts=_closest(params, budget, smallest=model.experts_per_token))
 
 
 def _closest(quantity: Callable[[int], float], goal: float, smallest: int) -> int:
@@ -162,18 +152,25 @@ def _closest(quantity: Callable[[int], float], goal: float, smallest: int) -> in
     return min((low, high), key=lambda each: abs(quantity(each) - goal))
 
 
-def _require_room(parts: dict[str, int] | analytic.Counts, budget: float, what: str, model: ModelConfig) -> None:
-    """The parts that the search doesn't move must leave something for the experts."""
-    others = {part: number for part, number in parts.items() if part != "EA" and number}
-    needed = sum(others.values())
-    if needed < budget:
-        return
-    largest = max(others, key=lambda part: others[part])
-    raise UserError(
-        f"the {what} of this {model.variant} can't be matched: without any expert its other parts take "
-        f"{_short(needed)}, {_short(needed - budget)} more than the target of {_short(budget)}; the largest is {largest} "
-        f"with {_short(others[largest])}. Give it a smaller {_remedy(largest)}, or a larger target"
-    )
+def _require_room(model: ModelConfig, flops: float | None, params: int | None, context: int) -> None:
+    """The parts that no search moves must leave something for the experts, with as few of them as there can be."""
+    if params is not None:
+        model = replace(model, num_experts=model.experts_per_token)
+    needs = {
+        "FLOPs per token": (analytic.matmul_flops(model, analytic.average_context(context)), flops),
+        "parameters": (analytic.parameters(model), params),
+    }
+    for what, (parts, budget) in needs.items():
+        others = {part: number for part, number in parts.items() if part != "EA"}
+        needed = sum(others.values())
+        if budget is None or needed < budget:
+            continue
+        largest = max(others, key=lambda part: others[part])
+        raise UserError(
+            f"the {what} of this {model.variant} can't be matched: without the experts its other parts take "
+            f"{short(needed)}, {short(needed - budget)} more than the target of {short(budget)}; the largest is "
+            f"{largest} with {short(others[largest])}. Use a smaller {_remedy(largest)}, or a larger target"
+        )
 
 
 def _remedy(part: str) -> str:
@@ -187,8 +184,8 @@ def _remedy(part: str) -> str:
     return keys.get(part, "model.hidden_size")
 
 
-def _short(number: float) -> str:
-    """1234567 -> '1.2346 M'."""
+def short(number: float) -> str:
+    """1234567 -> '1.2346 M': a large number for a person."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(number) >= size:
             return f"{number / size:.4f} {unit}"
@@ -199,12 +196,7 @@ def _multiple(size: int, granularity: int) -> int:
     return granularity * max(1, round(size / granularity))
 
 
-def _iteration(searched: Literal["expert_size", "num_experts"], model: ModelConfig, target: Target, context: int):
-    its = cost(model, context)
-    params_gap, flops_gap = gap(its.params, target.params), gap(its.flops_per_token, target.flops_per_token)
-    return Iteration(searched, model.num_experts, model.expert_size, params_gap, flops_gap)
-
-
-def _distance(model: ModelConfig, target: Target, context: int) -> float:
-    its = cost(model, context)
-    return abs(gap(its.params, target.params)) + abs(gap(its.flops_per_token, target.flops_per_token))
+def _iteration(
+    searched: Literal["expert_size", "num_experts"], model: ModelConfig, target: Target, context: int
+) -> Iteration:
+    return Iteration(searched, model.num_experts, model.expert_size, gaps(cost(model, context), target))

@@ -43,10 +43,10 @@ def generation(model: ModelConfig, context: int, batch: int = 1, folded: bool = 
 
 
 def training(model: ModelConfig, sequence_length: int, batch: int, remat: Remat) -> Bytes:
-    """What one training step of `batch` rows of S tokens has to hold.
+    """What a training step with microbatches of `batch` rows of S tokens has to hold, if one device does it all.
 
-    float32 weights, their gradients and AdamW's two moments; the copy of the weights in the compute type; and the
-    activations the backward pass needs under `remat`.
+    float32 weights, their gradients and AdamW's two moments; the copy of the weights in the compute type; the
+    activations the backward pass needs under `remat`; float32 logits.
     """
     count = int(analytic.total(analytic.parameters(model)))
     copy = 0 if model.dtype == "float32" else count * SIZE[model.dtype]
@@ -56,31 +56,38 @@ def training(model: ModelConfig, sequence_length: int, batch: int, remat: Remat)
         "gradients": count * MASTER,
         "optimizer": 2 * count * MASTER,
         "activations": activations(model, sequence_length, batch, remat),
+        "attention scores": scores(model, sequence_length, batch, remat),
         "logits": batch * sequence_length * model.vocab_size * MASTER,
     }
 
 
 def activations(model: ModelConfig, sequence_length: int, batch: int, remat: Remat) -> int:
-    """Bytes of the activations kept from the forward for the backward pass of B x S tokens, head excluded.
+    """Bytes of the activations kept from the forward for the backward pass of B x S tokens, head and scores excluded.
 
-    full: the residual stream of every depth (with DA also the keys and values of every depth) and the
-    intermediates of the one layer being recomputed. none: the intermediates of every depth.
+    full: the residual stream of every depth and the intermediates of the one layer being recomputed; with DA also
+    keys and values of every depth and their gradients (float32). none: the intermediates of every depth; with DA
+    plain autodiff keeps the whole cache at every depth.
     """
     element = SIZE[model.dtype]
     tokens = batch * sequence_length
-    keys_values = 2 * model.da_kv_heads * model.da_head_size if model.depth_attention else 0
-    kept = model.depth * (model.hidden_size + keys_values)
-    layer = _layer_intermediates(model)
+    layer = _layer_intermediates(model) * element
+    residual = model.hidden_size * element
+    cache = 2 * model.depth * model.da_kv_heads * model.da_head_size if model.depth_attention else 0
     if remat == "full":
-        return tokens * element * (kept + layer)
-    return tokens * element * (kept + model.depth * layer)
+        return tokens * (model.depth * residual + layer + cache * (element + MASTER))
+    return tokens * model.depth * (residual + layer + cache * element)
+
+
+def scores(model: ModelConfig, sequence_length: int, batch: int, remat: Remat) -> int:
+    """Bytes of the sequence attention's float32 scores, n x S a token; a kernel recomputes them and keeps none."""
+    if model.implementation == "pallas":
+        return 0
+    layers = 1 if remat == "full" else model.depth
+    return layers * batch * sequence_length * model.sa_heads * sequence_length * SIZE["float32"]
 
 
 def _layer_intermediates(model: ModelConfig) -> int:
-    """Elements per token a layer's backward pass reads: the inputs of every product and function worth keeping.
-
-    Scores of the sequence attention (S a head) are not among them: attention recomputes them block by block.
-    """
+    """Elements per token a layer's backward pass reads: the inputs of every product and function worth keeping."""
     h, k, r = model.hidden_size, model.experts_per_token, model.router_size
     attentions = [(model.sa_heads, model.sa_kv_heads, model.sa_head_size)]
     if model.depth_attention:
@@ -89,6 +96,6 @@ def _layer_intermediates(model: ModelConfig) -> int:
     for heads, kv_heads, head_size in attentions:
         rotated = (heads + kv_heads) * head_size
         elements += h + (heads + 2 * kv_heads) * head_size + rotated + heads * head_size + h
-    elements += h + k * (h + 3 * model.expert_size + h)  # normed input; rows of the k experts, gate, up, product, output
+    elements += h + k * (2 * h + 3 * model.expert_size)  # normed input; of each expert its input, 3 in between, output
     routers = [model.num_experts] + ([model.depth] * len(attentions) if model.recurrent else [])
     return elements + sum(2 * r + experts for experts in routers)

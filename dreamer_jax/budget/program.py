@@ -1,7 +1,7 @@
 """The second count: parameters and matrix products read from the program itself, to check the analytic one.
 
-The model is initialised and lowered with shapes only (nothing is allocated or compiled), with operations in place of the
-shipped ones that compute the same values by exactly the model's products: the shipped expert computation pads
+The model is initialised and lowered with shapes only (nothing is allocated or compiled), with operations in place of
+the shipped ones that compute the same values by exactly the model's products: the shipped expert computation pads
 experts to blocks, which is work of the machine, not of the model. Attention is causal by masking, so in the program
 every token meets S keys and every depth L: the analytic count takes these as its contexts.
 """
@@ -86,18 +86,14 @@ def _depth_attention(q: jax.Array, cache_k: jax.Array, cache_v: jax.Array, depth
     return jnp.einsum("tgnl,ltgd->tgnd", weights, cache_v).reshape(q.shape)
 
 
-def _expert_mlp(
-    x: jax.Array, indices: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array
-) -> jax.Array:
+def _expert_mlp(x: jax.Array, indices: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
     """Each token's k experts gathered and multiplied; their weighted sum is elementwise work, not a product."""
     gate, up = jnp.split(jnp.einsum("th,tkfh->tkf", x, gate_up[indices]), 2, axis=-1)
     values = jnp.einsum("tkf,tkfh->tkh", jax.nn.silu(gate) * up, down[indices])
     return jnp.sum(values * weights.astype(values.dtype)[..., None], axis=1)
 
 
-def _expert_linear(
-    x: jax.Array, index: jax.Array, score: jax.Array, routed: jax.Array, shared: jax.Array
-) -> jax.Array:
+def _expert_linear(x: jax.Array, index: jax.Array, score: jax.Array, routed: jax.Array, shared: jax.Array) -> jax.Array:
     """Eq. 8: one product with the folded expert of each token."""
     return score.astype(x.dtype)[:, None] * jnp.einsum("ta,tab->tb", x, (routed + shared)[index])
 

@@ -19,6 +19,8 @@ COMMANDS = {
     "train": ("dreamer_jax.cli.train", "train a model, or go on with a run"),
     "config": ("dreamer_jax.cli.config", "show a resolved configuration, or check one"),
     "bench": ("dreamer_jax.cli.bench", "measure speed, e.g. `dreamer bench train`"),
+    "budget": ("dreamer_jax.cli.budget", "parameters, FLOPs per token and memory of a model"),
+    "match": ("dreamer_jax.cli.match", "give a model the cost of another, or make a matched family"),
     "info": ("dreamer_jax.cli.info", "versions, devices, and which extras are installed"),
 }
 """Command -> (module with `run(arguments) -> exit code`, summary)."""

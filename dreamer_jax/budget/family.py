@@ -1,0 +1,87 @@
+"""A family of matched models, and matched models as configuration files."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from dreamer_jax.budget import matching
+from dreamer_jax.config import Config, UserError, load_config
+from dreamer_jax.config.keys import values_of
+from dreamer_jax.config.schema import ModelConfig, Variant
+
+
+@dataclass(frozen=True)
+class Member:
+    """One model of a family; its match is to the family's baseline at the same depth."""
+
+    name: str
+    match: matching.Match
+
+
+def build(
+    sizes: ModelConfig, baseline: ModelConfig, depths: list[int], variants: list[str], context: int, granularity: int
+) -> list[Member]:
+    """Every variant at every depth, matched to the baseline at that depth (which keeps its own E and F).
+
+    Args:
+        sizes: all but variant, depth, E and F of the members.
+        baseline: what the members cost, once it is set to their depth.
+        depths, variants: the family.
+        context, granularity: as in `matching.match`.
+    Raises:
+        UserError: an unknown variant, or a budget that can't be met.
+    """
+    known = get_args(Variant)
+    members = []
+    for depth in depths:
+        reference = replace(baseline, depth=depth)
+        for variant in variants:
+            if variant not in known:
+                raise UserError(f"unknown variant '{variant}'; use some of {','.join(known)}")
+            model = replace(sizes, variant=variant, depth=depth)
+            target = matching.target_of(reference, model.recurrent, context)
+            same = replace(model, num_experts=reference.num_experts, expert_size=reference.expert_size)
+            if same == reference:
+                found = matching.Match(reference, matching.cost(reference, context), target, ())
+            else:
+                found = matching.match(model, target, context, granularity)
+            members.append(Member(file_stem(variant, depth), found))
+    return members
+
+
+def file_stem(variant: str, depth: int) -> str:
+    """("DR+DA", 16) -> "dr_da_16"."""
+    return f"{variant.lower().replace('+', '_')}_{depth}"
+
+
+def write(model: ModelConfig, base: Path, out: Path, comment: str) -> None:
+    """Write a configuration that is `base` but for the values in which `model` differs.
+
+    Args:
+        model: the model the file shall describe.
+        base: an existing configuration; the file refers to it by a relative `base:`.
+        out: the file; its folder is made, an old file is replaced.
+        comment: first line of the file.
+    Raises:
+        UserError: `out` is a file that `base` itself is made of, or can't be written.
+    """
+    loaded = load_config(base)
+    made_of = {base.resolve()} | {Path(origin.rpartition(":")[0]).resolve() for origin in loaded.origins.values()}
+    if out.resolve() in made_of:
+        raise UserError(f"{out}: {base} is made of this file, so it can't be written on top of it; name another")
+    mine = values_of(Config(model=model))
+    theirs = values_of(Config(model=loaded.config.model))
+    changed = [f"  {key.partition('.')[2]}: {mine[key]}" for key in mine if mine[key] != theirs[key]]
+    lines = [f"# {comment}", f"base: {_relative(base, out.parent)}", "", *(["model:", *changed] if changed else [])]
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{out}: can't be written ({error.strerror})") from None
+
+
+def _relative(base: Path, folder: Path) -> str:
+    return Path(os.path.relpath(base.resolve(), folder.resolve())).as_posix()

@@ -1,0 +1,162 @@
+"""The budget of one configuration as plain data (for `--json`) and as a table for a person."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dreamer_jax.budget import analytic, memory
+from dreamer_jax.config.schema import Config, ModelConfig
+
+Report = dict[str, Any]
+
+
+def report(config: Config, context: int = 1024, batch: int = 1) -> Report:
+    """Everything `dreamer budget` says.
+
+    Args:
+        config: the model, and the training whose memory and FLOPs are asked for.
+        context: tokens of a generated sequence.
+        batch: sequences generated at once.
+    Returns:
+        Nested dicts of numbers: parameters, FLOPs per token, bytes.
+    """
+    model = config.model
+    average = analytic.average_context(context)
+    return {
+        "model": _description(model),
+        "context": context,
+        "batch": batch,
+        "parameters": _with_total(analytic.parameters(model)),
+        "parameters_folded": _with_total(analytic.parameters(model, folded=True)),
+        "active_parameters": _with_total(analytic.active_parameters(model)),
+        "flops_per_token": _with_total(analytic.matmul_flops(model, average)),
+        "flops_per_token_unfolded": _with_total(analytic.matmul_flops(model, average, folded=False)),
+        "elementwise_flops_per_token": _with_total(analytic.elementwise_flops(model, average)),
+        "training": _training(config),
+        "generation_bytes": _with_total(memory.generation(model, context, batch)),
+        "generation_bytes_folded": _with_total(memory.generation(model, context, batch, folded=True)),
+    }
+
+
+def render(report: Report) -> str:
+    """The report as text."""
+    blocks = [_heading(report), _parts(report), _folding(report), _training_text(report), _memory_text(report)]
+    return "\n\n".join(blocks)
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Columns aligned: the first to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    lines = []
+    for row in [header, *rows]:
+        cells = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _description(model: ModelConfig) -> dict[str, Any]:
+    names = ("variant", "depth", "hidden_size", "vocab_size", "num_experts", "experts_per_token", "expert_size")
+    return {name: getattr(model, name) for name in names}
+
+
+def _training(config: Config) -> dict[str, Any]:
+    model, length = config.model, config.data.sequence_length
+    rows = config.training.batch_size // config.training.microbatches // config.mesh.data
+    remat = config.training.remat
+    context = analytic.average_context(length)
+    forward = analytic.total(analytic.matmul_flops(model, context))
+    forward_elementwise = analytic.total(analytic.elementwise_flops(model, context))
+    useful = analytic.training_flops(model, length)
+    executed = analytic.training_flops(model, length, remat=remat == "full")
+    return {
+        "sequence_length": length,
+        "rows": rows,
+        "remat": remat,
+        "forward_flops_per_token": forward,
+        "forward_elementwise_flops_per_token": forward_elementwise,
+        "flops_per_token": useful[0],
+        "elementwise_flops_per_token": useful[1],
+        "factor": useful[0] / forward,
+        "executed_flops_per_token": executed[0],
+        "executed_elementwise_flops_per_token": executed[1],
+        "executed_factor": executed[0] / forward,
+        "bytes": {kind: _with_total(memory.training(model, length, rows, kind)) for kind in ("none", "full")},
+    }
+
+
+def _with_total(parts: dict[str, int] | dict[str, float]) -> dict[str, float]:
+    return {**parts, "total": sum(parts.values())}
+
+
+def _heading(report: Report) -> str:
+    model = report["model"]
+    layer = "" if model["variant"].startswith("DR") else " a layer"
+    average = analytic.average_context(report["context"])
+    return (
+        f"{model['variant']}, depth {model['depth']}, hidden size {model['hidden_size']}, vocabulary "
+        f"{model['vocab_size']}, {model['num_experts']} experts{layer} of {model['expert_size']}, "
+        f"{model['experts_per_token']} active\n"
+        f"forward FLOPs: folded (Eq. 8), average context {average:g} of {report['context']} generated tokens"
+    )
+
+
+def _parts(report: Report) -> str:
+    whole = report["parameters"]["total"]
+    rows = []
+    for part in (*analytic.PARTS, "total"):
+        count, flops = report["parameters"][part], report["flops_per_token"][part]
+        elementwise = report["elementwise_flops_per_token"][part]
+        active = report["active_parameters"][part]
+        mega = [_mega(flops), _mega(elementwise), _mega(flops + elementwise)]
+        rows.append([part, f"{count:,}", f"{100 * count / whole:.1f} %", f"{active:,}", *mega])
+    header = ["per part", "parameters", "share", "active", "MFLOP/token", "elementwise", "both"]
+    return table(header, rows)
+
+
+def _folding(report: Report) -> str:
+    stored, folded = report["parameters"]["total"], report["parameters_folded"]["total"]
+    branches, product = report["flops_per_token_unfolded"]["total"], report["flops_per_token"]["total"]
+    rows = [
+        ["two branches (Eq. 7)", f"{stored:,}", _mega(branches)],
+        ["folded (Eq. 8)", f"{folded:,}", _mega(product)],
+        ["saved", f"{stored - folded:,}", _mega(branches - product)],
+    ]
+    return table(["shared experts", "parameters", "MFLOP/token"], rows)
+
+
+def _training_text(report: Report) -> str:
+    its = report["training"]
+    rows = []
+    for name, prefix, factor in (
+        ("forward", "forward_", 1.0),
+        ("forward and backward", "", its["factor"]),
+        (f"executed, remat {its['remat']}", "executed_", its["executed_factor"]),
+    ):
+        flops, elementwise = its[f"{prefix}flops_per_token"], its[f"{prefix}elementwise_flops_per_token"]
+        rows.append([name, f"{factor:.3f}", _mega(flops), _mega(elementwise), _mega(flops + elementwise)])
+    header = [f"training, S = {its['sequence_length']}", "factor", "MFLOP/token", "elementwise", "both"]
+    return table(header, rows)
+
+
+def _memory_text(report: Report) -> str:
+    stored, folded = report["generation_bytes"], report["generation_bytes_folded"]
+    rows = [[name, _bytes(stored[name]), _bytes(folded[name])] for name in stored]
+    title = f"generating {report['context']} tokens, batch {report['batch']}"
+    generation = table([title, "as stored", "folded"], rows)
+
+    its = report["training"]
+    none, full = its["bytes"]["none"], its["bytes"]["full"]
+    rows = [[name, _bytes(none[name]), _bytes(full[name])] for name in none]
+    title = f"training {its['rows']} rows of {its['sequence_length']} at once"
+    return generation + "\n\n" + table([title, "remat none", "remat full"], rows)
+
+
+def _mega(flops: float) -> str:
+    return f"{flops / 1e6:,.3f}"
+
+
+def _bytes(number: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:,.4f} {unit}"
+    return f"{number:.0f}  B"

@@ -1,0 +1,111 @@
+"""`dreamer budget CONFIG`: parameters, FLOPs per token and memory of a model, by part."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import NoReturn
+
+from dreamer_jax.budget.report import Report, render, report
+from dreamer_jax.config import Config, UserError, load_config
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are UserErrors, like those of every command."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; `{self.prog} --help` lists the options")
+
+
+def run(arguments: list[str]) -> int:
+    """Print the budget of the configuration that the words name; returns the exit code."""
+    words, overrides = split_overrides(arguments)
+    parser = _parser()
+    try:
+        options = parser.parse_args(words)
+    except SystemExit:  # --help has been printed
+        return 0
+    config = with_depth(load_config(options.config, overrides).config, options.depth)
+    its = report(config, options.context, options.batch)
+    if options.program:
+        its["program"] = _program(config, options.devices)
+    print(json.dumps(its, indent=2) if options.json else _text(its))
+    return 0
+
+
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(a command's own words, `--section.key value` overrides of its configuration)."""
+    words: list[str] = []
+    overrides: list[str] = []
+    remaining = list(arguments)
+    while remaining:
+        word = remaining.pop(0)
+        if not (word.startswith("--") and "." in word.partition("=")[0]):
+            words.append(word)
+            continue
+        overrides.append(word)
+        if "=" not in word and remaining and not remaining[0].startswith("--"):
+            overrides.append(remaining.pop(0))
+    return words, overrides
+
+
+def with_depth(config: Config, depth: int | None) -> Config:
+    """The configuration at another depth; None leaves it."""
+    if depth is None:
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, depth=depth))
+
+
+def positive(text: str) -> int:
+    """An argument that is an integer of one or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not an integer of 1 or more")
+    return int(text)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="dreamer budget",
+        description="Parameters, FLOPs per token and memory of a model, by part.",
+        epilog="Any `--section.key value` overrides a value of CONFIG. What is counted how: docs/budget.md.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/models/dr_da_16.yaml")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    parser.add_argument("--context", type=positive, default=1024, help="tokens of a generated sequence (1024)")
+    parser.add_argument("--batch", type=positive, default=1, help="sequences generated at once (1)")
+    parser.add_argument("--depth", type=positive, help="depth of the model, instead of CONFIG's")
+    parser.add_argument("--program", action="store_true", help="count the lowered program too and compare")
+    parser.add_argument("--devices", type=positive, default=1, help="of an abstract mesh to lower for, with --program")
+    return parser
+
+
+def _program(config: Config, devices: int) -> dict[str, float]:
+    from dreamer_jax.budget import program  # imports jax, which the analytic count has no need of
+
+    length = min(config.data.sequence_length, 256)
+    lowered = program.count(config.model, length, batch=devices, devices=devices)
+    expected = program.expected(config.model, length)
+    return {
+        "sequence_length": length,
+        "devices": devices,
+        "parameters": lowered.parameters,
+        "parameters_analytic": expected.parameters,
+        "flops_per_token": lowered.flops_per_token,
+        "flops_per_token_analytic": expected.flops_per_token,
+    }
+
+
+def _text(its: Report) -> str:
+    text = render(its)
+    if "program" in its:
+        found = its["program"]
+        difference = 100 * (found["flops_per_token"] / found["flops_per_token_analytic"] - 1)
+        text += (
+            f"\n\nlowered program ({found['devices']} devices, dense attention over S = {found['sequence_length']}): "
+            f"{found['parameters']:,} parameters ({found['parameters'] - found['parameters_analytic']:+,}), "
+            f"{found['flops_per_token'] / 1e6:,.3f} MFLOP/token ({difference:+.4f} %)"
+        )
+    return text

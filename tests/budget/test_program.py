@@ -1,0 +1,186 @@
+"""The lowered program against the analytic count, and the counter of lowered programs against known ones."""
+
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from dreamer_jax.budget import analytic, lowered, program
+from dreamer_jax.config import UserError
+from dreamer_jax.config.schema import Mixing, ModelConfig, Variant
+from dreamer_jax.model import Dreamer, resolve_operations
+
+
+def array(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def flops(function, *arguments) -> int:
+    return lowered.matmul_flops(jax.jit(function).lower(*arguments))
+
+
+@st.composite
+def models(draw, variant: Variant) -> ModelConfig:
+    def size(smallest: int, largest: int, multiple: int = 1) -> int:
+        return multiple * draw(st.integers(smallest, largest))
+
+    experts = size(1, 20)
+    sa_kv, da_kv = size(1, 3), size(1, 2)
+    return ModelConfig(
+        variant=variant,
+        mixing=draw(st.sampled_from(get_args(Mixing))),
+        depth=size(1, 6),
+        hidden_size=size(1, 40),
+        vocab_size=size(2, 90),
+        sa_heads=sa_kv * size(1, 3),
+        sa_kv_heads=sa_kv,
+        sa_head_size=size(1, 12, multiple=2),
+        da_heads=da_kv * size(1, 3),
+        da_kv_heads=da_kv,
+        da_head_size=size(1, 6, multiple=4),
+        num_experts=experts,
+        experts_per_token=size(1, experts),
+        expert_size=size(1, 24),
+        router_size=size(1, 6, multiple=4),
+        dtype=draw(st.sampled_from(["float32", "bfloat16"])),
+    )
+
+
+@pytest.mark.parametrize("variant", get_args(Variant))
+@settings(max_examples=5)
+@given(data=st.data())
+def test_program_and_arithmetic_agree(variant: Variant, data: st.DataObject) -> None:
+    model = data.draw(models(variant))
+    length, rows = data.draw(st.integers(2, 9)), data.draw(st.integers(1, 3))
+    found, expected = program.count(model, length, rows), program.expected(model, length)
+    assert found.parameters == expected.parameters
+    assert found.flops_per_token == pytest.approx(expected.flops_per_token, rel=1e-3)
+
+
+@pytest.mark.parametrize("variant", ["LA", "DR+DA"])
+def test_the_count_is_the_same_over_a_mesh(variant: Variant) -> None:
+    model = ModelConfig(variant=variant, depth=3, hidden_size=24, num_experts=8, expert_size=16)
+    assert program.count(model, 6, batch=8, devices=8) == program.count(model, 6) == program.expected(model, 6)
+    with pytest.raises(UserError, match="3 rows can't be spread over 8 devices"):
+        program.count(model, 6, batch=3, devices=8)
+
+
+def test_the_paper_scale_model_is_counted_without_allocating_it() -> None:
+    model = ModelConfig(
+        variant="DR+DA", depth=32, hidden_size=1024, vocab_size=128256, sa_heads=16, sa_kv_heads=8, sa_head_size=128,
+        da_head_size=128, num_experts=1097, experts_per_token=8, expert_size=472, router_size=128,
+    )  # fmt: skip
+    assert program.count(model, 64) == program.expected(model, 64)
+
+
+def test_the_counted_operations_compute_what_the_shipped_ones_do() -> None:
+    def normal(number: int, *shape: int) -> jax.Array:
+        return jax.random.normal(jax.random.key(number), shape)
+
+    documents = jnp.array([[1, 1, 1, 2, 2, 2, 2]] * 2)
+    choices = jnp.array([[0, 3], [3, 1], [2, 0], [1, 2], [3, 2]])
+    arguments = {
+        "sequence_attention": (normal(0, 2, 7, 4, 8), normal(1, 2, 7, 2, 8), normal(2, 2, 7, 2, 8), documents),
+        "depth_attention": (normal(0, 5, 4, 8), normal(1, 3, 5, 2, 8), normal(2, 3, 5, 2, 8), jnp.int32(1)),
+        "expert_mlp": (normal(0, 5, 8), choices, normal(1, 5, 2), normal(2, 4, 12, 8), normal(3, 4, 6, 8)),
+        "expert_linear": (normal(0, 5, 8), choices[:, 0], normal(1, 5), normal(2, 4, 8, 6), normal(3, 8, 6)),
+    }
+    for name, values in arguments.items():
+        both = (program.COUNTING, resolve_operations("xla"))
+        counted, shipped = (jax.jit(getattr(operations, name))(*values) for operations in both)
+        np.testing.assert_allclose(counted, shipped, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_the_gradient_takes_the_factors_of_the_training_count(remat: str) -> None:
+    model = ModelConfig(variant="LA", depth=3, hidden_size=24, num_experts=8, expert_size=16, dtype="float32")
+    module = Dreamer(model, operations=program.COUNTING, remat=remat)
+    tokens = jax.ShapeDtypeStruct((1, 6), jnp.int32)
+    variables = jax.eval_shape(module.init, jax.random.key(0), tokens)
+
+    def loss(params, balancing, tokens):
+        output = module.apply({"params": params, "balancing": balancing}, tokens)
+        return jnp.sum(output.logits**2)  # pyright: ignore[reportAttributeAccessIssue]
+
+    step = flops(jax.grad(loss), variables["params"], variables["balancing"], tokens) / 6
+    forward = analytic.matmul_flops(model, context=6)
+    again = analytic.total(forward) - forward["head"] if remat == "full" else 0
+    assert step == pytest.approx(3 * analytic.total(forward) + again, rel=1e-3)
+
+
+def test_products_of_any_shape() -> None:
+    assert flops(lambda a, b: a @ b, array(3, 5), array(5, 7)) == 2 * 3 * 5 * 7
+    batched = flops(lambda a, b: jnp.einsum("bij,bjk->bik", a, b), array(2, 3, 5), array(2, 5, 7))
+    assert batched == 2 * 2 * 3 * 5 * 7
+    assert flops(lambda a, b: jnp.einsum("bij,bij->b", a, b), array(2, 3, 5), array(2, 3, 5)) == 2 * 2 * 3 * 5
+    assert flops(lambda a: jnp.tanh(a) + 1, array(3, 5)) == 0
+
+
+def test_loops_are_multiplied_and_nested_loops_too() -> None:
+    def inner(c):
+        return jax.lax.fori_loop(2, 9, lambda i, c: c @ c, c)
+
+    def outer(c):
+        return jax.lax.scan(lambda c, _: (inner(c), None), c, None, length=5)[0]
+
+    assert flops(outer, array(4, 4)) == 5 * 7 * 2 * 4**3
+    assert flops(lambda c: jax.lax.fori_loop(0, 0, lambda i, c: c @ c, c), array(4, 4)) == 0
+
+
+def test_a_limit_carried_by_the_loop_is_found() -> None:
+    def function(c):
+        return jax.lax.fori_loop(0, jnp.asarray(6), lambda i, c: c @ c, c)
+
+    assert flops(jax.jit(function), array(4, 4)) == 6 * 2 * 4**3
+
+
+def test_a_trip_count_known_only_at_run_time_is_refused() -> None:
+    def function(c, n):
+        return jax.lax.fori_loop(0, n, lambda i, c: c @ c, c)
+
+    with pytest.raises(ValueError, match="depends on an input"):
+        flops(function, array(4, 4), jax.ShapeDtypeStruct((), jnp.int32))
+
+    def until_small(c):
+        return jax.lax.while_loop(lambda c: jnp.sum(c) > 1, lambda c: c @ c, c)
+
+    with pytest.raises(ValueError, match="count"):
+        flops(until_small, array(4, 4))
+
+
+def test_a_function_called_twice_counts_twice_and_of_branches_the_dearest() -> None:
+    called = jax.jit(lambda c: c @ c)
+    assert flops(lambda c: called(called(c)), array(4, 4)) == 2 * 2 * 4**3
+
+    def branches(c, which):
+        return jax.lax.cond(which, lambda c: c @ c @ c, lambda c: c @ c, c)
+
+    assert flops(branches, array(4, 4), jax.ShapeDtypeStruct((), jnp.bool_)) == 2 * 2 * 4**3
+
+
+def test_a_region_per_device_counts_once_a_device() -> None:
+    mesh = AbstractMesh((4, 2), ("data", "model"))
+
+    def on_mesh(shape, *axes):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+    def function(a, b):
+        spec = PartitionSpec("data")
+        return jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)(a, b)
+
+    traced = jax.jit(function).trace(on_mesh((8, 3), "data"), on_mesh((3, 5)))
+    both_axes = lowered.matmul_flops(traced.lower(lowering_platforms=("cpu",)))
+    assert both_axes == 2 * (2 * 8 * 3 * 5)  # the devices along "model" all do the same
+
+
+def test_an_unknown_product_is_refused() -> None:
+    def convolve(image, kernel):
+        return jax.lax.conv(image, kernel, (1, 1), "SAME")
+
+    with pytest.raises(ValueError, match="convolution"):
+        flops(convolve, array(1, 3, 8, 8), array(4, 3, 3, 3))
