@@ -158,27 +158,32 @@ def elementwise_flops(
     return count
 
 
-def training_flops(model: ModelConfig, sequence_length: int, remat: bool = False) -> tuple[float, float]:
-    """FLOPs per token of one training step: (matrix products, elementwise work).
+def training_flops(model: ModelConfig, sequence_length: int) -> tuple[float, float]:
+    """Model FLOPs per token of training, what utilisation is measured by: (matrix products, elementwise work).
 
-    The backward pass takes two products for each of the forward (factor 3). In DR the gradient of a folded
-    projection (Eq. 8) takes a third: the shared and the routed weights see the score differently. Elementwise work
-    is taken to have the same factor 3. Documents are taken to fill the row.
-
-    Args:
-        model: sizes of the model.
-        sequence_length: S of the training rows.
-        remat: whether the layers' forward is computed a second time in the backward pass.
+    3 times the forward: the backward pass takes two products for each of the forward, and elementwise work is taken to
+    behave alike. Documents are taken to fill the rows of S tokens.
     """
     context = average_context(sequence_length)
-    matmul = matmul_flops(model, context)
-    elementwise = elementwise_flops(model, context)
-    shared = 0.0
+    return 3 * total(matmul_flops(model, context)), 3 * total(elementwise_flops(model, context))
+
+
+def executed_training_flops(model: ModelConfig, sequence_length: int, remat: bool) -> tuple[float, float]:
+    """As training_flops, with what the program does beyond it.
+
+    In DR the gradient of a folded projection (Eq. 8) takes a third product, because the router's gradient may not see
+    the shared expert (Eq. 7). `remat` computes the layers' forward a second time.
+    """
+    matmul, elementwise = training_flops(model, sequence_length)
     if model.recurrent:
         weights = sum(attention.projection_weights(model.hidden_size) for attention in _attentions(model).values())
-        shared = 2.0 * model.depth * weights
-    again = (total(matmul) - matmul["head"], total(elementwise)) if remat else (0.0, 0.0)
-    return 3 * total(matmul) + shared + again[0], 3 * total(elementwise) + again[1]
+        matmul += 2 * model.depth * weights
+    if remat:
+        context = average_context(sequence_length)
+        forward = matmul_flops(model, context)
+        matmul += total(forward) - forward["head"]
+        elementwise += total(elementwise_flops(model, context))
+    return matmul, elementwise
 
 
 def total(counts: dict[str, int] | Counts) -> float:

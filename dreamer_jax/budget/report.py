@@ -67,7 +67,7 @@ def _training(config: Config) -> dict[str, Any]:
     forward = analytic.total(analytic.matmul_flops(model, context))
     forward_elementwise = analytic.total(analytic.elementwise_flops(model, context))
     useful = analytic.training_flops(model, length)
-    executed = analytic.training_flops(model, length, remat=remat == "full")
+    executed = analytic.executed_training_flops(model, length, remat=remat == "full")
     return {
         "sequence_length": length,
         "rows": rows,
@@ -129,7 +129,7 @@ def _training_text(report: Report) -> str:
     rows = []
     for name, prefix, factor in (
         ("forward", "forward_", 1.0),
-        ("forward and backward", "", its["factor"]),
+        ("model FLOPs", "", its["factor"]),
         (f"executed, remat {its['remat']}", "executed_", its["executed_factor"]),
     ):
         flops, elementwise = its[f"{prefix}flops_per_token"], its[f"{prefix}elementwise_flops_per_token"]
