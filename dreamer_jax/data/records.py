@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -90,9 +91,11 @@ class Documents:
         tokens = self._tokens[start : start + int(self.lengths[index]) + 1]
         return Document(tokens, int(self._prompts[index]))
 
-    def update_hash(self, digest) -> None:
-        """Feed all tokens and borders, in order, to a hashlib object."""
+    def content_hash(self) -> str:
+        """SHA-256 of all tokens and borders, in order."""
+        digest = hashlib.sha256()
         for index in range(len(self)):
             tokens, prompt_length = self[index]
             digest.update(f"{len(tokens)} {prompt_length} ".encode())
             digest.update(np.ascontiguousarray(tokens, "<i4").tobytes())
+        return digest.hexdigest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -126,7 +125,7 @@ class JsonlSource:
                 )
         self._heldout = heldout
         self._rows = EpochRows(self._train.lengths, data.sequence_length, config.run.seed)
-        self.identity = self._identity()
+        self.identity = f"jsonl {self._train.content_hash()} {heldout.content_hash()}"
         self.summary = self._summarize(len(train_ids), len(heldout_ids), skipped, data.sequence_length)
 
     @property
@@ -142,13 +141,6 @@ class JsonlSource:
     def row(self, step: int, element: int) -> list[Document]:
         """Row step * B + element of the endless stream of epochs."""
         return [self._train[int(i)] for i in self._rows.row(step * self._batch_size + element)]
-
-    def _identity(self) -> str:
-        digest = hashlib.sha256()
-        for documents in (self._train, self._heldout):
-            digest.update(f"{len(documents)} documents\n".encode())
-            documents.update_hash(digest)
-        return "jsonl " + digest.hexdigest()
 
     def _summarize(self, records: int, heldout: int, skipped: Counter[str], row_length: int) -> str:
         tokens, rows = int(self._train.lengths.sum()), self._rows.rows_in_epoch(0)

@@ -84,6 +84,8 @@ def test_batches_are_a_function_of_seed_and_step_alone(config: Config) -> None:
     data = open_data(config)
     for step in (7, 0, 11, 7, 3):
         assert digest(data.batch_at(step)) == expected[step]
+    rows = {row.tobytes() for step in range(3) for row in data.batch_at(step)["tokens"]}
+    assert len(rows) == 3 * B
     for start in (0, 5, 11):
         steps = [(step, digest(batch)) for step, batch in data.training_batches(start, 12)]
         assert steps == list(enumerate(expected))[start:]
@@ -160,6 +162,8 @@ def test_jsonl_epochs_and_split(jsonl: str) -> None:
     data = open_data(make(source="jsonl", path=jsonl))
     heldout = set(data.heldout_records(1000))
     assert len(heldout) == 20
+    in_file = [Record(line["question"] + "\n", line["answer"]) in heldout for line in lines]
+    assert 0 < sum(in_file[:60]) < 20, "drawn from the whole file, which may be sorted"
     assert {record for batch in data.heldout_batches() for record in documents(data, batch)} == heldout
     train = everything - heldout
     stream = [record for step in range(60) for record in documents(data, data.batch_at(step))]
