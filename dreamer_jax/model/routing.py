@@ -28,7 +28,9 @@ class Router(nn.Module):
         keys_init = input_init(config.hidden_size, ("expert_keys", "router"))
         keys = self.param("keys", keys_init, (self.num_experts, size), jnp.float32)
 
-        query = RMSNorm(name="query_norm")((x @ query_weight.astype(x.dtype)).astype(jnp.float32))
+        # Routing is float32: the product of compute-dtype factors is accumulated and kept in float32.
+        query = jnp.matmul(x, query_weight.astype(x.dtype), preferred_element_type=jnp.float32)
+        query = RMSNorm(name="query_norm")(query)
         query = depth_rope(query, depth, total_depth, config.depth_rope_base)
         keys = RMSNorm(name="keys_norm")(keys)
         return jnp.einsum("tr,er->te", query, keys, precision="highest") * size**-0.5

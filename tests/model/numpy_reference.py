@@ -49,8 +49,8 @@ def forward(
         tokens, segment_ids, positions: [B, S]; segment 0 is padding.
         depth: L of this pass; None for the trained one.
     """
-    params, bias = _float64(params), _float64(bias)
-    pass_ = _Pass(config, params, bias, depth or config.depth)
+    params, bias = float64(params), float64(bias)
+    pass_ = Pass(config, params, bias, depth or config.depth)
     logits = np.zeros((*tokens.shape, config.vocab_size))
     for row in range(len(tokens)):
         for document in np.unique(segment_ids[row]):
@@ -62,7 +62,7 @@ def forward(
     return Forward(logits, pass_.counts, pass_.margin)
 
 
-class _Pass:
+class Pass:
     """One forward pass over documents, adding up the counts of all of them."""
 
     def __init__(self, config: ModelConfig, params: Tree, bias: Tree, depth: int) -> None:
@@ -231,9 +231,10 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
-def _float64(tree: Any) -> Any:
+def float64(tree: Any) -> Any:
+    """The same tree of float64 arrays."""
     if isinstance(tree, dict):
-        return {name: _float64(value) for name, value in tree.items()}
+        return {name: float64(value) for name, value in tree.items()}
     return np.asarray(tree, np.float64)
 
 

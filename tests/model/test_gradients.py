@@ -1,0 +1,136 @@
+"""Gradients of the depth scan against an unrolled Python loop under plain autodiff, for every parameter."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dreamer_jax.model import Dreamer
+from dreamer_jax.model.mixture import Context, Layer
+from dreamer_jax.model.operations import REFERENCE, Operations
+from dreamer_jax.model.primitives import rms_norm
+from tests.model.cases import (
+    POSITIONS,
+    REAL,
+    SEGMENT_IDS,
+    VARIANTS,
+    cross_entropy,
+    random_tokens,
+    random_weights,
+    small_config,
+)
+
+TOLERANCE = 1e-5  # of each parameter's largest gradient, float32 against float32
+
+
+def unrolled_loss(params, bias, config, operations=REFERENCE, depth=None):
+    """The loss by a plain loop: a list of keys and values, the definitions of the operations, nothing of the scan."""
+    depth = depth or config.depth
+    tokens = random_tokens(config)
+    context = Context(jnp.asarray(SEGMENT_IDS), jnp.asarray(POSITIONS), jnp.int32(depth))
+    layer = Layer(config, operations)
+    x = params["embedding"][tokens]
+    empty = jnp.zeros((tokens.size, config.da_kv_heads, config.da_head_size))
+    keys, values = [empty] * depth, [empty] * depth
+    for l in range(depth):
+        weights, own_bias = params.get("layer"), bias
+        if not config.recurrent:
+            weights, own_bias = jax.tree.map(lambda rows, l=l: rows[l], (params["layers"], bias))
+        cache = (jnp.stack(keys), jnp.stack(values)) if config.depth_attention else None
+        x, key_value, _ = layer.apply({"params": weights}, x, jnp.int32(l), cache, own_bias, context)
+        if config.depth_attention:
+            keys[l], values[l] = key_value
+    if not config.recurrent:
+        x = rms_norm(x, params["final_norm"]["scale"])
+    return cross_entropy(x @ params["head"].T, jnp.roll(tokens, -1, axis=1), jnp.asarray(REAL))
+
+
+def model_loss(params, bias, config, remat, depth=None):
+    """The same loss through the model."""
+    tokens = jnp.asarray(random_tokens(config))
+    variables = {"params": params, "balancing": {"bias": bias}}
+    logits = Dreamer(config, remat=remat).apply(variables, tokens, SEGMENT_IDS, POSITIONS, depth).logits
+    return cross_entropy(logits, jnp.roll(tokens, -1, axis=1), jnp.asarray(REAL))
+
+
+@functools.cache
+def unrolled_gradient(config, depth=None):
+    """(loss, gradients) by plain autodiff."""
+    loss = functools.partial(unrolled_loss, config=config, depth=depth)
+    return jax.jit(jax.value_and_grad(loss))(*random_weights(config))
+
+
+@functools.cache
+def run_time_depth_gradient(config):
+    """(params, bias, depth) -> (loss, gradients), one program for every depth."""
+    return jax.jit(jax.value_and_grad(functools.partial(model_loss, config=config, remat="full")))
+
+
+def assert_same(actual, expected):
+    """Loss and every parameter's gradient to TOLERANCE."""
+    (loss, gradient), (expected_loss, expected_gradient) = actual, expected
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
+    assert jax.tree.structure(gradient) == jax.tree.structure(expected_gradient)
+    for path, wanted in jax.tree_util.tree_leaves_with_path(expected_gradient):
+        name, got = jax.tree_util.keystr(path), functools.reduce(lambda tree, key: tree[key.key], path, gradient)
+        largest = float(jnp.abs(wanted).max())
+        assert largest > 0, f"{name} gets no gradient: the comparison would be empty"
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE * largest, err_msg=name)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_linear_memory_scan_equals_unrolled_loop(variant):
+    """remat full, static depth: the hand-written backward pass, with the operations' own gradients inside."""
+    config = small_config(variant)
+    gradient = jax.jit(jax.value_and_grad(functools.partial(model_loss, config=config, remat="full")))
+    assert_same(gradient(*random_weights(config)), unrolled_gradient(config))
+
+
+@pytest.mark.parametrize("variant", ["LA+DA", "DR+DA"])
+def test_plain_scan_equals_unrolled_loop(variant):
+    """remat none."""
+    config = small_config(variant)
+    gradient = jax.jit(jax.value_and_grad(functools.partial(model_loss, config=config, remat="none")))
+    assert_same(gradient(*random_weights(config)), unrolled_gradient(config))
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_run_time_depth_gives_the_same_gradient(depth):
+    """A traced depth, the trained one and a smaller one, by one compiled program."""
+    config = small_config("DR+DA")
+    actual = run_time_depth_gradient(config)(*random_weights(config), depth=depth)
+    assert_same(actual, unrolled_gradient(config, depth if depth != config.depth else None))
+
+
+def test_sequential_mixing():
+    """The order in which depth attention comes first and everything else depends on it."""
+    config = small_config("DR+DA", "sequential", depth=2)
+    gradient = jax.jit(jax.value_and_grad(functools.partial(model_loss, config=config, remat="full")))
+    assert_same(gradient(*random_weights(config)), unrolled_gradient(config))
+
+
+def naive_expert_linear(x, index, score, routed, shared):
+    """Eq. 8 under plain autodiff: same values, but the score sees the shared expert."""
+    return score[:, None] * jnp.einsum("ta,tab->tb", x, (routed + shared)[index])
+
+
+def test_routers_learn_by_eq_7_not_eq_8():
+    """In the model: the attention MoEs' routers get Eq. 7's gradient, which Eq. 8's autodiff clearly misses."""
+    config = small_config("DR+DA")
+    naive = Operations(
+        REFERENCE.sequence_attention, REFERENCE.depth_attention, REFERENCE.expert_mlp, naive_expert_linear
+    )
+    loss = functools.partial(unrolled_loss, config=config, operations=naive)
+    naive_value, wrong = jax.jit(jax.value_and_grad(loss))(*random_weights(config))
+    value, right = unrolled_gradient(config)
+    actual = run_time_depth_gradient(config)(*random_weights(config), depth=config.depth)[1]
+    assert float(naive_value) == pytest.approx(float(value), rel=1e-5)
+    for attention in ("sequence_attention", "depth_attention"):
+        routers = [tree["layer"][attention]["projections"]["router"] for tree in (actual, right, wrong)]
+        for name in ("query", "keys"):
+            ours, eq_7, eq_8 = (router[name] for router in routers)
+            norm = jnp.linalg.norm(eq_7)
+            assert jnp.linalg.norm(ours - eq_7) < 1e-5 * norm, (attention, name)
+            assert jnp.linalg.norm(ours - eq_8) > 0.1 * norm, (attention, name)
