@@ -45,7 +45,8 @@ def train(loaded: LoadedConfig) -> int:
 
     replicated = NamedSharding(mesh, PartitionSpec())
     state = jax.device_put(create_state(config), replicated)
-    checkpoints = Checkpoints(directory, config.checkpoint, data.fingerprint)
+    meta = {"data": data.fingerprint, "tokenizer": data.tokenizer.fingerprint}
+    checkpoints = Checkpoints(directory, config.checkpoint, meta)
     try:
         if checkpoints.latest is not None:
             state = checkpoints.restore(state)
