@@ -2,7 +2,7 @@
 
 import sys
 
-from dreamer_jax.cli.main import main
+from dreamer_jax.cli.main import entry
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(entry())
