@@ -33,7 +33,7 @@ def sequence_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: ja
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, q_segment: jax.Array, k_segment: jax.Array) -> jax.Array:
     """Queries [B, n, s, d] that end where the keys and values [B, kv, e, d] end -> [B, n, s, d]."""
-    batch, heads, queries, size = q.shape
+    batch, _, queries, size = q.shape
     kv_heads, keys = k.shape[1:3]
     rows = q.reshape(batch, kv_heads, -1, size)  # the queries of all heads that share a key head: [B, kv, n/kv*s, d]
     logits = jnp.einsum("bgqd,bgkd->bgqk", rows, k, preferred_element_type=jnp.float32)

@@ -6,8 +6,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from dreamer_jax.model.operations import Operations
 from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.model.operations import Operations
 from dreamer_jax.model.primitives import input_init, output_init
 from dreamer_jax.model.routing import Router, select, usage
 

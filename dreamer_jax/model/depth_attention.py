@@ -32,9 +32,7 @@ class DepthAttention(nn.Module):
         """
         config = self.config
         heads, kv_heads, size = config.da_heads, config.da_kv_heads, config.da_head_size
-        project = Projections(
-            config, self.operations, (heads + 2 * kv_heads) * size, heads * size, name="projections"
-        )
+        project = Projections(config, self.operations, (heads + 2 * kv_heads) * size, heads * size, name="projections")
         flat = x.reshape(-1, x.shape[-1])  # [T, h]
         choice, counts = project.route(flat, depth, context.total_depth, bias, context.real)
         qkv = project.qkv(flat, choice).reshape(flat.shape[0], -1, size)  # [T, n + 2 kv, d]

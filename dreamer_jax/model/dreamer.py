@@ -96,7 +96,7 @@ class Dreamer(nn.Module):
 
         step = self._layer()
 
-        def layer(weights, x, l, cache, bias, context):
+        def layer(weights, x, l, cache, bias, context) -> Any:
             own_bias = bias if config.recurrent else jax.tree.map(lambda b: b[l], bias)
             return step.apply({"params": weights}, x, l, cache, own_bias, context)
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 EPSILON = 1e-6
+
+Initializer = Callable[..., Any]
+"""(key, shape, dtype) -> an array boxed with the names of its axes."""
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -22,8 +28,7 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., c] -> [..., c]."""
-        ones = nn.with_logical_partitioning(nn.initializers.ones, ("norm",))
-        return rms_norm(x, self.param("scale", ones, (x.shape[-1],), jnp.float32))
+        return rms_norm(x, self.param("scale", norm_init(), (x.shape[-1],), jnp.float32))
 
 
 def rope(x: jax.Array, position: jax.Array, base: float) -> jax.Array:
@@ -58,12 +63,17 @@ def depth_rope(x: jax.Array, depth: jax.Array, total_depth: jax.Array, base: flo
     return jnp.concatenate([rope(up, depth, base), rope(down, total_depth - 1 - depth, base)], axis=-1)
 
 
-def input_init(hidden_size: int, axes: tuple[str | None, ...]):
+def norm_init() -> Initializer:
+    """Ones: norm scales."""
+    return nn.with_logical_partitioning(nn.initializers.ones, ("norm",))
+
+
+def input_init(hidden_size: int, axes: tuple[str | None, ...]) -> Initializer:
     """N(0, 1/(5h)): every matrix but the output projections (Table 3)."""
     return nn.with_logical_partitioning(nn.initializers.normal((1 / (5 * hidden_size)) ** 0.5), axes)
 
 
-def output_init(hidden_size: int, depth: int, attentions: int, axes: tuple[str | None, ...]):
+def output_init(hidden_size: int, depth: int, attentions: int, axes: tuple[str | None, ...]) -> Initializer:
     """N(0, 1/(2.5 h L n)), n attentions in the mixture: output projections and experts' down projections (Table 3)."""
     std = (1 / (2.5 * hidden_size * depth * attentions)) ** 0.5
     return nn.with_logical_partitioning(nn.initializers.normal(std), axes)

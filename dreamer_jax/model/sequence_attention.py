@@ -23,9 +23,7 @@ class SequenceAttention(nn.Module):
         """[B, S, h] -> ([B, S, h], counts of the attention MoE [G] int32, or None in LA)."""
         config = self.config
         heads, kv_heads, size = config.sa_heads, config.sa_kv_heads, config.sa_head_size
-        project = Projections(
-            config, self.operations, (heads + 2 * kv_heads) * size, heads * size, name="projections"
-        )
+        project = Projections(config, self.operations, (heads + 2 * kv_heads) * size, heads * size, name="projections")
         flat = x.reshape(-1, x.shape[-1])  # [T, h]
         choice, counts = project.route(flat, depth, context.total_depth, bias, context.real)
         qkv = project.qkv(flat, choice).reshape(*x.shape[:2], -1, size)  # [B, S, n + 2 kv, d]

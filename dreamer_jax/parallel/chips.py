@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
-
 
 @dataclass(frozen=True)
 class Chip:
@@ -36,7 +34,7 @@ CHIPS = {
 """By the start of jax's `device_kind`; the longest match counts."""
 
 
-def chip_of(device: jax.Device) -> Chip | None:
-    """The chip of a device, or None where its peak isn't known (CPUs, others)."""
-    matches = [kind for kind in CHIPS if device.device_kind.startswith(kind)]
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip that jax calls `device_kind`, or None where its peak isn't known (CPUs, others)."""
+    matches = [kind for kind in CHIPS if device_kind.startswith(kind)]
     return CHIPS[max(matches, key=len)] if matches else None

@@ -133,9 +133,7 @@ def _manager(directory: Path, **options: Any) -> ocp.CheckpointManager:
     # Read-only users must not create anything beside a run.
     settings = ocp.CheckpointManagerOptions(create=bool(options), read_only=not options, **options)
     names = (*PARTS, "meta")
-    return ocp.CheckpointManager(
-        (directory / "checkpoints").absolute(), options=settings, item_names=names
-    )
+    return ocp.CheckpointManager((directory / "checkpoints").absolute(), options=settings, item_names=names)
 
 
 def _restore_like(tree: Any, sharding: jax.sharding.Sharding | None = None) -> ocp.args.StandardRestore:

@@ -68,11 +68,12 @@ def answer(config: Config, state: TrainState, data: Data, records: list[Record],
     variables = {"params": state.params, "balancing": {"bias": state.balancing}}
 
     @jax.jit
-    def next_token(variables, tokens, ends):
+    def next_token(variables, tokens, ends) -> jax.Array:
         # Causal attention: what stands after a row's end doesn't matter.
         hidden, _ = model.apply(variables, tokens, method="trunk")
         last = hidden[jnp.arange(tokens.shape[0]), ends - 1]
-        return jnp.argmax(model.apply(variables, last, method="head"), axis=-1)
+        logits: Any = model.apply(variables, last, method="head")
+        return jnp.argmax(logits, axis=-1)
 
     for _ in range(limit):
         if not any(running):

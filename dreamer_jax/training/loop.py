@@ -72,7 +72,7 @@ class _Loop:
         self.train_step = make_train_step(config, mesh)
         self.evaluation_step = make_evaluation_step(config, mesh)
         self.writer = measure.MetricsWriter(directory, start)
-        self.chip = chip_of(mesh.devices.flat[0])
+        self.chip = chip_of(mesh.devices.flat[0].device_kind)
 
     def run(self, state: TrainState) -> TrainState:
         """Train from the start step to the last one; returns the final state."""

@@ -9,9 +9,9 @@ import optax
 from dreamer_jax.config.schema import TrainingConfig
 
 
-def learning_rate(config: TrainingConfig, step: jax.Array) -> jax.Array:
+def learning_rate(config: TrainingConfig, step: jax.typing.ArrayLike) -> jax.Array:
     """Linear from 0 to the maximum over the warm-up steps, constant from there. The first update has step 1."""
-    return config.learning_rate * jnp.minimum(1.0, step / max(1, config.warmup_steps))
+    return config.learning_rate * jnp.minimum(1.0, jnp.asarray(step) / max(1, config.warmup_steps))
 
 
 def make_optimizer(config: TrainingConfig) -> optax.GradientTransformation:

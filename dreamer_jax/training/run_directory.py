@@ -21,9 +21,7 @@ def open_run(loaded: LoadedConfig) -> Path:
     saved = directory / "config.yaml"
     if saved.exists():
         changed = [
-            line
-            for line in difference(load_config(saved).config, loaded.config)
-            if not line.startswith(CHANGEABLE)
+            line for line in difference(load_config(saved).config, loaded.config) if not line.startswith(CHANGEABLE)
         ]
         if changed:
             raise UserError(
@@ -35,5 +33,7 @@ def open_run(loaded: LoadedConfig) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         saved.write_text(to_yaml(loaded), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"run.dir: can't write to {directory}: {error.strerror}; choose another with --run.dir") from error
+        raise UserError(
+            f"run.dir: can't write to {directory}: {error.strerror}; choose another with --run.dir"
+        ) from error
     return directory

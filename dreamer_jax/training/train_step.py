@@ -25,7 +25,9 @@ Batch = Mapping[str, jax.Array]
 Metrics = dict[str, Any]
 
 
-def make_train_step(config: Config, mesh: jax.sharding.Mesh) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+def make_train_step(
+    config: Config, mesh: jax.sharding.Mesh
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The jitted step: (state, batch) -> (state, metrics); the state is donated.
 
     The batch is that of dreamer_jax.data, each entry [B, S]. Metrics, all of the global batch before the update:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch.api import Dispatch, block_size_for, blocks_of, plan_dispatch, rows_of
 from pallas_kernels.dispatch import grouped
+from pallas_kernels.dispatch.api import Dispatch, block_size_for, blocks_of, plan_dispatch, rows_of
 
 
-def expert_linear(
-    x: jax.Array, index: jax.Array, score: jax.Array, routed: jax.Array, shared: jax.Array
-) -> jax.Array:
+def expert_linear(x: jax.Array, index: jax.Array, score: jax.Array, routed: jax.Array, shared: jax.Array) -> jax.Array:
     """The selected linear expert plus the shared one: s x W_e + stop_gradient(s) x W_shared (Eq. 7).
 
     Computed forward as one product, s x (W_e + W_shared) (Eq. 8), with Eq. 7's gradient: the score doesn't see

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 
 
-def expert_linear(
-    x: jax.Array, index: jax.Array, score: jax.Array, routed: jax.Array, shared: jax.Array
-) -> jax.Array:
+def expert_linear(x: jax.Array, index: jax.Array, score: jax.Array, routed: jax.Array, shared: jax.Array) -> jax.Array:
     """Same contract as `pallas_kernels.attention_moe.expert_linear`."""
     score = score.astype(x.dtype)[:, None]
     chosen = jnp.einsum("ta,tab->tb", x, routed[index])

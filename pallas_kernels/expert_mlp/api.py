@@ -5,13 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch.api import Dispatch, block_size_for, blocks_of, plan_dispatch, rows_of
 from pallas_kernels.dispatch import grouped
+from pallas_kernels.dispatch.api import Dispatch, block_size_for, blocks_of, plan_dispatch, rows_of
 
 
-def expert_mlp(
-    x: jax.Array, indices: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array
-) -> jax.Array:
+def expert_mlp(x: jax.Array, indices: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
     """Sum of the selected experts' SwiGLU outputs, weighted: sum_j w_j W_down(silu(W_gate x) * (W_up x)).
 
     Dropless and deterministic. Differentiable in x, weights, gate_up and down.
