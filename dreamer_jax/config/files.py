@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from dreamer_jax.config.errors import ConfigError
-from dreamer_jax.config.keys import convert, did_you_mean, key_types, nearest_key, sections
+from dreamer_jax.config.keys import convert_to, did_you_mean, key_types, nearest_key, sections
 
 _PLAIN_TAGS = {
     f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "timestamp", "value", "merge")
@@ -34,24 +34,25 @@ def read_settings(path: Path, parents: tuple[Path, ...] = ()) -> dict[str, Setti
     Raises:
         ConfigError: a file is missing or broken, a key unknown or doubled, a value of the wrong type.
     """
-    root = _parse(path)
+    root = parse(path)
     if root is None:
         return {}
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{_at(path, root)}: expected sections such as 'model:', got {_describe(root)}")
+        raise ConfigError(f"{at(path, root)}: expected sections such as 'model:', got {describe(root)}")
     settings: dict[str, Setting] = {}
     own: dict[str, Setting] = {}
-    for name, key_node, value_node in _entries(path, root, prefix=""):
+    for name, key_node, value_node in entries(path, root, prefix=""):
         if name == "base":
             settings = _read_base(path, value_node, (*parents, path))
         elif name in sections():
             own.update(_read_section(path, name, value_node))
         else:
-            raise ConfigError(f"{_at(path, key_node)}: {_unknown(name)}")
+            raise ConfigError(f"{at(path, key_node)}: {_unknown(name)}")
     return settings | own
 
 
-def _parse(path: Path) -> yaml.Node | None:
+def parse(path: Path) -> yaml.Node | None:
+    """The nodes of a YAML file, which know their lines; None when the file holds nothing."""
     if path.is_dir():
         saved = path / "config.yaml"
         hint = f"; its configuration is {saved}" if saved.is_file() else "; name a YAML file"
@@ -83,60 +84,61 @@ def _nearest_file(path: Path) -> str:
     return did_you_mean(str(folder / alike[0])) if alike else ""
 
 
-def _entries(path: Path, node: yaml.MappingNode, prefix: str) -> list[tuple[str, yaml.Node, yaml.Node]]:
+def entries(path: Path, node: yaml.MappingNode, prefix: str) -> list[tuple[str, yaml.Node, yaml.Node]]:
     """(name, key node, value node) of a mapping, whose keys must be texts and all different."""
     first_lines: dict[str, int] = {}
-    entries = []
+    found = []
     for key_node, value_node in node.value:
         if not isinstance(key_node, yaml.ScalarNode):
-            raise ConfigError(f"{_at(path, key_node)}: expected a key, got {_describe(key_node)}")
+            raise ConfigError(f"{at(path, key_node)}: expected a key, got {describe(key_node)}")
         name = key_node.value
         if name in first_lines:
             raise ConfigError(
-                f"{_at(path, key_node)}: '{prefix}{name}' is set twice, first on line {first_lines[name]}; remove one",
+                f"{at(path, key_node)}: '{prefix}{name}' is set twice, first on line {first_lines[name]}; remove one",
                 key=f"{prefix}{name}",
             )
         first_lines[name] = key_node.start_mark.line + 1
-        entries.append((name, key_node, value_node))
-    return entries
+        found.append((name, key_node, value_node))
+    return found
 
 
 def _read_base(path: Path, node: yaml.Node, chain: tuple[Path, ...]) -> dict[str, Setting]:
     if not isinstance(node, yaml.ScalarNode) or not node.value:
-        raise ConfigError(f"{_at(path, node)}: base: expected the path of one file, got {_describe(node)}")
+        raise ConfigError(f"{at(path, node)}: base: expected the path of one file, got {describe(node)}")
     base = path.parent / node.value
     if base.resolve() in [parent.resolve() for parent in chain]:
         cycle = " -> ".join(str(parent) for parent in (*chain, base))
-        raise ConfigError(f"{_at(path, node)}: base files form a cycle: {cycle}")
+        raise ConfigError(f"{at(path, node)}: base files form a cycle: {cycle}")
     if not base.is_file():
-        raise ConfigError(f"{_at(path, node)}: base: no such file '{base}'{_nearest_file(base)}")
+        raise ConfigError(f"{at(path, node)}: base: no such file '{base}'{_nearest_file(base)}")
     return read_settings(base, chain)
 
 
 def _read_section(path: Path, section: str, node: yaml.Node) -> dict[str, Setting]:
-    if isinstance(node, yaml.ScalarNode) and _is_nothing(node):
+    if isinstance(node, yaml.ScalarNode) and is_nothing(node):
         return {}
     if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{_at(path, node)}: {section}: expected keys and values, got {_describe(node)}")
+        raise ConfigError(f"{at(path, node)}: {section}: expected keys and values, got {describe(node)}")
     found = {}
-    for name, key_node, value_node in _entries(path, node, prefix=f"{section}."):
+    for name, key_node, value_node in entries(path, node, prefix=f"{section}."):
         key = f"{section}.{name}"
         if key not in key_types():
-            raise ConfigError(f"{_at(path, key_node)}: {_unknown(key)}", key=key)
-        found[key] = Setting(_value(path, key, value_node), _at(path, key_node))
+            raise ConfigError(f"{at(path, key_node)}: {_unknown(key)}", key=key)
+        found[key] = Setting(scalar(path, key, value_node, key_types()[key]), at(path, key_node))
     return found
 
 
-def _value(path: Path, key: str, node: yaml.Node) -> Any:
-    where = _at(path, node)
+def scalar(path: Path, key: str, node: yaml.Node, expected: Any) -> Any:
+    """The value of a key that holds one value of the type `expected`; see `keys.convert_to`."""
+    where = at(path, node)
     if not isinstance(node, yaml.ScalarNode):
-        raise ConfigError(f"{where}: {key}: expected one value, got {_describe(node)}", key)
+        raise ConfigError(f"{where}: {key}: expected one value, got {describe(node)}", key)
     if node.tag not in _PLAIN_TAGS:
         raise ConfigError(f"{where}: {key}: tags such as {node.tag} are not understood; quote the text", key)
-    if _is_nothing(node):
+    if is_nothing(node):
         raise ConfigError(f'{where}: {key}: has no value; remove the line, or write "" for an empty text', key)
     try:
-        return convert(key, node.value, quoted=node.style is not None)
+        return convert_to(expected, key, node.value, quoted=node.style is not None)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}", key) from None
 
@@ -148,15 +150,18 @@ def _unknown(key: str) -> str:
     return f"unknown key '{key}'{did_you_mean(nearest_key(key))}"
 
 
-def _is_nothing(node: yaml.ScalarNode) -> bool:
+def is_nothing(node: yaml.ScalarNode) -> bool:
+    """Whether nothing is written where a value could be."""
     return node.tag == "tag:yaml.org,2002:null" and node.style is None
 
 
-def _at(path: Path, node: yaml.Node) -> str:
+def at(path: Path, node: yaml.Node) -> str:
+    """file:line of a node."""
     return f"{path}:{node.start_mark.line + 1}"
 
 
-def _describe(node: yaml.Node) -> str:
+def describe(node: yaml.Node) -> str:
+    """What a node is, for messages."""
     if isinstance(node, yaml.MappingNode):
         return "a mapping"
     if isinstance(node, yaml.SequenceNode):

@@ -78,7 +78,11 @@ def convert(key: str, written: str, quoted: bool = False) -> Any:
     Raises:
         ConfigError: the text isn't a value of that type.
     """
-    expected = key_types()[key]
+    return convert_to(key_types()[key], key, written, quoted)
+
+
+def convert_to(expected: Any, key: str, written: str, quoted: bool = False) -> Any:
+    """As `convert`, for a key of any other schema: `expected` is a Literal of strings, str, bool, int or float."""
     problem = f"{key}: expected {{}}, got {written!r}"
     if get_origin(expected) is Literal:
         choices = [str(choice) for choice in get_args(expected)]
