@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dreamer_jax.model import Dreamer
+from dreamer_jax.model.recurrence import cast_weights
 from dreamer_jax.model.routing import Router
 from tests.model import numpy_reference
 from tests.model.cases import (
@@ -88,6 +89,14 @@ def test_statistics_softmax_and_selection_are_float32(variant):
             products.add(equation.invars[0].aval.dtype)
     assert all(seen.values()), seen
     assert jnp.dtype(jnp.bfloat16) in products  # the matrix products are what bfloat16 is for
+
+
+def test_the_compute_copy_keeps_norms_and_router_keys():
+    """Only matrices are rounded; a norm's scale and the keys that decide the routing are not."""
+    params = random_weights(small_config("DR+DA"))[0]["layer"]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(cast_weights(params, jnp.dtype(jnp.bfloat16))):
+        kept = path[-1].key in ("scale", "keys")
+        assert leaf.dtype == (jnp.float32 if kept else jnp.bfloat16), jax.tree_util.keystr(path)
 
 
 def test_router_logits_are_float32():
