@@ -1,0 +1,99 @@
+"""`dreamer bench train --config CONFIG`: how fast a train step is, alone or next to Hugging Face's Qwen3-MoE."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from dreamer_jax.cli.budget import Parser, positive, split_overrides
+from dreamer_jax.config import UserError, load_config
+
+USAGE = """\
+usage: dreamer bench train --config CONFIG [--against transformers] [--steps N] [--json] [--section.key value ...]
+
+train  tokens a second, compile time and utilisation of the train step on random tokens
+`dreamer bench train --help` explains the options."""
+
+
+def run(arguments: list[str]) -> int:
+    """Run the benchmark that the words name; returns the exit code."""
+    if arguments and arguments[0] in ("--help", "-h"):
+        print(USAGE)
+        return 0
+    actions = {"train": _train}
+    if not arguments or arguments[0] not in actions:
+        given = arguments[0] if arguments else ""
+        alike = difflib.get_close_matches(given, list(actions), n=1)
+        fix = f"; did you mean 'bench {alike[0]}'?" if alike else f"\n{USAGE}"
+        raise UserError(f"bench: unknown benchmark '{given}'{fix}" if given else f"bench: which one?{fix}")
+    return actions[arguments[0]](arguments[1:])
+
+
+def _train(arguments: list[str]) -> int:
+    words, overrides = split_overrides(arguments)
+    try:
+        options = _parser().parse_args(words)
+    except SystemExit:  # --help has been printed
+        return 0
+    config = load_config(options.config, overrides).config
+    from dreamer_jax.training.benchmark import bench_train  # after the checks: importing jax takes a second
+
+    def say(line: str) -> None:  # progress isn't part of the result
+        print(line, file=sys.stderr, flush=True)
+
+    found = bench_train(config, options.steps, options.against is not None, say)
+    print(json.dumps(found, indent=2) if options.json else _text(found))
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="dreamer bench train",
+        description="Time the real train step on random tokens.",
+        epilog="Any `--section.key value` overrides a value of CONFIG. What is measured how: docs/benchmarks.md.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="CONFIG", required=True, help="such as configs/models/la_tiny.yaml")
+    parser.add_argument(
+        "--against",
+        choices=["transformers"],
+        help="also time Hugging Face's Qwen3-MoE of the same sizes, in turns with ours (LA, float32, CPU; extra bench)",
+    )
+    parser.add_argument("--steps", type=positive, default=20, metavar="N", help="steps to time, of each side (20)")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    return parser
+
+
+def _text(found: Mapping[str, Any]) -> str:
+    machine, ours = found["machine"], found["ours"]
+    versions = ", ".join(f"{name} {value}" for name, value in machine.items() if name not in ("device", "devices"))
+    lines = [
+        f"{machine['devices']} x {machine['device']}; {versions}",
+        f"compiled in {ours['compile_seconds']:.1f} s; "
+        f"{ours['startup_cpu_seconds']:.1f} CPU seconds from start to the first finished step",
+        _side("ours", ours),
+    ]
+    if "theirs" in found:
+        theirs = found["theirs"]
+        lines.append(_side("theirs", theirs) + f" (Qwen3-MoE, experts {theirs['experts']})")
+        for kind, name in (("wall", "speed, ours / theirs"), ("cpu", "the same by CPU time")):
+            ratio = found["ratio"][kind]
+            lines.append(
+                f"{name}: {ratio['median']:.2f} ({ratio['least']:.2f} to {ratio['most']:.2f} "
+                f"over {found['ratio']['blocks']} blocks)"
+            )
+    return "\n".join(lines)
+
+
+def _side(name: str, side: Mapping[str, Any]) -> str:
+    line = (
+        f"{name + ':':<8}{side['tokens_per_second']:,.0f} tokens/s; {side['seconds']:.3f} s and "
+        f"{side['cpu_seconds']:.2f} CPU seconds a step (medians of {side['steps']}); "
+        f"{side['model_flops_per_second'] / 1e9:,.1f} model GFLOP/s"
+    )
+    if "model_flop_utilisation" in side:
+        line += f"; MFU {side['model_flop_utilisation']:.1%}"
+    return line

@@ -1,0 +1,132 @@
+"""Hugging Face's Qwen3-MoE with the sizes of an LA model and our recipe: what `dreamer bench train` compares with."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from typing import Any
+
+import numpy as np
+
+from dreamer_jax.config.errors import UserError
+from dreamer_jax.config.schema import Config
+
+EXPERTS = ("grouped_mm", "eager")
+"""transformers' ways to compute the experts that are tried, `batched_mm` apart: it copies the weights of an expert
+for every token that selected it, gigabytes a layer in training."""
+
+
+def require_transformers() -> None:
+    """Check that torch and a transformers that has `EXPERTS` can be imported.
+
+    Raises:
+        UserError: naming the extra to install.
+    """
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"--against transformers needs {' and '.join(missing)}; in the checkout: pip install -e '.[bench]'"
+        )
+    from transformers import __version__
+
+    if int(__version__.partition(".")[0]) < 5:
+        raise UserError(
+            f"--against transformers needs transformers 5 or later, not {__version__}; "
+            "in the checkout: pip install -U -e '.[bench]'"
+        )
+
+
+def check_comparable(config: Config) -> None:
+    """Check that Qwen3-MoE can have the configuration's sizes and does the same work in a step.
+
+    Raises:
+        UserError: it can't; the message says which setting is in the way.
+    """
+    problems = {
+        f"model.variant {config.model.variant}: Qwen3-MoE has distinct layers, as LA has": config.model.variant != "LA",
+        f"model.dtype {config.model.dtype}: both sides compute in float32": config.model.dtype != "float32",
+        f"training.microbatches {config.training.microbatches}: use 1": config.training.microbatches != 1,
+        f"mesh.data {config.mesh.data}: use 1": config.mesh.data != 1,
+    }
+    for problem, wrong in problems.items():
+        if wrong:
+            raise UserError(f"--against transformers can't be used with {problem}; try configs/models/la_tiny.yaml")
+
+
+class QwenStep:
+    """A train step of `Qwen3MoeForCausalLM` on the CPU: AdamW, clipping and learning rate as in our recipe.
+
+    Args:
+        config: an LA configuration in float32.
+        experts: one of `EXPERTS`.
+    """
+
+    def __init__(self, config: Config, experts: str):
+        import torch
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        model, self._recipe = config.model, config.training
+        self._torch, self.experts = torch, experts
+        torch.manual_seed(config.run.seed)
+        sizes = Qwen3MoeConfig(
+            vocab_size=model.vocab_size,
+            hidden_size=model.hidden_size,
+            intermediate_size=model.expert_size,  # of dense layers, which there are none of
+            moe_intermediate_size=model.expert_size,
+            num_hidden_layers=model.depth,
+            num_attention_heads=model.sa_heads,
+            num_key_value_heads=model.sa_kv_heads,
+            head_dim=model.sa_head_size,
+            num_experts=model.num_experts,
+            num_experts_per_tok=model.experts_per_token,
+            max_position_embeddings=config.data.sequence_length,
+            norm_topk_prob=True,
+            tie_word_embeddings=False,
+            output_router_logits=False,  # no auxiliary loss
+            use_cache=False,
+            attn_implementation="sdpa",
+            experts_implementation=experts,
+        )
+        self.model: Any = Qwen3MoeForCausalLM(sizes).float().train()
+        self.parameters = sum(weight.numel() for weight in self.model.parameters())
+        groups = [
+            {"params": [w for w in self.model.parameters() if w.ndim > 1], "weight_decay": self._recipe.weight_decay},
+            {"params": [w for w in self.model.parameters() if w.ndim == 1], "weight_decay": 0.0},
+        ]
+        betas = (self._recipe.beta1, self._recipe.beta2)
+        self._optimizer = torch.optim.AdamW(groups, betas=betas, eps=self._recipe.epsilon, fused=True)
+        self._steps = 0
+
+    def __call__(self, tokens: np.ndarray, targets: np.ndarray) -> float:
+        """One step on a batch, both [B, S] int32; returns the loss."""
+        torch, recipe = self._torch, self._recipe
+        self._steps += 1
+        for group in self._optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * min(1.0, self._steps / max(1, recipe.warmup_steps))
+        self._optimizer.zero_grad(set_to_none=True)
+        logits = self.model(input_ids=torch.from_numpy(tokens).long(), use_cache=False).logits
+        wanted = torch.from_numpy(targets).long().reshape(-1)
+        loss = torch.nn.functional.cross_entropy(logits.reshape(wanted.numel(), -1), wanted)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip_norm, foreach=True)
+        self._optimizer.step()
+        return float(loss.detach())
+
+
+def fastest_peer(config: Config, tokens: np.ndarray, targets: np.ndarray) -> tuple[QwenStep, dict[str, float]]:
+    """The peer with the quickest of `EXPERTS`, and the shortest of three steps of each, in seconds."""
+    seconds: dict[str, float] = {}
+    best: QwenStep | None = None
+    for experts in EXPERTS:
+        step = QwenStep(config, experts)
+        step(tokens, targets)  # the first one also allocates
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            step(tokens, targets)
+            times.append(time.perf_counter() - began)
+        seconds[experts] = min(times)
+        if best is None or seconds[experts] < seconds[best.experts]:
+            best = step
+    assert best is not None
+    return best, seconds
