@@ -21,6 +21,8 @@ from dreamer_jax.model import initialise
 from dreamer_jax.training.state import TrainState
 
 PARTS = ("params", "balancing", "optimizer")
+CHUNK_BYTES = 1 << 26
+"""Largest chunk of an array on disk: what a reader of a few rows has to read."""
 
 
 class Checkpoints:
@@ -48,7 +50,10 @@ class Checkpoints:
             return
         if jax.default_backend() == "cpu":  # host arrays would alias buffers that the next step overwrites
             state = jax.tree.map(jnp.copy, state)
-        items: dict[str, Any] = {name: ocp.args.StandardSave(getattr(state, name)) for name in PARTS}
+        items: dict[str, Any] = {}
+        for name in PARTS:
+            part = getattr(state, name)
+            items[name] = ocp.args.StandardSave(part, save_args=jax.tree.map(_chunks, part))
         self._manager.save(step, args=ocp.args.Composite(meta=ocp.args.JsonSave(self._meta), **items))
 
     def restore(self, like: TrainState) -> TrainState:
@@ -106,6 +111,24 @@ def load_run(path: str | Path, step: int | None = None) -> TrainedModel:
     Raises:
         UserError: if there is no run, no checkpoint, or not the step asked for.
     """
+    directory, config, chosen = locate_run(path, step)
+    params, balancing = jax.eval_shape(lambda: initialise(config.model, jax.random.key(0)))
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    items = {"params": _restore_like(params, device), "balancing": _restore_like(balancing, device)}
+    manager = _manager(directory)
+    try:
+        restored = manager.restore(chosen, args=ocp.args.Composite(meta=ocp.args.JsonRestore(), **items))
+    finally:
+        manager.close()
+    return TrainedModel(config, chosen, restored["params"], restored["balancing"], restored["meta"])
+
+
+def locate_run(path: str | Path, step: int | None = None) -> tuple[Path, Config, int]:
+    """(run directory, its configuration, checkpoint step) of what `load_run` would load.
+
+    Raises:
+        UserError: if there is no run, no checkpoint, or not the step asked for.
+    """
     directory = Path(path)
     if directory.parent.name == "checkpoints" and directory.name.isdigit():
         directory, step = directory.parent.parent, int(directory.name)
@@ -115,18 +138,13 @@ def load_run(path: str | Path, step: int | None = None) -> TrainedModel:
     manager = _manager(directory)
     try:
         steps = sorted(manager.all_steps())
-        if not steps:
-            raise UserError(f"{directory} has no checkpoint yet; it is saved every {config.checkpoint.every} steps")
-        if step is not None and step not in steps:
-            raise UserError(f"{directory} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
-        chosen = steps[-1] if step is None else step
-        params, balancing = jax.eval_shape(lambda: initialise(config.model, jax.random.key(0)))
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        items = {"params": _restore_like(params, device), "balancing": _restore_like(balancing, device)}
-        restored = manager.restore(chosen, args=ocp.args.Composite(meta=ocp.args.JsonRestore(), **items))
     finally:
         manager.close()
-    return TrainedModel(config, chosen, restored["params"], restored["balancing"], restored["meta"])
+    if not steps:
+        raise UserError(f"{directory} has no checkpoint yet; it is saved every {config.checkpoint.every} steps")
+    if step is not None and step not in steps:
+        raise UserError(f"{directory} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+    return directory, config, steps[-1] if step is None else step
 
 
 def _manager(directory: Path, **options: Any) -> ocp.CheckpointManager:
@@ -134,6 +152,11 @@ def _manager(directory: Path, **options: Any) -> ocp.CheckpointManager:
     settings = ocp.CheckpointManagerOptions(create=bool(options), read_only=not options, **options)
     names = (*PARTS, "meta")
     return ocp.CheckpointManager((directory / "checkpoints").absolute(), options=settings, item_names=names)
+
+
+def _chunks(leaf: jax.Array) -> ocp.SaveArgs:
+    # Experts and layers, the leading axis of large arrays, are what readers take one by one.
+    return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if leaf.ndim > 2 else ())
 
 
 def _restore_like(tree: Any, sharding: jax.sharding.Sharding | None = None) -> ocp.args.StandardRestore:

@@ -1,0 +1,108 @@
+"""Reading a checkpoint leaf by leaf and row by row, for models too large to hold twice; and writing a run from leaves.
+
+This goes around Orbax to the store below it, because Orbax restores whole arrays.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
+
+from dreamer_jax.config import Config, LoadedConfig
+from dreamer_jax.config.errors import UserError
+from dreamer_jax.training.checkpoints import Checkpoints, locate_run
+from dreamer_jax.training.optimizer import make_optimizer
+from dreamer_jax.training.run_directory import open_run
+from dreamer_jax.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A checkpoint whose arrays stay on disk.
+
+    Attributes:
+        directory: the run directory.
+        config: the run's configuration.
+        step: optimizer steps done.
+        meta: `tokenizer` and `data` fingerprints.
+    """
+
+    directory: Path
+    config: Config
+    step: int
+    meta: dict[str, str]
+
+    def leaf(self, item: str, path: str) -> Leaf:
+        """A float32 array of `params` or `balancing`.
+
+        Args:
+            item: "params" or "balancing".
+            path: keys joined by dots, such as "layer.expert_attention.gate_up".
+        """
+        folder = self.directory / "checkpoints" / str(self.step) / item
+        zarr3 = json.loads((folder / "_METADATA").read_text(encoding="utf-8"))["use_zarr3"]
+        kvstore = {"driver": "ocdbt", "base": f"{folder.absolute().as_uri()}/", "path": f"{path}/"}
+        spec = {"driver": "zarr3" if zarr3 else "zarr", "kvstore": kvstore}
+        try:
+            return Leaf(ts.open(spec, open=True, read=True).result())
+        except ValueError as error:
+            raise UserError(f"{folder}: {path} can't be read; the checkpoint is damaged: {error}") from None
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An array on disk; indexing the leading axes reads what is asked for."""
+
+    store: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(self.store.shape)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return np.asarray(self.store[index].read().result())
+
+
+def open_model(path: str | Path, step: int | None = None) -> StoredModel:
+    """The same checkpoint as `load_run`, without reading its arrays.
+
+    Raises:
+        UserError: if there is no run, no checkpoint, or not the step asked for.
+    """
+    directory, config, chosen = locate_run(path, step)
+    meta = json.loads((directory / "checkpoints" / str(chosen) / "meta" / "metadata").read_text(encoding="utf-8"))
+    return StoredModel(directory, config, chosen, meta)
+
+
+def write_run(
+    loaded: LoadedConfig, step: int, params: Any, balancing: dict[str, np.ndarray], meta: dict[str, str]
+) -> Path:
+    """A run directory with one checkpoint, as if trained to `step`, whose optimizer starts fresh.
+
+    `dreamer train` goes on with it; the warm-up starts over, as it must with empty moments.
+
+    Args:
+        loaded: the run's configuration; `run.dir` is where it is written.
+        step: optimizer steps done, which is also the place in the data.
+        params: float32, as `Dreamer.apply` takes them.
+        balancing: router name -> bias.
+        meta: `tokenizer` and `data` fingerprints that a resumed run must have.
+    """
+    directory = open_run(loaded)
+    params = jax.tree.map(jnp.asarray, params)
+    optimizer = jax.jit(make_optimizer(loaded.config.training).init)(params)
+    checkpoints = Checkpoints(directory, loaded.config.checkpoint, meta)
+    try:
+        bias = {name: jnp.asarray(b) for name, b in balancing.items()}
+        checkpoints.save(TrainState(jnp.asarray(step, jnp.int32), params, optimizer, bias))
+    finally:
+        checkpoints.close()
+    return directory
