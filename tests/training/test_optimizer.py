@@ -1,0 +1,77 @@
+"""The optimizer against AdamW written out in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dreamer_jax.config.schema import TrainingConfig
+from dreamer_jax.model import initialise
+from dreamer_jax.training.optimizer import learning_rate, make_optimizer
+from tests.training.cases import tiny_config
+
+CONFIG = TrainingConfig(
+    learning_rate=0.03, warmup_steps=2, beta1=0.8, beta2=0.9, epsilon=1e-3, weight_decay=0.2, clip_norm=2.0
+)
+SHAPES = {
+    "layers": {"norm": {"scale": (3, 4)}, "expert": {"down": (3, 2, 4)}},
+    "final": {"scale": (4,)},
+    "head": (5, 4),
+}
+DECAYED = {"layers": {"norm": {"scale": False}, "expert": {"down": True}}, "final": {"scale": False}, "head": True}
+
+
+def draw(seed: int, size: float):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda shape: size * rng.normal(size=shape), SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def adamw(params, gradients):
+    """Three lines of the paper's recipe in float64, for a list of gradients; yields the parameters after each."""
+    m = v = jax.tree.map(np.zeros_like, params)
+    for step, gradient in enumerate(gradients, 1):
+        norm = np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(gradient)))
+        gradient = jax.tree.map(lambda g, n=norm: g * min(1, CONFIG.clip_norm / n), gradient)
+        m = jax.tree.map(lambda m, g: 0.8 * m + 0.2 * g, m, gradient)
+        v = jax.tree.map(lambda v, g: 0.9 * v + 0.1 * g**2, v, gradient)
+        rate = {1: 0.015, 2: 0.03, 3: 0.03}[step]
+
+        def update(p, m, v, decayed, t=step, rate=rate):
+            direction = (m / (1 - 0.8**t)) / (np.sqrt(v / (1 - 0.9**t)) + 1e-3)
+            return p - rate * (direction + (0.2 * p if decayed else 0))
+
+        params = jax.tree.map(update, params, m, v, DECAYED)
+        yield params
+
+
+def test_three_steps():
+    """The first gradient is clipped, the second is not, and the rate warms up for two steps."""
+    start, gradients = draw(0, 1.0), [draw(1, 3.0), draw(2, 0.1), draw(3, 1.0)]
+    optimizer = make_optimizer(CONFIG)
+    params = jax.tree.map(jnp.float32, start)
+    state = optimizer.init(params)
+    for step, expected in enumerate(adamw(start, gradients), 1):
+        updates, state = optimizer.update(jax.tree.map(jnp.float32, gradients[step - 1]), state, params)
+        params = optax.apply_updates(params, updates)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), params, expected)
+
+
+def test_decay_spares_norm_scales_and_nothing_else():
+    """Without a gradient only the decay moves a parameter; LA's scales are stacked into matrices, [L, h]."""
+    for variant in ("LA", "DR+DA"):
+        config = tiny_config(model__variant=variant)
+        shapes = jax.eval_shape(lambda c=config: initialise(c.model, jax.random.key(0))[0])
+        params = jax.tree.map(lambda s: jnp.ones(s.shape), shapes)
+        optimizer = make_optimizer(CONFIG)
+        updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+        moved = {jax.tree_util.keystr(path): float(u.min()) for path, u in jax.tree_util.tree_leaves_with_path(updates)}
+        assert {name for name, by in moved.items() if by == 0} == {name for name in moved if "norm" in name}
+        for name, by in moved.items():
+            assert by == 0 or np.isclose(by, -0.015 * 0.2), name
+
+
+def test_warm_up():
+    """Linear to the maximum at the last warm-up step, constant from there; no warm-up is allowed."""
+    rates = [float(learning_rate(TrainingConfig(learning_rate=0.5, warmup_steps=4), step)) for step in range(1, 8)]
+    np.testing.assert_allclose(rates, [0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5])
+    assert float(learning_rate(TrainingConfig(learning_rate=0.5, warmup_steps=0), 1)) == 0.5

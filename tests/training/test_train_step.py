@@ -1,0 +1,133 @@
+"""The train step: equal on one device and many, whole and in microbatches; padding; balancing; precision."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from dreamer_jax.parallel import make_mesh
+from dreamer_jax.training.state import TrainState, create_state
+from dreamer_jax.training.train_step import make_train_step
+from tests.training.cases import random_batch, tiny_config
+
+VARIANTS = ("LA", "DR+DA")
+
+
+@functools.cache
+def fresh(variant: str) -> TrainState:
+    """On the host: the step donates its state, and a donated array can't be used twice."""
+    return jax.device_get(create_state(tiny_config(model__variant=variant)))
+
+
+@functools.cache
+def compiled(variant: str, microbatches: int = 1, devices: int = 1):
+    config = tiny_config(model__variant=variant, training__microbatches=microbatches, mesh__data=devices)
+    return make_train_step(config, make_mesh(config.mesh))
+
+
+def run(variant: str, batches, **how):
+    """(state, metrics) after each batch, on the host."""
+    state, found = fresh(variant), []
+    for batch in batches:
+        state, metrics = compiled(variant, **how)(state, batch)
+        found.append(jax.device_get((state, metrics)))
+    return found
+
+
+def assert_close(actual, expected, tolerance: float = 2e-5) -> None:
+    """Every leaf to `tolerance` of its largest magnitude."""
+
+    def check(path, a, b):
+        assert a.dtype == b.dtype
+        scale = np.abs(b).max() if b.size else 0
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale, err_msg=jax.tree_util.keystr(path))
+
+    jax.tree_util.tree_map_with_path(check, actual, expected)
+
+
+@functools.cache
+def three_steps(variant: str):
+    return run(variant, [random_batch(seed) for seed in (1, 2, 3)])
+
+
+@pytest.mark.parametrize("how", [{"microbatches": 4}, {"devices": 8}], ids=["4 microbatches", "8 devices"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_same_result_however_it_is_divided(variant, how):
+    """Unequal parts, one microbatch and two devices with padding only: a mean of means would show."""
+    for found, expected in zip(
+        run(variant, [random_batch(s) for s in (1, 2, 3)], **how), three_steps(variant), strict=True
+    ):
+        (state, metrics), (expected_state, expected_metrics) = found, expected
+        for name, counts in expected_metrics["counts"].items():
+            np.testing.assert_array_equal(metrics["counts"][name], counts)
+        assert_close(metrics, expected_metrics)
+        assert_close(state.optimizer, expected_state.optimizer)
+        assert_close(state.params, expected_state.params)
+        assert_close(state.balancing, expected_state.balancing, 1e-6)
+        assert state.step == expected_state.step
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_counts_and_balancing(variant):
+    """Every real token counts k times a depth; each bias moves by rate * sign(median - N) of the step's counts."""
+    config = tiny_config(model__variant=variant).model
+    before = fresh(variant).balancing
+    for seed, (state, metrics) in enumerate(three_steps(variant), 1):
+        real = int((random_batch(seed)["segment_ids"] > 0).sum())
+        assert set(metrics["counts"]) == set(before) >= {"expert_attention"}
+        for name, counts in metrics["counts"].items():
+            expert = name == "expert_attention"
+            np.testing.assert_array_equal(counts.sum(1), [real * (config.experts_per_token if expert else 1)] * 2)
+            n = counts if variant == "LA" else counts.sum(0)
+            rate = config.expert_bias_rate if expert else config.attention_bias_rate
+            moved = rate * np.sign(np.median(n, axis=-1, keepdims=True) - n)
+            np.testing.assert_allclose(state.balancing[name], before[name] + moved, atol=1e-7)
+            assert np.any(moved)
+        before = state.balancing
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_stands_in_padding_does_not_matter(variant):
+    """Other tokens, targets and positions in padding: the same bits."""
+    batch, other = random_batch(1), random_batch(99)
+    padding = batch["segment_ids"] == 0
+    assert padding.sum() > 20
+    changed = {**batch, **{k: np.where(padding, other[k] + 3, batch[k]) for k in ("targets", "positions")}}
+    changed["tokens"] = np.where(padding, other["tokens"], batch["tokens"])
+    state, metrics = run(variant, [changed])[0]
+    expected_state, expected_metrics = three_steps(variant)[0]
+    jax.tree.map(np.testing.assert_array_equal, metrics, expected_metrics)
+    assert_close(state.params, expected_state.params, 1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_training_on_one_batch_learns_it(variant):
+    """The gradient points downhill: the loss of a repeated batch falls by more than a third in 30 steps."""
+    losses = [metrics["loss"] for _, metrics in run(variant, [random_batch(1)] * 30)]
+    assert losses[0] == pytest.approx(np.log(23), rel=0.1)
+    assert losses[-1] < 0.66 * losses[0]
+
+
+def test_metrics_of_a_step():
+    """Learning rate of this update; gradient norm before clipping, as the first moment of the first step shows."""
+    state, metrics = three_steps("DR+DA")[0]
+    rates = [float(m["learning_rate"]) for _, m in three_steps("DR+DA")]
+    np.testing.assert_allclose(rates, [5e-3, 1e-2, 1e-2], rtol=1e-6)
+    (first_moment,) = (
+        part.mu for part in jax.tree.leaves(state.optimizer, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(part, "mu")
+    )
+    clipped = np.sqrt(sum((10 * m.astype(np.float64)) ** 2 for m in map(np.linalg.norm, jax.tree.leaves(first_moment))))
+    assert clipped == pytest.approx(min(0.5, float(metrics["gradient_norm"])), rel=1e-4)
+
+
+def test_bfloat16_computes_on_float32_weights():
+    """Masters and optimizer state are float32, and take updates far below bfloat16's resolution."""
+    config = tiny_config(model__dtype="bfloat16", training__learning_rate=1e-6, training__weight_decay=0.0)
+    state, metrics = make_train_step(config, make_mesh(config.mesh))(fresh("DR+DA"), random_batch(1))
+    floats = [leaf for leaf in jax.tree.leaves((state, metrics)) if np.issubdtype(leaf.dtype, np.floating)]
+    assert {str(leaf.dtype) for leaf in floats} == {"float32"}
+    assert all(leaf.dtype != jax.numpy.bfloat16 for leaf in jax.tree.leaves(state))
+    np.testing.assert_allclose(metrics["loss"], three_steps("DR+DA")[0][1]["loss"], rtol=0.02)
+    moved = np.abs(np.asarray(state.params["head"]) - fresh("DR+DA").params["head"])
+    assert 0 < moved.max() < 1e-6 and np.mean(moved > 0) > 0.5
