@@ -77,6 +77,7 @@ class RankTokenizer:
             import tiktoken
         except ImportError:
             raise UserError("the Llama-3 tokenizer needs tiktoken; install it with: pip install tiktoken") from None
+        self.ranks = ranks
         self._text_ids = len(ranks)
         self.bos = len(ranks)
         self.eos = len(ranks) + 1
