@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -15,8 +15,13 @@ from dreamer_jax.data.records import Record
 _TEMPLATE_PART = re.compile(r"\{\{|\}\}|\{[^{}]+\}|[{}]|[^{}]+")
 
 
-class _Broken(Exception):
-    """A record that can't be used."""
+class Broken(Exception):
+    """A record that can't be used.
+
+    Args:
+        kind: what is wrong, for counting.
+        detail: the same for a person, after "record 3".
+    """
 
     def __init__(self, kind: str, detail: str):
         super().__init__(detail)
@@ -26,15 +31,18 @@ class _Broken(Exception):
 class Template:
     """Text with {name} for fields of a record; {{ and }} stand for braces. Nothing else is interpreted.
 
+    {messages.1.content} goes into lists and objects where the record has no field of just that name.
+
     Args:
         text: the template.
         key: the configuration key it comes from, for messages.
+        names: name in the template -> field of the record, where the two differ.
 
     Raises:
         ConfigError: a brace stands alone.
     """
 
-    def __init__(self, text: str, key: str):
+    def __init__(self, text: str, key: str, names: Mapping[str, str] | None = None):
         self._parts: list[tuple[bool, str]] = []  # (is a field, its name or the literal text)
         for part in _TEMPLATE_PART.findall(text):
             if part in ("{", "}"):
@@ -45,7 +53,7 @@ class Template:
             if part in ("{{", "}}"):
                 self._parts.append((False, part[0]))
             elif part.startswith("{"):
-                self._parts.append((True, part[1:-1]))
+                self._parts.append((True, (names or {}).get(part[1:-1], part[1:-1])))
             else:
                 self._parts.append((False, part))
         self._key = key
@@ -60,16 +68,16 @@ class Template:
         return "".join(self._field(record, text) if is_field else text for is_field, text in self._parts)
 
     def _field(self, record: dict[str, object], name: str) -> str:
-        if name not in record:
+        value = record[name] if name in record else _descend(record, name)
+        if value is _ABSENT:
             has = ", ".join(list(record)[:8]) or "none"
-            raise _Broken("without a field", f"has no field {name!r}, which {self._key} names (its fields: {has})")
-        value = record[name]
+            raise Broken("without a field", f"has no field {name!r}, which {self._key} names (its fields: {has})")
         if not isinstance(value, str):
-            raise _Broken("with a field that isn't text", f"field {name!r} is {_json_type(value)}, not a string")
+            raise Broken("with a field that isn't text", f"field {name!r} is {_json_type(value)}, not a string")
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            raise _Broken("not valid Unicode", f"field {name!r} holds half of a surrogate pair") from None
+            raise Broken("not valid Unicode", f"field {name!r} holds half of a surrogate pair") from None
         return value
 
 
@@ -107,7 +115,7 @@ class JsonlReader:
             number += 1
             try:
                 record = self._parse(line)
-            except _Broken as broken:
+            except Broken as broken:
                 problem = f"{self._path}: record {number} (line {line_number}): {broken}"
                 if self._on_error == "stop":
                     raise UserError(
@@ -136,19 +144,29 @@ class JsonlReader:
             raise UserError(f"{self._key}: can't read {self._path}: {error.strerror}") from None
 
     def _parse(self, line: bytes) -> Record:
-        try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise _Broken("not valid UTF-8", f"is not valid UTF-8 (byte {error.start + 1} of the line)") from None
-        try:
-            value = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise _Broken("not JSON", f"is not JSON: {error.msg} (column {error.colno})") from None
-        except (ValueError, RecursionError) as error:
-            raise _Broken("not JSON", f"is not JSON that can be read: {error}") from None
-        if not isinstance(value, dict):
-            raise _Broken("not an object", f"is {_json_type(value)}, not an object with fields")
+        value = parse_object(line)
         return Record(self._prompt.fill(value), self._completion.fill(value))
+
+
+def parse_object(line: bytes) -> dict[str, object]:
+    """The JSON object of a line.
+
+    Raises:
+        Broken: it isn't UTF-8, JSON or an object.
+    """
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Broken("not valid UTF-8", f"is not valid UTF-8 (byte {error.start + 1} of the line)") from None
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise Broken("not JSON", f"is not JSON: {error.msg} (column {error.colno})") from None
+    except (ValueError, RecursionError) as error:
+        raise Broken("not JSON", f"is not JSON that can be read: {error}") from None
+    if not isinstance(value, dict):
+        raise Broken("not an object", f"is {_json_type(value)}, not an object with fields")
+    return value
 
 
 def _json_type(value: object) -> str:
@@ -157,4 +175,19 @@ def _json_type(value: object) -> str:
     if isinstance(value, bool):
         return "true or false"
     names = {str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return names[type(value)]
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+_ABSENT = object()
+
+
+def _descend(value: object, path: str) -> object:
+    """What `a.1.b` names inside objects and lists, or _ABSENT."""
+    for part in path.split("."):
+        if isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, (list, tuple)) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return _ABSENT
+    return value

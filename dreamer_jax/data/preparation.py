@@ -1,0 +1,362 @@
+"""`dreamer data prepare`: from the sources of a mixture to a prepared directory, in restartable steps.
+
+1. filter   a unit of a source: read, clean, decontaminate, tokenize           (parallel over units)
+2. exact    exact duplicates among the keys of one range                       (parallel over ranges)
+3. near     candidates in one range of band keys; confirmed by part; resolved  (parallel, then in order)
+4. shards   what stays of a part becomes a shard                               (parallel over parts)
+
+Every task writes whole files only, so what a killed run has finished is found and kept. Nothing depends on how many
+processes there are: units, parts and ranges follow from the mixture and its files alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dreamer_jax.config.errors import UserError
+from dreamer_jax.data import deduplication as dedup
+from dreamer_jax.data import reporting
+from dreamer_jax.data.filtering import Tally, UnitFilter, compared, read_benchmarks, templates
+from dreamer_jax.data.mixture import Mixture, load_mixture
+from dreamer_jax.data.prepared import FORMAT, write_shard
+from dreamer_jax.data.readers import Unit, files_of, plan_units
+from dreamer_jax.data.records import Document
+from dreamer_jax.data.storage import PartReader, remove_leftovers, write_array, write_json
+from dreamer_jax.data.tokenizers import Tokenizer, load_tokenizer
+from dreamer_jax.data.words import BANDS
+from dreamer_jax.data.workers import Pool
+
+SMALLEST_UNIT, LARGEST_UNIT, UNITS = 4_000_000, 256_000_000, 256
+"""Sources are cut into about UNITS units, of no fewer and no more bytes than these."""
+
+VERSION = 1
+"""Raised when the same mixture would give other data; work of another version is not continued."""
+
+SHARES = ("weight", "epochs", "tokens", "licence", "url")
+"""Settings of a source that don't decide what is prepared."""
+
+
+def prepare(path: str | Path, out: str | Path, workers: int, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Prepare a mixture.
+
+    Args:
+        path: the mixture file.
+        out: the directory to fill; one that holds an unfinished preparation of the same mixture is gone on with.
+        workers: processes.
+        say: prints a line on progress.
+    Returns:
+        The report, as in report.json.
+    Raises:
+        UserError: something in the mixture, its files or the directory is wrong.
+    """
+    mixture = load_mixture(path)
+    tokenizer = load_tokenizer(mixture.tokenizer)
+    for name, spec in mixture.sources.items():
+        templates(name, spec)
+    units, plan = _plan(mixture, tokenizer)
+    out = Path(out)
+    with _locked(out):
+        if _open_directory(out, plan):
+            say(f"{out} is already prepared")
+            index = json.loads((out / "index.json").read_text(encoding="utf-8"))
+            _write_index(out, index, mixture)
+            return json.loads((out / "report.json").read_text(encoding="utf-8"))
+        return _Preparation(mixture, tokenizer, units, out, say).run(workers)
+
+
+def _plan(mixture: Mixture, tokenizer: Tokenizer) -> tuple[list[Unit], dict[str, Any]]:
+    """The units, and all that decides the result: what a restart compares."""
+    specs = [(f"sources.{name}", spec) for name, spec in mixture.sources.items()]
+    specs += [(f"decontaminate.benchmarks.{name}", s) for name, s in mixture.decontaminate.benchmarks.items()]
+    files = {key: files_of(spec, key) for key, spec in specs}
+    inputs = {key: [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in paths] for key, paths in files.items()}
+    total = sum(size for key, found in inputs.items() if key.startswith("sources.") for _, size, _ in found)
+    unit_bytes = min(max(total // UNITS, SMALLEST_UNIT), LARGEST_UNIT)
+    units = [unit for name, spec in mixture.sources.items() for unit in plan_units(name, spec, unit_bytes)]
+    settings = dataclasses.asdict(mixture)
+    for source in settings["sources"].values():
+        for share in SHARES:
+            del source[share]
+    del settings["tokenizer"]
+    identity = {"version": VERSION, "tokenizer": tokenizer.fingerprint, "mixture": settings}
+    return units, json.loads(json.dumps({"identity": identity, "inputs": inputs, "units": units}))
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = (out / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{out}: another process is preparing data there; wait for it, or name another") from None
+        yield
+
+
+def _open_directory(out: Path, plan: dict[str, Any]) -> bool:
+    """Make the directory ready; whether all is done already."""
+    if not (out / "plan.json").is_file():
+        if [p for p in out.iterdir() if p.name != ".lock" and ".tmp-" not in p.name]:
+            raise UserError(f"{out}: is not empty and holds no prepared data; name another directory")
+        write_json(out / "plan.json", plan)
+    found = json.loads((out / "plan.json").read_text(encoding="utf-8"))
+    if found != plan:
+        what = next(part for part in ("identity", "inputs", "units") if found.get(part) != plan[part])
+        reason = {"identity": "of other settings or another tokenizer", "inputs": "of input files that have changed"}
+        raise UserError(
+            f"{out}: holds a preparation {reason.get(what, 'of other units')}; name another directory, or remove it"
+        )
+    return (out / "index.json").is_file()
+
+
+class _Preparation:
+    """The steps. Results of tasks lie in out/work until the index is written."""
+
+    def __init__(
+        self, mixture: Mixture, tokenizer: Tokenizer, units: list[Unit], out: Path, say: Callable[[str], None]
+    ):
+        self._mixture, self._tokenizer, self._units, self._out, self._say = mixture, tokenizer, units, out, say
+        self._work = out / "work"
+        self._shards = out / "shards"
+        for directory in (self._work, self._shards):
+            directory.mkdir(exist_ok=True)
+            remove_leftovers(directory)
+
+    def run(self, workers: int) -> dict[str, Any]:
+        """Do what isn't done; returns the report."""
+        with Pool(workers, _Worker, (self._mixture, str(self._work), self._units)) as pool:
+            self._tasks(pool, "filtered", "filter", list(range(len(self._units))), self._unit_done)
+            parts, done = self._parts()
+            pool.share(parts)
+            exact = self._exact(pool, parts)
+            near = self._near(pool, parts)
+            shards = [str(self._shards / name) for name in _shard_names(parts)]
+            dtype = "<u2" if self._tokenizer.vocab_size <= 1 << 16 else "<u4"
+            todo = [(number, shard, dtype) for number, shard in enumerate(shards)]
+            self._tasks(pool, "written", "shard", todo, lambda task: Path(f"{task[1]}.json"))
+        report = self._report(parts, done, exact, near)
+        self._finish(parts, shards, dtype, report)
+        return report
+
+    def _unit_done(self, number: int) -> Path:
+        return self._work / f"unit-{number:05d}" / "done.json"
+
+    def _tasks(self, pool: Pool, verb: str, name: str, tasks: list[Any], marker: Callable[[Any], Path]) -> None:
+        """Run the tasks whose result isn't there yet."""
+        todo = [task for task in tasks if not marker(task).exists()]
+        if len(todo) < len(tasks):
+            self._say(f"{len(tasks) - len(todo)} of {len(tasks)} tasks are {verb} already")
+        for count, _ in enumerate(pool.run(name, todo), start=1):
+            if count == len(todo) or count % max(1, len(todo) // 10) == 0:
+                self._say(f"{verb} {count + len(tasks) - len(todo)} of {len(tasks)}")
+
+    def _parts(self) -> tuple[list[dedup.Part], list[dict[str, Any]]]:
+        done = [json.loads(self._unit_done(i).read_text(encoding="utf-8")) for i in range(len(self._units))]
+        parts = [
+            dedup.Part(unit["source"], i, self._unit_done(i).parent, number, part["records"], part["tokens"])
+            for i, unit in enumerate(done)
+            for number, part in enumerate(unit["parts"])
+        ]
+        for name in self._mixture.sources:
+            read = sum(unit["read"] for unit in done if unit["source"] == name)
+            broken = [unit["dropped"] for unit in done if unit["source"] == name]
+            bad = {rule: t for rules in broken for rule, t in rules.items() if rule.startswith("broken")}
+            if read == 0:
+                raise UserError(f"sources.{name}: holds no records ({self._mixture.sources[name].path})")
+            if sum(t["records"] for rules in broken for r, t in rules.items() if r.startswith("broken")) == read:
+                first = next(iter(bad.values()))["examples"][0]
+                raise UserError(
+                    f"sources.{name}: all of its {read:,} records are broken. The first: {first['where']} "
+                    f"{first['because']}; mend the mixture or the file, and use a new --out"
+                )
+        return parts, done
+
+    def _exact(self, pool: Pool, parts: list[dedup.Part]) -> np.ndarray:
+        path = self._work / "exact.npy"
+        if not path.exists():
+            tasks = []
+            if self._mixture.deduplicate.exact:
+                ranges = dedup.key_ranges(sum(part.records for part in parts))
+                tasks = [(*keys, str(self._work / f"exact-{i:05d}.npy")) for i, keys in enumerate(ranges)]
+            self._tasks(pool, "searched for exact duplicates", "exact", tasks, lambda task: Path(task[2]))
+            found = [np.load(task[2]) for task in tasks]
+            write_array(path, np.sort(np.concatenate([*found, np.zeros(0, dedup.PAIR)]), order="later"))
+        return np.load(path)
+
+    def _near(self, pool: Pool, parts: list[dedup.Part]) -> np.ndarray:
+        path = self._work / "near.npy"
+        if not path.exists():
+            confirmed: list[Path] = []
+            if self._mixture.deduplicate.near:
+                ranges = dedup.key_ranges(sum(part.records for part in parts) * BANDS)
+                tasks = [(*keys, str(self._work / f"near-{i:05d}.npy")) for i, keys in enumerate(ranges)]
+                self._tasks(pool, "searched for near duplicates", "candidates", tasks, lambda task: Path(task[2]))
+                found = [task[2] for task in tasks]
+                checks = [(i, found, str(self._work / f"confirmed-{i:05d}.npy")) for i in range(len(parts))]
+                self._tasks(pool, "compared", "confirm", checks, lambda task: Path(task[2]))
+                confirmed = [Path(check[2]) for check in checks]
+            write_array(path, dedup.resolve(confirmed))
+        return np.load(path)
+
+    def _report(
+        self, parts: list[dedup.Part], done: list[dict[str, Any]], exact: np.ndarray, near: np.ndarray
+    ) -> dict[str, Any]:
+        sources = reporting.merge(done, list(self._mixture.sources))
+        readers: dict[int, PartReader] = {}
+        for part in parts:
+            sources[part.source]["kept"] += part.records
+            sources[part.source]["kept_tokens"] += part.tokens
+        for rule, pairs in ((reporting.EXACT_RULE, exact), (reporting.NEAR_RULE, near)):
+            for later, earlier in zip(pairs["later"].tolist(), pairs["earlier"].tolist(), strict=True):
+                self._count(parts, readers, rule, later, earlier, sources)
+        return reporting.finish(sources)
+
+    def _count(
+        self,
+        parts: list[dedup.Part],
+        readers: dict[int, PartReader],
+        rule: str,
+        later: int,
+        earlier: int,
+        sources: dict[str, Any],
+    ) -> None:
+        """Move one duplicate from what is kept to what is dropped."""
+
+        def read(identity: int) -> tuple[dedup.Part, PartReader, int]:
+            part = parts[identity >> 32]
+            if identity >> 32 not in readers:
+                if len(readers) > 64:
+                    readers.pop(next(iter(readers))).close()
+                readers[identity >> 32] = PartReader(part.directory, part.number)
+            return part, readers[identity >> 32], identity & 0xFFFFFFFF
+
+        part, reader, record = read(later)
+        source = sources[part.source]
+        tally = source["dropped"].setdefault(rule, Tally())
+        tokens = int(reader.records["tokens"][record])
+        source["kept"] -= 1
+        source["kept_tokens"] -= tokens
+        text, twin = "", ""
+        if len(tally.examples) < 3:
+            compare = self._mixture.deduplicate.compare
+            text = compared(reader[record], compare)
+            other, its_reader, its_record = read(earlier)
+            twin = f"like, in {other.source}: {compared(its_reader[its_record], compare)}"
+        tally.add(tokens, f"{self._units[part.unit].file} kept record {record + 1} of its unit", text, twin)
+
+    def _finish(self, parts: list[dedup.Part], shards: list[str], dtype: str, report: dict[str, Any]) -> None:
+        tokenizer = self._tokenizer
+        sources: dict[str, Any] = {name: {"shards": []} for name in self._mixture.sources}
+        for part, stem in zip(parts, shards, strict=True):
+            shard = json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))
+            if shard["records"]:
+                sources[part.source]["shards"].append(shard)
+        for name, source in sources.items():
+            source["records"] = sum(shard["records"] for shard in source["shards"])
+            source["document_tokens"] = sum(shard["tokens"] for shard in source["shards"])
+            assert source["records"] == report["sources"][name]["kept"]
+        write_json(self._out / "report.json", report)
+        (self._out / "report.txt").write_text(reporting.table(report), encoding="utf-8")
+        index = {
+            "format": FORMAT,
+            "tokenizer": {
+                "name": Path(self._mixture.tokenizer).name,
+                "fingerprint": tokenizer.fingerprint,
+                "vocab_size": tokenizer.vocab_size,
+                "bos": tokenizer.bos,
+                "eos": tokenizer.eos,
+                "pad": tokenizer.pad,
+            },
+            "dtype": dtype,
+            "sources": sources,
+        }
+        _write_index(self._out, index, self._mixture)
+        shutil.rmtree(self._work, ignore_errors=True)
+        for stem in shards:
+            Path(f"{stem}.json").unlink(missing_ok=True)
+
+
+def _write_index(out: Path, index: dict[str, Any], mixture: Mixture) -> None:
+    for name, spec in mixture.sources.items():
+        index["sources"][name] |= {share: getattr(spec, share) for share in SHARES}
+    write_json(out / "index.json", index)
+
+
+def _shard_names(parts: list[dedup.Part]) -> list[str]:
+    counts: dict[str, int] = {}
+    names = []
+    for part in parts:
+        names.append(f"{part.source}-{counts.get(part.source, 0):05d}")
+        counts[part.source] = counts.get(part.source, 0) + 1
+    return names
+
+
+class _Worker:
+    """What a process does; its methods are the tasks by name."""
+
+    def __init__(self, mixture: Mixture, work: str, units: list[Unit]):
+        self._mixture, self._work, self._units = mixture, Path(work), units
+        self._filter: UnitFilter | None = None
+        self.shared: list[dedup.Part] = []
+
+    def filter(self, number: int) -> None:
+        """Filter a unit."""
+        if self._filter is None:
+            self._filter = UnitFilter(
+                self._mixture, load_tokenizer(self._mixture.tokenizer), read_benchmarks(self._mixture)
+            )
+        self._filter.write(self._units[number], self._work / f"unit-{number:05d}")
+
+    def exact(self, task: tuple[int, int, str]) -> None:
+        """Find exact duplicates."""
+        first, last, output = task
+        dedup.find_exact(self.shared, first, last, Path(output))
+
+    def candidates(self, task: tuple[int, int, str]) -> None:
+        """Find candidates of near duplicates."""
+        first, last, output = task
+        dedup.find_candidates(self.shared, first, last, np.load(self._work / "exact.npy")["later"], Path(output))
+
+    def confirm(self, task: tuple[int, list[str], str]) -> None:
+        """Compare candidates."""
+        part, found, output = task
+        settings = self._mixture.deduplicate
+        paths = [Path(path) for path in found]
+        dedup.confirm(self.shared, part, paths, settings.threshold, settings.compare, Path(output))
+
+    def shard(self, task: tuple[int, str, str]) -> None:
+        """Write what stays of a part."""
+        number, stem, dtype = task
+        part = self.shared[number]
+        dropped = [dedup.of_part(np.load(self._work / name), number) for name in ("exact.npy", "near.npy")]
+        gone = {identity & 0xFFFFFFFF for pairs in dropped for identity in pairs["later"].tolist()}
+        reader = PartReader(part.directory, part.number)
+
+        def documents() -> Iterator[Document]:
+            for record in range(part.records):
+                if record not in gone:
+                    kept = reader[record]
+                    yield Document(kept.tokens, kept.prompt_tokens)
+
+        entry = write_shard(Path(stem), documents(), dtype)
+        reader.close()
+        write_json(Path(f"{stem}.json"), entry)
+
+
+def default_workers() -> int:
+    """One process a core."""
+    return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

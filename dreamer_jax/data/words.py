@@ -1,0 +1,163 @@
+"""Texts as numbers: word hashes, word n-grams, MinHash signatures, and what a text says in numbers and formulas.
+
+All hashes are the same on every machine and in every process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+SHINGLE = 3
+"""Words in a shingle: long enough to keep order, short enough that one changed word costs three shingles only."""
+BANDS, BAND_ROWS = 32, 4
+"""128 MinHash values: texts of Jaccard similarity 0.7 share a band with probability 0.9998, of 0.3 with 0.23."""
+
+_WORD = re.compile(r"[^\W_]+")
+_FORMULA = re.compile(
+    r"\\[A-Za-z]+"  # LaTeX commands
+    r"|\d+(?:[.,]\d+)*"
+    r"|[-−+*/^=<>±×÷√≤≥≠|%!_(){}\[\]]"
+    r"|(?<![A-Za-z'’])[A-Za-z](?![A-Za-z'’])"  # variables
+    r"|\b(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen"
+    r"|seventeen|eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|hundred|thousand|million"
+    r"|billion|half|third|quarter|twice|double|triple)\b"
+)
+_HYPHEN = re.compile(r"(?<=[A-Za-z])-(?=[A-Za-z]{2})")
+_NOT_VARIABLES = frozenset("aAI")
+_MULTIPLIER = 0x9E3779B97F4A7C15 | 1
+_MASK = (1 << 64) - 1
+
+
+class WordHashes(dict[str, int]):
+    """Word -> 64-bit hash, computed once; forgotten when there are too many, as numbers never end."""
+
+    LIMIT = 1_000_000
+
+    def __missing__(self, word: str) -> int:
+        if len(self) >= self.LIMIT:
+            self.clear()
+        value = int.from_bytes(hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+        self[word] = value
+        return value
+
+    def of(self, text: str) -> list[int]:
+        """Hashes of the words of a text."""
+        return list(map(self.__getitem__, words(text)))
+
+
+def words(text: str) -> list[str]:
+    """Lower-case runs of letters and digits: punctuation, symbols and spacing don't count."""
+    return _WORD.findall(text.lower())
+
+
+def formula_key(text: str) -> int:
+    """64-bit hash of the numbers, operators, brackets, variables and LaTeX commands of a text, in their order.
+
+    Two texts that differ in a sign, a number (also as a word), a variable or a bracket have different keys; texts
+    that differ in other words have the same. A hyphen between letters is no sign.
+    """
+    found = [part for part in _FORMULA.findall(_HYPHEN.sub(" ", text)) if part not in _NOT_VARIABLES]
+    return int.from_bytes(
+        hashlib.blake2b(" ".join(found).lower().encode("utf-8", "replace"), digest_size=8).digest(), "little"
+    )
+
+
+def grams(hashes: np.ndarray, length: int) -> np.ndarray:
+    """Hash of each run of `length` words: uint64 [n] -> [n - length + 1] (empty when there are too few)."""
+    if len(hashes) < length:
+        return np.zeros(0, np.uint64)
+    n = len(hashes) - length + 1
+    total = np.zeros(n, np.uint64)
+    for i in range(length):
+        total *= np.uint64(_MULTIPLIER)
+        total += hashes[i : i + n]
+    return mix(total)
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """A bijection of uint64 that spreads every bit over all (splitmix64)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+class Grams:
+    """The n-grams of many texts at once.
+
+    Args:
+        texts: word hashes of each text.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[int]]):
+        counts = np.array([len(text) for text in texts], np.int64)
+        self._flat = np.fromiter(chain.from_iterable(texts), np.uint64, int(counts.sum()))
+        self._owner = np.repeat(np.arange(len(texts)), counts)
+        self._left = np.repeat(np.cumsum(counts), counts) - np.arange(len(self._flat))  # words to the text's end
+        self._sums = np.zeros(len(self._flat), np.uint64)
+        self._length = 0
+
+    def of(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """N-grams of this length; lengths must be asked for in ascending order.
+
+        Returns:
+            (uint64 [m] hashes as `grams` has them, int64 [m] which text each is from, ascending); no n-gram spans
+            two texts.
+        """
+        if length < self._length:
+            raise ValueError("lengths must ascend")
+        while self._length < length:
+            usable = max(0, len(self._flat) - self._length)
+            self._sums = self._sums[:usable] * np.uint64(_MULTIPLIER) + self._flat[self._length :]
+            self._length += 1
+        inside = self._left[: len(self._sums)] >= length
+        return mix(self._sums[inside]), self._owner[: len(self._sums)][inside]
+
+
+def _coefficients() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.PCG64(np.random.SeedSequence(20_260_421)).random_raw(2 * BANDS * BAND_ROWS)
+    return random[::2] | np.uint64(1), random[1::2]
+
+
+_A, _B = _coefficients()
+
+
+def minhash(shingles: np.ndarray) -> np.ndarray:
+    """MinHash signature uint64 [128] of a set of shingles, uint64 [n], n > 0.
+
+    Two sets have the same value at a place with a probability close to their Jaccard similarity.
+    """
+    return (mix(shingles)[:, None] * _A + _B).min(axis=0)
+
+
+def band_keys(texts: Sequence[Sequence[int]], formula_keys: Sequence[int]) -> np.ndarray:
+    """Keys uint64 [n, BANDS] of which near duplicates share at least one.
+
+    A key holds BAND_ROWS MinHash values and the formula key: texts with other numbers or formulas share none,
+    however alike their words are.
+    """
+    shingles, owner = Grams(texts).of(SHINGLE)
+    bounds = np.searchsorted(owner, np.arange(len(texts) + 1))
+    signatures = np.empty((len(texts), BANDS * BAND_ROWS), np.uint64)
+    for i, text in enumerate(texts):
+        own = shingles[bounds[i] : bounds[i + 1]]
+        if not len(own):  # fewer words than a shingle: the text as a whole
+            own = grams(np.array([len(text), *text], np.uint64), len(text) + 1)
+        signatures[i] = minhash(own)
+    keys = np.zeros((len(texts), BANDS), np.uint64) + np.arange(BANDS, dtype=np.uint64)
+    for row in range(BAND_ROWS):
+        keys = mix(keys) + signatures[:, row::BAND_ROWS]
+    return mix(mix(keys) + np.array(formula_keys, np.uint64)[:, None])
+
+
+def jaccard(a: str, b: str) -> float:
+    """Exact Jaccard similarity of the sets of word 3-grams of two texts (of the whole texts when shorter)."""
+    sets = []
+    for text in (a, b):
+        found = words(text)
+        sets.append({tuple(found[i : i + SHINGLE]) for i in range(max(1, len(found) - SHINGLE + 1))})
+    return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
