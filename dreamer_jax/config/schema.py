@@ -110,16 +110,18 @@ class ModelConfig:
 class DataConfig:
     """Where the text comes from and how it becomes rows of tokens."""
 
-    source: Literal["task", "jsonl"] = "task"
-    """task: a built-in generator of reasoning problems. jsonl: a file with one JSON object a line."""
+    source: Literal["task", "jsonl", "prepared"] = "task"
+    """task: a built-in generator of reasoning problems. jsonl: a file with one JSON object a line. prepared: a
+    directory made by `dreamer data prepare`."""
     task: Literal["boolean", "arithmetic", "reachability"] = "boolean"
     """Built-in task: nested boolean expressions, chained modular arithmetic, or graph reachability."""
     difficulty: int = 4
     """Hardest instance of the task seen in training (nesting, operations or hops); drawn from 1 to this."""
     path: str = ""
-    """Training file of source jsonl."""
+    """Training file of source jsonl, or directory of source prepared."""
     heldout_path: str = ""
-    """Held-out file; empty: the last heldout_records records of a shuffle of path are kept out of training."""
+    """Held-out file or directory; empty: the last heldout_records records of a shuffle of path are kept out of
+    training."""
     heldout_records: int = 256
     """Held-out records: of the file when heldout_path is empty, or instances of the task."""
     prompt: str = "{question}\n"
@@ -128,19 +130,23 @@ class DataConfig:
     """The answer; {name} stands for a field. For plain text: prompt "" and completion "{text}"."""
     loss: Literal["all", "answer"] = "all"
     """Tokens that are trained on: all, or those of the completion (and the end of text) only."""
+    mixture: str = ""
+    """Source prepared: a mixture file whose weights, epochs or tokens are used instead of those in the directory."""
     tokenizer: str = "bytes"
-    """bytes, or the path of a tiktoken rank file with the Llama-3 tokenizer."""
+    """bytes, the path of a tiktoken rank file with the Llama-3 tokenizer, or of a Hugging Face tokenizer.json."""
     sequence_length: int = 256
     """S: tokens in a row; documents are packed into rows and don't see each other."""
+    packing: Literal["best_fit", "concat"] = "best_fit"
+    """best_fit: documents stay whole, rows are nearly full. concat: documents are laid end to end and cut at the
+    ends of rows, which are full."""
     on_error: Literal["stop", "skip"] = "stop"
     """A broken record stops with its number, or is counted and skipped."""
 
     def __post_init__(self) -> None:
         _require_positive(self, "data", allow_zero=("heldout_records",))
-        if self.source == "jsonl":
-            _require(
-                bool(self.path), "data.path", "is empty; data.source jsonl needs a file, e.g. --data.path train.jsonl"
-            )
+        if self.source != "task":
+            needed = {"jsonl": "a file, e.g. --data.path train.jsonl", "prepared": "a directory, e.g. --data.path data"}
+            _require(bool(self.path), "data.path", f"is empty; data.source {self.source} needs {needed[self.source]}")
 
 
 @dataclass(frozen=True)

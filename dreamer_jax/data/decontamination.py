@@ -13,7 +13,7 @@ from dreamer_jax.data.words import Grams, WordHashes, grams
 LENGTH = 13
 """Words of the n-grams that long questions are compared by."""
 SHORTEST = 5
-"""A question of fewer different words ("Factor 36-9x^2") is found when it is the whole text only, not inside another."""
+"""A question of fewer different words ("Factor 36-9x^2") is found only when it is the whole text."""
 
 _FILTER_BITS = 22
 

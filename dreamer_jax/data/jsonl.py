@@ -53,7 +53,8 @@ class Template:
             if part in ("{{", "}}"):
                 self._parts.append((False, part[0]))
             elif part.startswith("{"):
-                self._parts.append((True, (names or {}).get(part[1:-1], part[1:-1])))
+                name = part[1:-1]
+                self._parts.append((True, names.get(name, name) if names else name))
             else:
                 self._parts.append((False, part))
         self._key = key

@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,10 +19,37 @@ KEPT_PLANS = 2
 """Epoch plans kept in memory: a batch may span the border of two epochs."""
 
 
-class RowPlan:
-    """Which documents share a row. Row j holds `plan[j]`, an int64 array of places in the planned order."""
+class Piece(NamedTuple):
+    """The inputs first..first + length - 1 of a document."""
 
-    def __init__(self, row_of: np.ndarray, rows: int):
+    document: int
+    first: int
+    length: int
+
+
+class Plan(Protocol):
+    """Rows of an epoch; documents are named by their place in the planned order."""
+
+    def __len__(self) -> int:
+        """Rows."""
+        ...
+
+    def pieces(self, row: int) -> list[Piece]:
+        """What a row holds, in order."""
+        ...
+
+
+class RowPlan:
+    """Which documents share a row. Row j holds `plan[j]`, an int64 array of places in the planned order.
+
+    Args:
+        row_of: int64 [n], the row of each document.
+        rows: how many rows there are.
+        lengths: integers [n], inputs of each document.
+    """
+
+    def __init__(self, row_of: np.ndarray, rows: int, lengths: np.ndarray):
+        self._lengths = lengths
         self._members = np.argsort(row_of, kind="stable")
         self._ends = np.cumsum(np.bincount(row_of, minlength=rows))
 
@@ -30,6 +58,39 @@ class RowPlan:
 
     def __getitem__(self, row: int) -> np.ndarray:
         return self._members[self._ends[row - 1] if row else 0 : self._ends[row]]
+
+    def pieces(self, row: int) -> list[Piece]:
+        """The whole documents of a row."""
+        return [Piece(place, 0, int(self._lengths[place])) for place in self[row].tolist()]
+
+
+class ConcatPlan:
+    """Documents end to end, cut into full rows; a document may go on in the next row. Only the last isn't full.
+
+    Args:
+        lengths: integers [n], inputs of each document, in the order they come.
+        row_length: S.
+    """
+
+    def __init__(self, lengths: np.ndarray, row_length: int):
+        self._ends = np.cumsum(lengths, dtype=np.int64)
+        self._row_length = row_length
+
+    def __len__(self) -> int:
+        return -(-int(self._ends[-1]) // self._row_length) if len(self._ends) else 0
+
+    def pieces(self, row: int) -> list[Piece]:
+        """The documents of a row, whole or in part."""
+        start = row * self._row_length
+        stop = min(start + self._row_length, int(self._ends[-1]))
+        first = int(np.searchsorted(self._ends, start, "right"))
+        last = int(np.searchsorted(self._ends, stop, "left"))
+        ends = self._ends[first : last + 1].tolist()
+        begins = [int(self._ends[first - 1]) if first else 0, *ends[:-1]]
+        return [
+            Piece(place, max(start, begin) - begin, min(stop, end) - max(start, begin))
+            for place, begin, end in zip(range(first, last + 1), begins, ends, strict=True)
+        ]
 
 
 def plan_rows(lengths: np.ndarray, row_length: int) -> RowPlan:
@@ -70,7 +131,7 @@ def plan_rows(lengths: np.ndarray, row_length: int) -> RowPlan:
             if not by_space[fullest]:
                 spaces ^= 1 << fullest
             open_rows -= 1
-    return RowPlan(row_of, rows)
+    return RowPlan(row_of, rows, lengths)
 
 
 def _lowest_bit(bits: int) -> int:
@@ -90,44 +151,67 @@ def permutation(n: int, *seed: int) -> np.ndarray:
 class EpochRows:
     """The endless stream of rows over a set of documents: epoch 0, 1, 2, ... end to end.
 
-    Each epoch holds each document exactly once, in an order of its own drawn from (seed, epoch). Row r is a pure
-    function of (lengths, row_length, seed, r). Safe to call from several threads.
+    Row r is a pure function of the arguments and r. Safe to call from several threads.
 
     Args:
         lengths: int64 [n], n > 0, inputs of each document.
         row_length: S.
         seed: of the orders.
+        order: epoch -> int64 [m], the documents of the epoch in their order; by default each document exactly once,
+            in an order of its own drawn from (seed, epoch).
+        packing: best_fit keeps documents whole, concat cuts them at the ends of rows.
     """
 
-    def __init__(self, lengths: np.ndarray, row_length: int, seed: int):
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        row_length: int,
+        seed: int,
+        order: Callable[[int], np.ndarray] | None = None,
+        packing: Literal["best_fit", "concat"] = "best_fit",
+    ):
         self._lengths = lengths
         self._row_length = row_length
-        self._seed = seed
+        self._order = order or (lambda epoch: permutation(len(lengths), seed, epoch))
+        self._make_plan: Callable[[np.ndarray, int], Plan] = plan_rows if packing == "best_fit" else ConcatPlan
         self._first_rows = [0]  # of every epoch whose predecessors have been planned
-        self._plans: OrderedDict[int, tuple[np.ndarray, RowPlan]] = OrderedDict()
+        self._plans: OrderedDict[int, tuple[np.ndarray, Plan]] = OrderedDict()
         self._lock = threading.Lock()
 
     def row(self, index: int) -> np.ndarray:
         """Documents of row `index` (from 0): int64 indices into `lengths`, in their order in the row."""
+        return np.array([piece.document for piece in self.pieces(index)], np.int64)
+
+    def pieces(self, index: int) -> list[Piece]:
+        """What row `index` (from 0) holds, in order."""
         with self._lock:
-            while self._first_rows[-1] <= index:
-                epoch = len(self._first_rows) - 1
-                self._first_rows.append(self._first_rows[-1] + len(self._plan(epoch)[1]))
-            epoch = bisect.bisect_right(self._first_rows, index) - 1
+            epoch = self._epoch(index)
             order, plan = self._plan(epoch)
-            return order[plan[index - self._first_rows[epoch]]]
+            first = self._first_rows[epoch]
+        return [Piece(int(order[place]), start, length) for place, start, length in plan.pieces(index - first)]
+
+    def epoch(self, index: int) -> int:
+        """The epoch that row `index` belongs to."""
+        with self._lock:
+            return self._epoch(index)
 
     def rows_in_epoch(self, epoch: int) -> int:
         """Rows that one epoch takes."""
         with self._lock:
             return len(self._plan(epoch)[1])
 
-    def _plan(self, epoch: int) -> tuple[np.ndarray, RowPlan]:
+    def _epoch(self, index: int) -> int:
+        while self._first_rows[-1] <= index:
+            epoch = len(self._first_rows) - 1
+            self._first_rows.append(self._first_rows[-1] + len(self._plan(epoch)[1]))
+        return bisect.bisect_right(self._first_rows, index) - 1
+
+    def _plan(self, epoch: int) -> tuple[np.ndarray, Plan]:
         if epoch in self._plans:
             self._plans.move_to_end(epoch)
             return self._plans[epoch]
-        order = permutation(len(self._lengths), self._seed, epoch)
-        self._plans[epoch] = order, plan_rows(self._lengths[order], self._row_length)
+        order = self._order(epoch)
+        self._plans[epoch] = order, self._make_plan(self._lengths[order], self._row_length)
         if len(self._plans) > KEPT_PLANS:
             self._plans.popitem(last=False)
         return self._plans[epoch]

@@ -10,6 +10,7 @@ import numpy as np
 
 from dreamer_jax.config.errors import ConfigError, UserError
 from dreamer_jax.config.schema import Config
+from dreamer_jax.data.mixing import PreparedSource
 from dreamer_jax.data.packing import assemble, plan_rows
 from dreamer_jax.data.records import Batch, Document, Record
 from dreamer_jax.data.sources import DocumentList, JsonlSource, Source, TaskSource, to_record
@@ -46,16 +47,42 @@ class Data:
             self._row_length,
             config.data.loss,
         ]
+        if config.data.packing != "best_fit":
+            identity.append(config.data.packing)
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
-    def batch_at(self, step: int) -> Batch:
-        """Training batch of a step (from 0); row i of step s is a pure function of (run.seed, s, i)."""
-        return self._assemble([self._source.row(step, element) for element in range(self._batch_size)])
+    def batch_at(self, step: int, rows: range | None = None) -> Batch:
+        """Training batch of a step (from 0); row i of step s is a pure function of (run.seed, s, i).
 
-    def training_batches(self, start: int, stop: int) -> Iterator[tuple[int, Batch]]:
+        Args:
+            step: from 0.
+            rows: the rows of the global batch that are wanted, all by default; see `rows_of_process`.
+        """
+        return self._assemble(self._source.rows(step, range(self._batch_size) if rows is None else rows))
+
+    def rows_of_process(self, process: int, processes: int) -> range:
+        """The rows of the global batch that one of several processes feeds: a slice of its own.
+
+        Raises:
+            UserError: the batch can't be cut into so many equal slices.
+        """
+        if self._batch_size % processes:
+            raise UserError(f"training.batch_size {self._batch_size} can't be shared by {processes} processes equally")
+        share = self._batch_size // processes
+        return range(process * share, (process + 1) * share)
+
+    def epoch_at(self, step: int) -> int:
+        """The epoch (for mixtures the round) of the step's first row: the same on every process."""
+        return self._source.epoch(step)
+
+    def training_batches(self, start: int, stop: int, rows: range | None = None) -> Iterator[tuple[int, Batch]]:
         """(step, batch) for the steps from start to stop - 1, prepared ahead by grain in threads.
 
         Closing the iterator (or leaving its loop for good) stops the threads.
+
+        Args:
+            start, stop: steps.
+            rows: as in `batch_at`.
         """
         if start >= stop:
             return
@@ -63,7 +90,7 @@ class Data:
             import grain
         except ImportError:
             raise UserError("the training pipeline needs grain; install it with: pip install grain") from None
-        steps = grain.MapDataset.range(start, stop).map(lambda step: (int(step), self.batch_at(int(step))))
+        steps = grain.MapDataset.range(start, stop).map(lambda step: (int(step), self.batch_at(int(step), rows)))
         options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=PREFETCHED_BATCHES)
         iterator = iter(steps.to_iter_dataset(options))
         try:
@@ -105,7 +132,7 @@ class Data:
 
 
 def open_data(config: Config) -> Data:
-    """Open the data of a configuration; a JSONL file is read and tokenized here, once.
+    """Open the data of a configuration; a JSONL file is read and tokenized here, once, prepared data are not.
 
     Raises:
         UserError: a file is missing, empty, broken or too small (the message says which record and what to do).
@@ -118,5 +145,9 @@ def open_data(config: Config) -> Data:
             f"has {tokenizer.vocab_size} ids; set it to {tokenizer.vocab_size} or more",
             key="model.vocab_size",
         )
-    source = TaskSource(config, tokenizer) if config.data.source == "task" else JsonlSource(config, tokenizer)
-    return Data(config, tokenizer, source)
+    sources: dict[str, type[TaskSource] | type[JsonlSource] | type[PreparedSource]] = {
+        "task": TaskSource,
+        "jsonl": JsonlSource,
+        "prepared": PreparedSource,
+    }
+    return Data(config, tokenizer, sources[config.data.source](config, tokenizer))

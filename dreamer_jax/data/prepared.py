@@ -10,6 +10,7 @@ A prepared directory holds
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import threading
 from collections import OrderedDict
@@ -214,7 +215,7 @@ def content_hash(index: dict[str, Any]) -> str:
 
 def _array_record() -> Any:
     try:
-        from array_record.python import array_record_module
+        array_record_module = importlib.import_module("array_record.python.array_record_module")
     except ImportError:
         raise UserError("prepared data need array_record; install it with: pip install array_record") from None
     return array_record_module

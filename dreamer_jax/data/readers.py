@@ -6,6 +6,7 @@ import contextlib
 import csv
 import glob
 import gzip
+import importlib
 import io
 import zlib
 from collections.abc import Iterator
@@ -285,7 +286,7 @@ def _read_parquet(spec: Spec, unit: Unit, limit: int) -> Iterator[Item]:
 
 def _tfds(spec: Spec) -> Any:
     try:
-        import tensorflow_datasets as tfds
+        tfds: Any = importlib.import_module("tensorflow_datasets")
     except ImportError:
         raise UserError("format tfds needs tensorflow-datasets: pip install -e '.[data]'") from None
     try:
@@ -293,8 +294,7 @@ def _tfds(spec: Spec) -> Any:
         if (directory / "dataset_info.json").is_file():
             builder = tfds.builder_from_directory(str(directory))
         else:
-            import dreamer_jax.data.builders  # registers the package's own builders  # noqa: F401
-
+            importlib.import_module("dreamer_jax.data.builders")  # registers the package's own builders
             builder = tfds.builder(spec.config, data_dir=str(directory))
         return builder.as_data_source(spec.split)
     except (ImportError, OSError, ValueError, AssertionError, NotImplementedError) as error:
@@ -319,7 +319,7 @@ def _decoded(value: Any) -> Any:
 
 def _read_hub(spec: Spec, unit: Unit, limit: int) -> Iterator[Item]:
     try:
-        import datasets
+        datasets = importlib.import_module("datasets")
     except ImportError:
         raise UserError("format hub needs datasets; install the extra: pip install -e '.[data]'") from None
     try:

@@ -30,6 +30,11 @@ class Document(NamedTuple):
     tokens: np.ndarray
     prompt_length: int
 
+    def part(self, first: int, length: int) -> Document:
+        """The document of `length` inputs that begins at input `first` of this one."""
+        tokens = self.tokens[first : first + length + 1]
+        return Document(tokens, min(max(0, self.prompt_length - first), length))
+
 
 @dataclass
 class TokenStore:
@@ -49,6 +54,24 @@ class TokenStore:
         return len(self.ends)
 
 
+def cut(inputs: np.ndarray, row_length: int, split: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Documents of at most row_length inputs from records of any length.
+
+    Args:
+        inputs: int64 [n], inputs of each record.
+        row_length: S.
+        split: bool [n]. A longer record is cut into pieces of S inputs, each a document of its own, so that every
+            target is kept exactly once (only the first piece starts with bos, only the last ends with eos); where
+            this is False it is left out.
+    Returns:
+        Of each document, int64 [m]: its record, its first input in the record, its inputs.
+    """
+    pieces = np.where(split, -(-inputs // row_length), inputs <= row_length).astype(np.int64)
+    record = np.repeat(np.arange(len(inputs)), pieces)
+    first = (np.arange(len(record)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * row_length
+    return record, first, np.minimum(inputs[record] - first, row_length)
+
+
 class Documents:
     """The documents of some records of a TokenStore: a view that copies no tokens.
 
@@ -56,9 +79,7 @@ class Documents:
         store: the tokenized records.
         records: int64 [m], which records, in order.
         row_length: S; a document has at most S inputs.
-        split: cut a longer record into pieces of S inputs, each a document of its own, so that every target is
-            kept exactly once (only the first piece starts with bos, only the last ends with eos). Otherwise a
-            longer record is left out and counted in `too_long`.
+        split: what happens to longer records, see `cut`; those left out are counted in `too_long`.
     """
 
     def __init__(self, store: TokenStore, records: np.ndarray, row_length: int, split: bool):
@@ -66,21 +87,12 @@ class Documents:
         starts = np.concatenate([[0], ends[:-1]])[records] if len(records) else np.zeros(0, np.int64)
         inputs = (ends[records] - starts - 1).astype(np.int64)
         prompts = np.frombuffer(store.prompt_lengths, np.int32)[records] if len(records) else np.zeros(0, np.int32)
-        if split:
-            pieces = -(-inputs // row_length)
-            piece = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-            starts = np.repeat(starts, pieces) + piece * row_length
-            inputs = np.minimum(np.repeat(inputs, pieces) - piece * row_length, row_length)
-            prompts = np.repeat(prompts, pieces)
-            self.too_long = 0
-        else:
-            fits = inputs <= row_length
-            starts, inputs, prompts = starts[fits], inputs[fits], prompts[fits]
-            self.too_long = int(len(fits) - fits.sum())
+        of_record, firsts, lengths = cut(inputs, row_length, np.full(len(inputs), split))
+        self.too_long = len(inputs) - len(np.unique(of_record))
         self._tokens = np.frombuffer(store.tokens, np.int32) if len(store) else np.zeros(0, np.int32)
-        self._starts = starts
-        self._prompts = prompts
-        self.lengths = inputs
+        self._starts = starts[of_record] + firsts
+        self._prompts = prompts[of_record]
+        self.lengths = lengths
         """int64 [len(self)]: inputs of each document, the places it takes in a row."""
 
     def __len__(self) -> int:

@@ -1,9 +1,10 @@
-"""Where documents come from: a task generator, or JSONL files."""
+"""Where documents come from: a task generator, or JSONL files (prepared data: data/mixing.py)."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Protocol
@@ -21,7 +22,15 @@ from dreamer_jax.data.tokenizers import Tokenizer
 _SPLIT_SEED = 20_260_421  # of the held-out split, so that runs of every seed are compared on the same records
 
 
-DocumentList = Documents | list[Document]
+UNCUT = 1 << 40
+
+
+class DocumentList(Protocol):
+    """Documents by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Document: ...
 
 
 class Source(Protocol):
@@ -41,8 +50,12 @@ class Source(Protocol):
         """Documents of difficulty evaluation.harder, which training never sees either."""
         ...
 
-    def row(self, step: int, element: int) -> list[Document]:
-        """Documents of row `element` of step `step`."""
+    def rows(self, step: int, elements: Sequence[int]) -> list[list[Document]]:
+        """Documents of some rows of step `step`, each a pure function of (run.seed, step, element)."""
+        ...
+
+    def epoch(self, step: int) -> int:
+        """How many times the data have been gone through before this step's first row."""
         ...
 
 
@@ -65,7 +78,15 @@ class TaskSource:
         if self.harder:
             self.summary += f", {len(self.harder):,} of difficulty {config.evaluation.harder}"
 
-    def row(self, step: int, element: int) -> list[Document]:
+    def rows(self, step: int, elements: Sequence[int]) -> list[list[Document]]:
+        """Rows of new instances."""
+        return [self._row(step, element) for element in elements]
+
+    def epoch(self, step: int) -> int:
+        """Instances are drawn anew, so this is always 0."""
+        return 0
+
+    def _row(self, step: int, element: int) -> list[Document]:
         """Instances until one doesn't fit into the row any more."""
         rng = Random(f"train {self._seed} {step} {element}")
         documents, used = [], 0
@@ -110,9 +131,10 @@ class JsonlSource:
             train_ids, heldout_ids = np.arange(len(store)), np.arange(len(heldout_store))
         else:
             heldout_store = store
-            train_ids, heldout_ids = _split(len(store), data.heldout_records, data.path)
+            train_ids, heldout_ids = split_records(len(store), data.heldout_records, data.path)
         split = data.prompt == ""
-        self._train = Documents(store, train_ids, data.sequence_length, split)
+        longest = data.sequence_length if data.packing == "best_fit" else UNCUT  # concat cuts at the ends of rows
+        self._train = Documents(store, train_ids, longest, split)
         heldout = Documents(heldout_store, heldout_ids, data.sequence_length, split)
         for documents, ids, name in (
             (self._train, train_ids, "training"),
@@ -124,7 +146,7 @@ class JsonlSource:
                     key="data.sequence_length",
                 )
         self._heldout = heldout
-        self._rows = EpochRows(self._train.lengths, data.sequence_length, config.run.seed)
+        self._rows = EpochRows(self._train.lengths, data.sequence_length, config.run.seed, packing=data.packing)
         self.identity = f"jsonl {self._train.content_hash()} {heldout.content_hash()}"
         self.summary = self._summarize(len(train_ids), len(heldout_ids), skipped, data.sequence_length)
 
@@ -138,9 +160,17 @@ class JsonlSource:
         """None: a file has no difficulty."""
         return []
 
-    def row(self, step: int, element: int) -> list[Document]:
-        """Row step * B + element of the endless stream of epochs."""
-        return [self._train[int(i)] for i in self._rows.row(step * self._batch_size + element)]
+    def rows(self, step: int, elements: Sequence[int]) -> list[list[Document]]:
+        """Rows step * B + element of the endless stream of epochs."""
+        first = step * self._batch_size
+        return [
+            [self._train[i].part(start, length) for i, start, length in self._rows.pieces(first + element)]
+            for element in elements
+        ]
+
+    def epoch(self, step: int) -> int:
+        """The epoch of the step's first row."""
+        return self._rows.epoch(step * self._batch_size)
 
     def _summarize(self, records: int, heldout: int, skipped: Counter[str], row_length: int) -> str:
         tokens, rows = int(self._train.lengths.sum()), self._rows.rows_in_epoch(0)
@@ -187,7 +217,7 @@ def _tokenize(config: Config, path: str, key: str, tokenizer: Tokenizer, skipped
     return store
 
 
-def _split(records: int, heldout: int, path: str) -> tuple[np.ndarray, np.ndarray]:
+def split_records(records: int, heldout: int, path: str) -> tuple[np.ndarray, np.ndarray]:
     """Indices (training in file order, held-out): the last of a shuffle that no run's seed changes."""
     if heldout >= records:
         raise UserError(

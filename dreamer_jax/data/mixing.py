@@ -1,0 +1,203 @@
+"""Prepared data as training rows: rounds of a mixture, packed, read by step."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dreamer_jax.config.errors import ConfigError, UserError
+from dreamer_jax.config.schema import Config
+from dreamer_jax.data.mixture import load_mixture
+from dreamer_jax.data.packing import EpochRows, permutation
+from dreamer_jax.data.prepared import PreparedData
+from dreamer_jax.data.records import Document, cut
+from dreamer_jax.data.sources import UNCUT, DocumentList, split_records
+from dreamer_jax.data.tokenizers import Tokenizer
+
+_KEPT_ORDERS = 8
+
+
+class Rounds:
+    """The documents of each round of a mixture.
+
+    Every source is an endless stream of epochs, each its documents exactly once in an order of its own. A round
+    takes the next `counts[k]` documents of source k's stream, and shuffles what it has taken: so no document comes
+    again before all others of its source have come, however the shares are, and a round is a pure function of
+    (seed, round).
+
+    Args:
+        groups: documents of each source, int64 [n_k].
+        counts: documents a round takes of each source.
+        seed: of all orders.
+    """
+
+    def __init__(self, groups: Sequence[np.ndarray], counts: Sequence[int], seed: int):
+        self._groups, self._counts, self._seed = groups, counts, seed
+        self._orders: OrderedDict[tuple[int, int], np.ndarray] = OrderedDict()
+
+    def __call__(self, number: int) -> np.ndarray:
+        """Documents of a round, int64 [sum of the counts], in order."""
+        taken = [self._take(k, number * count, (number + 1) * count) for k, count in enumerate(self._counts)]
+        documents = np.concatenate(taken)
+        return documents[permutation(len(documents), self._seed, number)]
+
+    def _take(self, source: int, start: int, stop: int) -> np.ndarray:
+        """Documents start..stop - 1 of a source's stream."""
+        group = self._groups[source]
+        pieces = [group[:0]]
+        while start < stop:
+            epoch, first = divmod(start, len(group))
+            last = min(len(group), first + stop - start)
+            pieces.append(group[self._order(source, epoch)[first:last]])
+            start += last - first
+        return np.concatenate(pieces)
+
+    def _order(self, source: int, epoch: int) -> np.ndarray:
+        key = source, epoch
+        if key not in self._orders:
+            self._orders[key] = permutation(len(self._groups[source]), self._seed, 1 + source, epoch)
+            if len(self._orders) > max(_KEPT_ORDERS, 2 * len(self._groups)):
+                self._orders.popitem(last=False)
+        return self._orders[key]
+
+
+def round_counts(shares: Sequence[dict[str, float]], documents: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """Documents that a round takes of each source.
+
+    Args:
+        shares: of each source weight, epochs and tokens, at most one of them not zero. With weights, the round's
+            tokens are proportional to them, and the source that its weight asks most of is gone through once.
+        documents, tokens: of each source.
+    """
+    if any(share["weight"] for share in shares):
+        # Passes of a source in proportion to its weight; the largest becomes 1.
+        passes = [share["weight"] / max(1, size) for share, size in zip(shares, tokens, strict=True)]
+        passes = [value / max(passes) for value in passes]
+    else:
+        passes = [
+            share["tokens"] / max(1, size) if share["tokens"] else share["epochs"] or 1.0
+            for share, size in zip(shares, tokens, strict=True)
+        ]
+    return [max(1, round(value * n)) if n else 0 for value, n in zip(passes, documents, strict=True)]
+
+
+class PreparedSource:
+    """Rows of a prepared directory."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer):
+        data = config.data
+        self._batch_size = config.training.batch_size
+        self._data = PreparedData(Path(data.path), tokenizer, "data.path")
+        train, self.heldout = self._split(config, tokenizer)
+        # A document is whole or, for plain text that is longer than a row, a piece.
+        longest = data.sequence_length if data.packing == "best_fit" else UNCUT
+        inputs = self._data.inputs[train]
+        record, self._first, self._lengths = cut(inputs, longest, self._data.prompts[train] == 0)
+        self._record = train[record]
+        self._too_long = len(train) - len(np.unique(record))
+        if not len(record):
+            raise ConfigError(
+                f"data.sequence_length: every training record of {data.path} is longer than a row of "
+                f"{data.sequence_length} tokens",
+                key="data.sequence_length",
+            )
+        owner = self._data.sources[self._record]
+        names, shares = self._shares(config)
+        groups = [np.flatnonzero(owner == self._data.names.index(name)) for name in names]
+        tokens = [int(self._lengths[group].sum()) for group in groups]
+        counts = round_counts(shares, [len(group) for group in groups], tokens)
+        rounds = Rounds(groups, counts, config.run.seed)
+        self._rows = EpochRows(self._lengths, data.sequence_length, config.run.seed, rounds, data.packing)
+        split = f"heldout {data.heldout_records}" if not data.heldout_path else f"heldout {self._heldout_identity}"
+        self.identity = f"prepared {self._data.identity} {split} {list(zip(names, counts, strict=True))}"
+        self.summary = self._summarize(names, groups, tokens, counts, data.sequence_length)
+
+    @property
+    def harder(self) -> DocumentList:
+        """None: prepared data have no difficulty."""
+        return []
+
+    def rows(self, step: int, elements: Sequence[int]) -> list[list[Document]]:
+        """Rows step * B + element of the endless stream of rounds."""
+        first = step * self._batch_size
+        rows = [self._rows.pieces(first + element) for element in elements]
+        records = [int(self._record[piece.document]) for row in rows for piece in row]
+        tokens = iter(self._data.tokens(records))
+        return [
+            [
+                Document(next(tokens), int(self._data.prompts[self._record[document]])).part(
+                    int(self._first[document]) + start, length
+                )
+                for document, start, length in row
+            ]
+            for row in rows
+        ]
+
+    def epoch(self, step: int) -> int:
+        """The round of the step's first row."""
+        return self._rows.epoch(step * self._batch_size)
+
+    def _split(self, config: Config, tokenizer: Tokenizer) -> tuple[np.ndarray, DocumentList]:
+        """Records to train on, and held-out documents."""
+        data = config.data
+        if data.heldout_path:
+            other = PreparedData(Path(data.heldout_path), tokenizer, "data.heldout_path")
+            self._heldout_identity = other.identity
+            return np.arange(len(self._data)), _PreparedDocuments(other, np.arange(len(other)), data.sequence_length)
+        train, heldout = split_records(len(self._data), data.heldout_records, data.path)
+        return train, _PreparedDocuments(self._data, heldout, data.sequence_length)
+
+    def _shares(self, config: Config) -> tuple[list[str], list[dict[str, float]]]:
+        """Names of the sources that take part, and their shares."""
+        index: dict[str, Any] = self._data.index["sources"]
+        kinds = ("weight", "epochs", "tokens")
+        if not config.data.mixture:
+            names = [name for name in self._data.names if index[name]["records"]]
+            return names, [{kind: float(index[name][kind]) for kind in kinds} for name in names]
+        wanted = load_mixture(config.data.mixture).sources
+        for name in wanted:
+            if name not in index:
+                raise UserError(
+                    f"data.mixture: {config.data.mixture} names the source {name}, which {config.data.path} lacks; "
+                    f"it holds {', '.join(index)}"
+                )
+        names = [name for name in wanted if index[name]["records"]]
+        return names, [{kind: float(getattr(wanted[name], kind)) for kind in kinds} for name in names]
+
+    def _summarize(
+        self, names: list[str], groups: list[np.ndarray], tokens: list[int], counts: list[int], row_length: int
+    ) -> str:
+        each = [
+            count * size / len(group) if len(group) else 0.0
+            for count, size, group in zip(counts, tokens, groups, strict=True)
+        ]
+        total, rows = sum(each), self._rows.rows_in_epoch(0)
+        parts = ", ".join(
+            f"{name} {size / total:.1%} ({count / max(1, len(group)):.2f} epochs)"
+            for name, size, count, group in zip(names, each, counts, groups, strict=True)
+        )
+        return (
+            f"prepared data, {len(self._data):,} records, {len(self.heldout):,} held out; a round: {parts}; "
+            f"about {total:,.0f} tokens in {rows:,} rows ({total / (rows * row_length):.0%} full), "
+            f"{self._too_long:,} too long for a row"
+        )
+
+
+class _PreparedDocuments:
+    """Some records as documents of at most row_length inputs, read when they are asked for."""
+
+    def __init__(self, data: PreparedData, records: np.ndarray, row_length: int):
+        self._data = data
+        of_record, self._first, self._lengths = cut(data.inputs[records], row_length, data.prompts[records] == 0)
+        self._record = records[of_record]
+
+    def __len__(self) -> int:
+        return len(self._record)
+
+    def __getitem__(self, index: int) -> Document:
+        whole = self._data.document(int(self._record[index]))
+        return whole.part(int(self._first[index]), int(self._lengths[index]))
