@@ -15,11 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
-from dreamer_jax.config import Config, LoadedConfig
+from dreamer_jax.config import Config, LoadedConfig, to_yaml
 from dreamer_jax.config.errors import UserError
 from dreamer_jax.training.checkpoints import Checkpoints, locate_run
 from dreamer_jax.training.optimizer import make_optimizer
-from dreamer_jax.training.run_directory import open_run
 from dreamer_jax.training.state import TrainState
 
 
@@ -83,20 +82,26 @@ def open_model(path: str | Path, step: int | None = None) -> StoredModel:
 
 
 def write_run(
-    loaded: LoadedConfig, step: int, params: Any, balancing: dict[str, np.ndarray], meta: dict[str, str]
-) -> Path:
+    loaded: LoadedConfig,
+    directory: Path,
+    step: int,
+    params: Any,
+    balancing: dict[str, np.ndarray],
+    meta: dict[str, str],
+) -> None:
     """A run directory with one checkpoint, as if trained to `step`, whose optimizer starts fresh.
 
     `dreamer train` goes on with it; the warm-up starts over, as it must with empty moments.
 
     Args:
-        loaded: the run's configuration; `run.dir` is where it is written.
+        loaded: the run's configuration.
+        directory: an empty folder, which may later be moved to `run.dir`.
         step: optimizer steps done, which is also the place in the data.
         params: float32, as `Dreamer.apply` takes them.
         balancing: router name -> bias.
         meta: `tokenizer` and `data` fingerprints that a resumed run must have.
     """
-    directory = open_run(loaded)
+    (directory / "config.yaml").write_text(to_yaml(loaded), encoding="utf-8")
     params = jax.tree.map(jnp.asarray, params)
     optimizer = jax.jit(make_optimizer(loaded.config.training).init)(params)
     checkpoints = Checkpoints(directory, loaded.config.checkpoint, meta)
@@ -105,4 +110,3 @@ def write_run(
         checkpoints.save(TrainState(jnp.asarray(step, jnp.int32), params, optimizer, bias))
     finally:
         checkpoints.close()
-    return directory

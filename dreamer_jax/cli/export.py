@@ -1,0 +1,72 @@
+"""`dreamer export RUN OUT`: a trained model as a folder for PyTorch and transformers, verified."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dreamer_jax.cli.extras import install_command
+from dreamer_jax.config import UserError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; `{self.prog} --help` lists the options")
+
+
+def run(arguments: list[str]) -> int:
+    """Export a run, or verify a folder that exists; returns the exit code."""
+    try:
+        options = _parser().parse_args(arguments)
+    except SystemExit:  # --help has been printed
+        return 0
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("safetensors") is None:
+        raise UserError(
+            "an export is verified with torch and safetensors, which are not installed; in the checkout: "
+            + install_command("export")
+        )
+    from dreamer_jax.training.leaves import open_model
+
+    out = Path(options.out)
+    model = open_model(options.run, options.step)
+    if options.verify_only:
+        if options.dtype or options.keep_shared:
+            raise UserError("--verify-only takes neither --dtype nor --keep-shared: the folder says what it is")
+        _verify(out, model)
+        return 0
+    _export(out, model, options)
+    return 0
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="dreamer export",
+        description="Write a trained model as a folder for PyTorch and transformers. It appears once it is verified.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="a run directory, or one checkpoint in it (RUN/checkpoints/500)")
+    parser.add_argument("out", metavar="OUT", help="the folder to write; nothing may exist there")
+    parser.add_argument("--step", type=int, help="the checkpoint (the newest)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the matrices (the run's model.dtype)")
+    parser.add_argument(
+        "--keep-shared", action="store_true", help="keep shared experts apart, to train on in PyTorch; else fold them"
+    )
+    parser.add_argument("--verify-only", action="store_true", help="compare the folder OUT with RUN, and write nothing")
+    return parser
+
+
+def _export(out: Path, model: Any, options: argparse.Namespace) -> None:
+    from dreamer_jax.export.writing import export
+
+    dtype = options.dtype or model.config.model.dtype
+    print(f"exporting step {model.step} of {model.directory} in {dtype}", flush=True)
+    export(model, out, dtype, options.keep_shared, lambda folder: _verify(folder, model))
+    print(f"done: {out}")
+
+
+def _verify(folder: Path, model: Any) -> None:
+    from dreamer_jax.export.verification import verify
+
+    print(f"verified: {verify(folder, model, lambda text: print(text, flush=True))}")

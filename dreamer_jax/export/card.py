@@ -1,0 +1,141 @@
+"""The model card: what the model is, how it was trained, its budget, and what its licences ask."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dreamer_jax.budget.report import render, report
+from dreamer_jax.config.schema import Config
+from dreamer_jax.data.tokenizers import RankTokenizer, Tokenizer
+from dreamer_jax.export.description import Description
+
+_KINDS = {
+    "LA": "every depth has a layer of its own",
+    "LA+DA": "every depth has a layer of its own, and tokens also attend to their earlier depths",
+    "DR": "one layer is applied at every depth",
+    "DR+DA": "one layer is applied at every depth, and tokens also attend to their earlier depths",
+}
+
+_USE = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
+tokens = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**tokens, max_new_tokens=20)[0]))
+```
+
+Without transformers, from inside the folder (torch and safetensors are all it needs):
+
+```python
+import torch
+from modeling_dreamer import Dreamer
+
+model = Dreamer.load(".")
+print(model.generate(torch.tensor([[{bos}]]), max_new_tokens=20))
+```
+"""
+
+
+def write_card(folder: Path, description: Description, tokenizer: Tokenizer) -> None:
+    """Write README.md."""
+    config, model = description.config, description.config.model
+    text = f"""---
+library_name: transformers
+pipeline_tag: text-generation
+license: other
+tags:
+- dreamer
+- depth-recurrent
+- mixture-of-experts
+---
+
+# {model.variant}, {model.depth} depths
+
+A causal language model of the Dreamer family (depth-recurrent attention mixtures), written by `dreamer export`.
+Variant {model.variant}: {_KINDS[model.variant]}. Hidden size {model.hidden_size}, vocabulary {model.vocab_size},
+{model.num_experts} experts{"" if model.recurrent else " a layer"} of {model.expert_size} with
+{model.experts_per_token} active, mixing order `{model.mixing}`.
+
+Matrices are {description.dtype}; norms, router keys and balancing biases are float32. Shared experts are
+{_shared(description)}
+
+## How it was trained
+
+{_training(description)}
+
+## Use
+
+{_use(tokenizer)}
+{_depths(model.recurrent, model.depth)}
+
+## Budget
+
+```
+{render(report(config))}
+```
+
+Counted before folding; a forward pass is counted folded.
+
+## Licences
+
+- `{"modeling_dreamer.py"}` is part of Dreamer-JAX, Apache License 2.0.
+- The weights: whoever trained the model says under which terms they are passed on, with regard to the licence of
+  the training data. Nothing is granted by this file; replace this line and `license:` above before publishing.
+{_tokenizer_licence(tokenizer)}
+"""
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _use(tokenizer: Tokenizer) -> str:
+    return _USE.replace("{bos}", str(tokenizer.bos))
+
+
+def _shared(description: Description) -> str:
+    if not description.config.model.recurrent:
+        return "not part of this variant."
+    if description.keep_shared:
+        return "kept apart, as in training."
+    return (
+        "folded into the routed ones (Eq. 8):\n"
+        "right for generation; to train on exactly as before, export with `--keep-shared`."
+    )
+
+
+def _depths(recurrent: bool, depth: int) -> str:
+    if recurrent:
+        return f"It was trained at depth {depth}; pass `depth=N` to `generate` or `forward` for another one."
+    return f"It has {depth} layers; pass `depth=N` for fewer."
+
+
+def _training(description: Description) -> str:
+    config = description.config
+    return "\n".join(
+        [
+            f"- {description.step:,} optimizer steps of {config.training.batch_size} rows of "
+            f"{config.data.sequence_length} tokens, {_source(config)}",
+            f"- loss on {'all tokens' if config.data.loss == 'all' else 'the tokens of the answers'}; AdamW, learning "
+            f"rate {config.training.learning_rate:g} after {config.training.warmup_steps} steps of warm-up, weight "
+            f"decay {config.training.weight_decay:g}, gradient norm clipped at {config.training.clip_norm:g}",
+            f"- computed in {config.model.dtype} with float32 weights, seed {config.run.seed}",
+        ]
+    )
+
+
+def _source(config: Config) -> str:
+    if config.data.source == "task":
+        return f"generated problems: {config.data.task}, difficulty 1 to {config.data.difficulty}"
+    return f"from {Path(config.data.path).name}"
+
+
+def _tokenizer_licence(tokenizer: Tokenizer) -> str:
+    if not isinstance(tokenizer, RankTokenizer):
+        return "- The tokenizer is plain bytes; nobody's rights are in it."
+    return """\
+- The tokenizer files come from a rank file that Dreamer-JAX didn't make. If it is Llama 3's, the Meta Llama 3
+  Community License applies to them: whoever passes them on gives a copy of that licence, keeps the notice "Meta Llama 3
+  is licensed under the Meta Llama 3 Community License, Copyright (c) Meta Platforms, Inc. All Rights Reserved." in a
+  file named `Notice`, displays "Built with Meta Llama 3", gives the model a name that starts with "Llama 3", and
+  follows its acceptable use policy. Licence texts that lay beside the rank file were copied into this folder. Other
+  rank files have terms of their own."""

@@ -1,0 +1,675 @@
+"""Dreamer in PyTorch: depth-recurrent attention mixtures, in one file that needs torch and safetensors only.
+
+Without transformers:
+
+    model = Dreamer.load("folder")                                  # bfloat16 or float32, as the folder has it
+    tokens = model.generate(torch.tensor([[256, 72, 105]]), max_new_tokens=20)
+
+With it: `AutoModelForCausalLM.from_pretrained("folder", trust_remote_code=True)`, `pipeline("text-generation")`.
+
+A token passes L depths. At each it attends to earlier tokens (SA), to what it was at earlier depths (DA), and to MLP
+experts (EA). In the variants DR and DR+DA one layer serves every depth, and the projections of SA and DA are linear
+experts, one selected a token; in LA and LA+DA every depth has its own layer. A DR model may run at any depth
+(`depth=...`), an LA model at no more than it has. In comments, B batch, S sequence, T = B·S tokens, h hidden size,
+V vocabulary, E experts, F expert size, k active experts, r router size, n heads, kv key/value heads, d head size.
+
+Router queries, softmaxes, norms and logits are float32 whatever the weights are. Matrices are stored [in, out], but
+for the embedding and head [V, h] and the experts' gate_up [E, 2F, h].
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+try:
+    from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+except ImportError:
+    PreTrainedModel = None
+
+    class PretrainedConfig:  # what a configuration needs when transformers isn't there
+        def __init__(self, **others):
+            self.__dict__.update(others)
+
+
+EPSILON = 1e-6
+GATHERED_BYTES = 1 << 20
+HEAD_ROWS = 16384
+FORMAT_VERSION = 1
+
+
+class DreamerConfig(PretrainedConfig):
+    """Sizes and variant; the names are those of `model:` in the training configuration."""
+
+    model_type = "dreamer"
+    attribute_map = {  # noqa: RUF012
+        "num_hidden_layers": "depth",
+        "num_attention_heads": "sa_heads",
+        "num_key_value_heads": "sa_kv_heads",
+        "head_dim": "sa_head_size",
+    }
+
+    def __init__(
+        self,
+        variant="DR+DA",
+        mixing="parallel_attention",
+        depth=8,
+        hidden_size=128,
+        vocab_size=512,
+        sa_heads=4,
+        sa_kv_heads=2,
+        sa_head_size=32,
+        sa_rope_base=10_000.0,
+        da_heads=1,
+        da_kv_heads=1,
+        da_head_size=32,
+        depth_rope_base=500.0,
+        num_experts=64,
+        experts_per_token=4,
+        expert_size=64,
+        router_size=32,
+        expert_bias_rate=1e-3,
+        attention_bias_rate=1e-2,
+        keep_shared=False,
+        format_version=FORMAT_VERSION,
+        use_cache=True,
+        **others,
+    ):
+        if format_version > FORMAT_VERSION:
+            raise ValueError(f"this folder has format {format_version}; this file reads up to {FORMAT_VERSION}")
+        own = {name: value for name, value in locals().items() if name not in ("self", "others", "__class__")}
+        others.setdefault("tie_word_embeddings", False)
+        for name, value in own.items():
+            setattr(self, name, value)
+        super().__init__(**others)
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether one layer serves every depth (DR)."""
+        return self.variant.startswith("DR")
+
+    @property
+    def depth_attention(self) -> bool:
+        """Whether tokens attend to their own earlier depths."""
+        return self.variant.endswith("+DA")
+
+
+class Cache:
+    """Keys and values of the sequence attention, [B, kv, S, d] for each depth; room grows by doubling."""
+
+    def __init__(self):
+        self.rows: list[tuple[Tensor, Tensor]] = []
+        self.lengths: list[int] = []
+
+    def get_seq_length(self, depth: int = 0) -> int:
+        """Tokens held."""
+        return self.lengths[depth] if depth < len(self.lengths) else 0
+
+    def update(self, keys: Tensor, values: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Append to a depth; returns all of its keys and values."""
+        old, new = self.get_seq_length(depth), keys.shape[2]
+        if depth == len(self.rows):
+            self.rows.append((keys, values))
+            self.lengths.append(new)
+            return keys, values
+        if torch.is_grad_enabled():  # writing in place would break the gradient
+            held = self.rows[depth]
+            self.rows[depth] = tuple(torch.cat([a[:, :, :old], b], 2) for a, b in zip(held, (keys, values)))  # noqa: B905
+        elif old + new > self.rows[depth][0].shape[2]:
+            self.rows[depth] = tuple(F.pad(a, (0, 0, 0, max(old, new, 64))) for a in self.rows[depth])
+        if not torch.is_grad_enabled():
+            for room, part in zip(self.rows[depth], (keys, values)):  # noqa: B905
+                room[:, :, old : old + new] = part
+        self.lengths[depth] = old + new
+        return tuple(a[:, :, : old + new] for a in self.rows[depth])
+
+    def reorder_cache(self, beam: Tensor) -> None:
+        """Take other rows of the batch, as beam search asks."""
+        self.rows = [(k.index_select(0, beam), v.index_select(0, beam)) for k, v in self.rows]
+
+
+class Step(NamedTuple):
+    """What one depth of a forward pass sees beside x. Counts come back from it, router name -> [E] int64."""
+
+    depth: int
+    positions: Tensor  # rotation of the sequence: (cos, sin) [B, S, 1, d/2]
+    da_rotation: tuple[Tensor, Tensor]  # of this depth, (cos, sin) [2, d/4]
+    router_rotation: tuple[Tensor, Tensor]  # (cos, sin) [2, r/4]
+    mask: Tensor | None  # [B, 1, S, keys] bool, True where visible; None: causal
+    real: Tensor | None  # [T] bool, False for padding; None: all are real
+    cache: Cache | None
+    earlier: list  # (k, v), each [T, kv, d], of the depths below
+
+
+class RMSNorm(nn.Module):
+    """x over the root mean square of its last axis, scaled; float32 inside."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., c] -> [..., c]."""
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPSILON)
+        return (normed * self.weight.float()).to(x.dtype)
+
+
+def rotation(position: Tensor, size: int, base: float) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each [..., size/2] float32, of RoPE at positions [...]."""
+    frequency = base ** (-torch.arange(size // 2, device=position.device, dtype=torch.float32) / (size // 2))
+    angle = position.float()[..., None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate-half RoPE over the last axis, in float32."""
+    (cos, sin), (first, second) = cos_sin, x.float().chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def rotate_by_depth(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """The first half of the head counts depths up, the second down; each is a RoPE of size d/2."""
+    return rotate(x.unflatten(-1, (2, -1)), cos_sin).flatten(-2)
+
+
+class Weights(nn.Module):
+    """A module that knows the initial standard deviation of its matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.deviations: dict[str, float] = {}
+
+    def matrix(self, name: str, *shape: int, deviation: float) -> None:
+        """Register a parameter drawn from N(0, deviation²)."""
+        self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        self.deviations[name] = deviation
+        nn.init.normal_(getattr(self, name), std=deviation)
+
+    def reset_parameters(self) -> None:
+        """Draw the matrices anew."""
+        for name, deviation in self.deviations.items():
+            nn.init.normal_(getattr(self, name), std=deviation)
+
+
+def input_deviation(config: DreamerConfig) -> float:
+    """Of every matrix but the output projections."""
+    return (1 / (5 * config.hidden_size)) ** 0.5
+
+
+def output_deviation(config: DreamerConfig) -> float:
+    """Of output projections and the experts' down projections."""
+    return (1 / (2.5 * config.hidden_size * config.depth * (3 if config.depth_attention else 2))) ** 0.5
+
+
+class Router(Weights):
+    """Tokens choose experts by attention: depth-encoded low-rank queries, learned keys, a bias that balances."""
+
+    def __init__(self, config: DreamerConfig, experts: int, active: int, rate: float):
+        super().__init__()
+        self.experts, self.active, self.rate = experts, active, rate
+        self.matrix("query", config.hidden_size, config.router_size, deviation=input_deviation(config))
+        self.matrix("keys", experts, config.router_size, deviation=input_deviation(config))
+        self.query_norm, self.keys_norm = RMSNorm(config.router_size), RMSNorm(config.router_size)
+        self.register_buffer("bias", torch.zeros(experts))
+        self.used: Tensor | None = None  # selections since the last update_balancing
+
+    def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, h] -> selected experts [T, k], their sigmoid scores [T, k] float32, selections [E]."""
+        query = rotate_by_depth(self.query_norm(x.float() @ self.query.to(x.dtype).float()), step.router_rotation)
+        keys = self.keys_norm(self.keys.float())
+        logits = query @ keys.T * keys.shape[1] ** -0.5
+        indices = (logits.detach() + self.bias.float()).topk(self.active, -1).indices
+        counts = None
+        if self.training:
+            chosen = indices if step.real is None else indices[step.real]
+            counts = torch.bincount(chosen.flatten(), minlength=self.experts)
+        return indices, logits.gather(-1, indices).sigmoid(), counts
+
+    @torch.no_grad()
+    def update_balancing(self) -> None:
+        """b += rate * sign(median(N) - N) for the selections N since the last update, over all processes."""
+        if self.used is None:
+            return
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(self.used)
+        n = self.used.double()
+        self.bias += self.rate * torch.sign(n.quantile(0.5) - n).to(self.bias.dtype)
+        self.used = None
+
+
+def for_each_expert(x: Tensor, indices: Tensor, experts: int, function) -> Tensor:
+    """Apply function(rows, expert) to the rows of every expert that was selected: tokens are sorted by expert.
+
+    Args:
+        x: [T, a].
+        indices: [T, k], the experts each token selected.
+        function: ([rows, a], expert) -> [rows, b].
+
+    Returns:
+        [T, k, b].
+    """
+    choices, flat = indices.shape[1], indices.flatten()
+    order = flat.argsort(stable=True)
+    rows = x[order // choices]
+    counts = torch.bincount(flat, minlength=experts).tolist()
+    hit = [expert for expert, count in enumerate(counts) if count]
+    parts = rows.split([counts[expert] for expert in hit])
+    done = torch.cat([function(part, expert) for part, expert in zip(parts, hit)])  # noqa: B905
+    return torch.empty_like(done).index_copy(0, order, done).view(*indices.shape, -1)
+
+
+def gather_pays(weight: Tensor, indices: Tensor) -> bool:
+    """Whether to copy the selected matrices into one batch: where they are small, or launches are what costs.
+
+    On a CPU the products of a single token are bound by reading the weights, and a copy would read them thrice.
+    """
+    size = indices.numel() * weight[0].numel() * weight.element_size()
+    return size <= (GATHERED_BYTES if weight.device.type == "cpu" else 64 * GATHERED_BYTES)
+
+
+class Projections(Weights):
+    """The fused q/k/v projection and the output projection of one attention.
+
+    In DR both are linear experts, as many as the trained depth, with one selection and one score s a token:
+    s·xW_e + stop_gradient(s)·xW_shared. The shared expert is usually folded into W_e already.
+    """
+
+    def __init__(self, config: DreamerConfig, qkv_size: int, out_size: int):
+        super().__init__()
+        hidden, lead = config.hidden_size, (config.depth,) if config.recurrent else ()
+        self.matrix("qkv", *lead, hidden, qkv_size, deviation=input_deviation(config))
+        self.matrix("out", *lead, out_size, hidden, deviation=output_deviation(config))
+        self.qkv_shared = self.out_shared = None
+        if config.recurrent:
+            self.router = Router(config, config.depth, 1, config.attention_bias_rate)
+            if config.keep_shared:
+                self.matrix("qkv_shared", hidden, qkv_size, deviation=input_deviation(config))
+                self.matrix("out_shared", out_size, hidden, deviation=output_deviation(config))
+        else:
+            self.router = None
+
+    def route(self, x: Tensor, step: Step):
+        """[T, h] -> ((expert [T, 1], score [T, 1]) and selections), None in LA."""
+        if self.router is None:
+            return None, None
+        indices, scores, counts = self.router(x, step)
+        return (indices, scores), counts
+
+    def project(self, x: Tensor, choice, weight: Tensor, shared: Tensor | None) -> Tensor:
+        """[T, a] -> [T, b]."""
+        if choice is None:
+            return x @ weight.to(x.dtype)
+        indices, scores = choice[0], choice[1].to(x.dtype)
+        if gather_pays(weight, indices):
+            routed = torch.einsum("ta,tab->tb", x, weight[indices[:, 0]].to(x.dtype))
+        else:
+            routed = for_each_expert(x, indices, len(weight), lambda part, e: part @ weight[e].to(x.dtype))[:, 0]
+        out = scores * routed
+        return out if shared is None else out + scores.detach() * (x @ shared.to(x.dtype))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention: over earlier tokens (SA), or over the depths of a token (DA)."""
+
+    def __init__(self, config: DreamerConfig, heads: int, kv_heads: int, size: int):
+        super().__init__()
+        self.heads, self.kv_heads, self.size = heads, kv_heads, size
+        self.projections = Projections(config, (heads + 2 * kv_heads) * size, heads * size)
+        self.q_norm, self.k_norm = RMSNorm(size), RMSNorm(size)
+
+    def forward(self, x: Tensor, step: Step):
+        """[B, S, h] -> [B, S, h], selections, and for DA (k, v) of this depth, each [T, kv, d]."""
+        flat, own = x.flatten(0, 1), self.projections
+        choice, counts = own.route(flat, step)
+        qkv = own.project(flat, choice, own.qkv, own.qkv_shared).view(len(flat), -1, self.size)
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        attended, row = self.attend(self.q_norm(q), self.k_norm(k), v, x.shape[:2], step)
+        return own.project(attended, choice, own.out, own.out_shared).view_as(x), counts, row
+
+
+class SequenceAttention(Attention):
+    """SA: tokens look at earlier tokens of their document, at the same depth."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, shape, step: Step):
+        """[T, n, d] and [T, kv, d] twice -> [T, n d]."""
+        q, k, v = (t.view(*shape, -1, self.size) for t in (q, k, v))
+        q, k, v = (t.transpose(1, 2) for t in (rotate(q, step.positions), rotate(k, step.positions), v))
+        if step.cache is not None:
+            k, v = step.cache.update(k, v, step.depth)
+        causal = step.mask is None and q.shape[2] > 1
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=step.mask, is_causal=causal, enable_gqa=self.heads != self.kv_heads
+        )
+        return out.transpose(1, 2).reshape(shape[0] * shape[1], -1), None
+
+
+class DepthAttention(Attention):
+    """DA: tokens look back at what they were at earlier depths; nothing crosses tokens, nothing outlives one."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, shape, step: Step):
+        """[T, n, d] and [T, kv, d] twice -> [T, n d], and the row of the depth cache."""
+        q, k = rotate_by_depth(q, step.da_rotation), rotate_by_depth(k, step.da_rotation)
+        rows = [*step.earlier, (k, v)]
+        keys, values = (torch.stack([row[i] for row in rows], 2).float() for i in (0, 1))  # [T, kv, l + 1, d]
+        grouped = q.float().view(len(q), self.kv_heads, -1, self.size)  # [T, kv, n / kv, d]
+        out = F.scaled_dot_product_attention(grouped, keys, values)
+        return out.to(q.dtype).reshape(len(q), -1), (k, v)
+
+
+class ExpertAttention(Weights):
+    """EA: every token is answered by the k SwiGLU experts whose keys match its query best."""
+
+    def __init__(self, config: DreamerConfig):
+        super().__init__()
+        experts, size, hidden = config.num_experts, config.expert_size, config.hidden_size
+        self.router = Router(config, experts, config.experts_per_token, config.expert_bias_rate)
+        self.matrix("gate_up", experts, 2 * size, hidden, deviation=input_deviation(config))
+        self.matrix("down", experts, size, hidden, deviation=output_deviation(config))
+
+    def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """[B, S, h] -> [B, S, h], selections [E]."""
+        flat = x.flatten(0, 1)
+        indices, scores, counts = self.router(flat, step)
+        weights = (scores / scores.sum(-1, keepdim=True)).to(x.dtype)
+        if gather_pays(self.gate_up, indices):
+            gate, up = torch.einsum("th,tkfh->tkf", flat, self.gate_up[indices].to(x.dtype)).chunk(2, -1)
+            values = torch.einsum("tkf,tkfh->tkh", F.silu(gate) * up, self.down[indices].to(x.dtype))
+        else:
+            values = for_each_expert(flat, indices, len(self.down), self.expert)
+        return torch.einsum("tkh,tk->th", values, weights).view_as(x), counts
+
+    def expert(self, rows: Tensor, index: int) -> Tensor:
+        """[rows, h] -> [rows, h] through one expert: W_down(silu(W_gate x) * (W_up x))."""
+        gate, up = F.linear(rows, self.gate_up[index].to(rows.dtype)).chunk(2, -1)
+        return (F.silu(gate) * up) @ self.down[index].to(rows.dtype)
+
+
+class Layer(nn.Module):
+    """One depth: x + DA + SA + EA in one of three orders, each with its pre-norm; in DR normalised at the end."""
+
+    def __init__(self, config: DreamerConfig):
+        super().__init__()
+        self.mixing, hidden = config.mixing, config.hidden_size
+        self.sequence_attention = SequenceAttention(config, config.sa_heads, config.sa_kv_heads, config.sa_head_size)
+        self.expert_attention = ExpertAttention(config)
+        self.sequence_norm, self.expert_norm = RMSNorm(hidden), RMSNorm(hidden)
+        self.depth_attention = self.depth_norm = self.residual_norm = None
+        if config.depth_attention:
+            self.depth_attention = DepthAttention(config, config.da_heads, config.da_kv_heads, config.da_head_size)
+            self.depth_norm = RMSNorm(hidden)
+        if config.recurrent:
+            self.residual_norm = RMSNorm(hidden)
+
+    def forward(self, x: Tensor, step: Step):
+        """[B, S, h] -> [B, S, h], (k, v) of this depth or None, router name -> selections."""
+        counts, row, y = {}, None, x
+        if self.depth_attention is not None:
+            out, counts["depth_attention"], row = self.depth_attention(self.depth_norm(x), step)
+            y = y + out
+        seen = y if self.mixing == "sequential" else x
+        out, counts["sequence_attention"], _ = self.sequence_attention(self.sequence_norm(seen), step)
+        y = y + out
+        seen = x if self.mixing == "parallel" else y
+        out, counts["expert_attention"] = self.expert_attention(self.expert_norm(seen), step)
+        y = y + out
+        if self.residual_norm is not None:
+            y = self.residual_norm(y)
+        return y, row, counts
+
+    def routers(self) -> dict[str, Router]:
+        """Router name -> router."""
+        found = {"expert_attention": self.expert_attention.router}
+        for name in ("sequence_attention", "depth_attention"):
+            attention = getattr(self, name)
+            if attention is not None and attention.projections.router is not None:
+                found[name] = attention.projections.router
+        return found
+
+
+class Dreamer(nn.Module):
+    """The whole model: tokens to logits.
+
+    Attributes:
+        compute_dtype: None computes in the type of the embedding; bfloat16 with float32 weights trains as JAX does.
+        gradient_checkpointing: keep only x of every depth and compute the depth again in the backward pass.
+    """
+
+    def __init__(self, config: DreamerConfig):
+        super().__init__()
+        self.config = config
+        self.compute_dtype: torch.dtype | None = None
+        self.gradient_checkpointing = False
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        for module in (self.embedding, self.head):
+            nn.init.normal_(module.weight, std=input_deviation(config))
+        self.layers = nn.ModuleList(Layer(config) for _ in range(1 if config.recurrent else config.depth))
+        self.final_norm = nn.Identity() if config.recurrent else RMSNorm(config.hidden_size)
+
+    @classmethod
+    def load(cls, folder: str | Path, device: str | torch.device = "cpu") -> Dreamer:
+        """The model of a folder, in evaluation mode; on the CPU the weights stay mapped from the files."""
+        from safetensors.torch import load_file
+
+        folder = Path(folder)
+        config = DreamerConfig(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        index = folder / "model.safetensors.index.json"
+        names = {"model.safetensors"}
+        if index.exists():
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        tensors = {}
+        for name in sorted(names):
+            tensors |= load_file(folder / name, device=str(device))
+        with torch.device("meta"):
+            model = cls(config)
+        model.load_state_dict({name.removeprefix("model."): t for name, t in tensors.items()}, assign=True)
+        return model.requires_grad_(True).eval()
+
+    def forward(
+        self,
+        tokens: Tensor,
+        segment_ids: Tensor | None = None,
+        positions: Tensor | None = None,
+        depth: int | None = None,
+        cache: Cache | None = None,
+        last: int = 0,
+    ) -> Tensor:
+        """Logits of the next token, float32.
+
+        Args:
+            tokens: [B, S] integers.
+            segment_ids: [B, S], or [B, S held by the cache + S]: the document of each token, 0 for padding; tokens
+                see their own document only. An attention mask of ones and zeros is one.
+            positions: [B, S], places within the documents; None counts them from the segments.
+            depth: L of this pass, None for the trained one.
+            cache: holds earlier tokens and takes these.
+            last: compute the logits of that many last tokens only; 0: of all.
+
+        Returns:
+            [B, S or last, V].
+        """
+        return self.logits(self.trunk(tokens, segment_ids, positions, depth, cache)[:, -last:])
+
+    def trunk(self, tokens, segment_ids=None, positions=None, depth=None, cache=None) -> Tensor:
+        """Everything before the head: [B, S] -> [B, S, h]."""
+        total = self.config.depth if depth is None else depth
+        if total < 1 or (not self.config.recurrent and total > self.config.depth):
+            raise ValueError(f"this {self.config.variant} model of {self.config.depth} depths can't run at {total}")
+        x = self.embedding(tokens)
+        x = x.to(self.compute_dtype or x.dtype)
+        first = self.step(tokens, segment_ids, positions, cache)
+        up = torch.arange(total, device=tokens.device)
+        both = torch.stack([up, total - 1 - up], -1)  # [L, 2]: counted up, counted down
+        config, rows = self.config, []
+        da, router = (
+            rotation(both, size // 2, config.depth_rope_base) for size in (config.da_head_size, config.router_size)
+        )
+        for l in range(total):
+            layer = self.layers[0 if config.recurrent else l]
+            step = first._replace(
+                depth=l, da_rotation=(da[0][l], da[1][l]), router_rotation=(router[0][l], router[1][l]), earlier=rows[:]
+            )
+            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+                x, row, counts = checkpoint(layer, x, step, use_reentrant=False)
+            else:
+                x, row, counts = layer(x, step)
+            rows.append(row)
+            if self.training:  # here, not in the router: a checkpointed layer runs twice
+                for name, own in layer.routers().items():
+                    own.used = counts[name] if own.used is None else own.used + counts[name]
+        return self.final_norm(x)
+
+    def step(self, tokens, segment_ids, positions, cache) -> Step:
+        """What all depths share: rotation, mask, and which tokens are real."""
+        (_, new), held = tokens.shape, 0 if cache is None else cache.get_seq_length()
+        place = torch.arange(held + new, device=tokens.device)
+        mask = real = None
+        starts = torch.zeros_like(place)[None]
+        if segment_ids is not None and not bool((segment_ids == 1).all()):
+            changed = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
+            starts = torch.where(changed, place, 0).cummax(-1).values
+            mask = segment_ids[:, held:, None] == segment_ids[:, None]
+            real = segment_ids[:, held:].flatten() > 0
+        if mask is not None or (held and new > 1):
+            causal = place[held:, None] >= place
+            mask = (causal if mask is None else mask & causal).view(-1, 1, new, held + new)
+        if positions is None:
+            positions = (place - starts)[:, held:]
+        cos, sin = rotation(positions, self.config.sa_head_size, self.config.sa_rope_base)
+        return Step(0, (cos[:, :, None], sin[:, :, None]), None, None, mask, real, cache, [])
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., V] float32: bfloat16 factors, but the sum isn't rounded to bfloat16."""
+        weight = self.head.weight
+        if x.dtype == weight.dtype == torch.float32:
+            return F.linear(x, weight)
+        return torch.cat([F.linear(x.float(), w.to(x.dtype).float()) for w in weight.split(HEAD_ROWS)], -1)
+
+    def update_balancing(self) -> None:
+        """Move the routers' biases by what training passes have selected since the last call: after every step."""
+        for layer in self.layers:
+            for router in layer.routers().values():
+                router.update_balancing()
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        eos: int | None = None,
+        depth: int | None = None,
+        segment_ids: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continue each row: [B, S] -> [B, S + n], n <= max_new_tokens; rows that are done repeat `eos`.
+
+        Args:
+            tokens: [B, S] prompts; pad shorter ones on the left and say so in `segment_ids` (0 there, 1 elsewhere).
+            temperature: 0 takes the likeliest token.
+            top_k: draw from that many likeliest tokens; 0: from all.
+            eos: stop when every row has produced it.
+        """
+        cache, fed, done = Cache(), tokens, torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+        for _ in range(max_new_tokens):
+            logits = self(fed, segment_ids, None, depth, cache, last=1)[:, 0]
+            if temperature > 0:
+                if top_k:
+                    logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+                fed = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            else:
+                fed = logits.argmax(-1, keepdim=True)
+            if eos is not None:
+                fed = fed.masked_fill(done[:, None], eos)
+                done |= fed[:, 0] == eos
+            tokens = torch.cat([tokens, fed], 1)
+            if segment_ids is not None:
+                segment_ids = F.pad(segment_ids, (0, 1), value=1)
+            if bool(done.all()):
+                break
+        return tokens
+
+
+if PreTrainedModel is not None:
+
+    class DreamerForCausalLM(PreTrainedModel, GenerationMixin):
+        """The same model behind the interface of transformers; its `model` is the `Dreamer`."""
+
+        config_class = DreamerConfig
+        base_model_prefix = "model"
+        supports_gradient_checkpointing = True
+        _no_split_modules = ("Layer",)
+        _keep_in_fp32_modules_strict = ("norm", "router.keys", "router.bias")
+        _supports_sdpa = True
+
+        def __init__(self, config: DreamerConfig):
+            super().__init__(config)
+            self.model = Dreamer(config)
+            self.post_init()
+
+        def _init_weights(self, module: nn.Module) -> None:
+            if isinstance(module, Weights):
+                module.reset_parameters()
+            elif isinstance(module, (nn.Embedding, nn.Linear)):
+                nn.init.normal_(module.weight, std=input_deviation(self.config))
+
+        def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None) -> None:
+            self.model.gradient_checkpointing = enable
+
+        @classmethod
+        def _supports_default_dynamic_cache(cls) -> bool:
+            return False  # a DynamicCache has room for the trained depth only
+
+        def get_input_embeddings(self) -> nn.Embedding:
+            """The embedding."""
+            return self.model.embedding
+
+        def get_output_embeddings(self) -> nn.Linear:
+            """The head, which is not tied to the embedding."""
+            return self.model.head
+
+        def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **others):
+            """The tokens that the cache doesn't hold yet."""
+            cache = past_key_values or (Cache() if others.get("use_cache", True) else None)
+            fed = input_ids[:, cache.get_seq_length() :] if cache else input_ids
+            return {
+                "input_ids": fed,
+                "past_key_values": cache,
+                "attention_mask": attention_mask,
+                "depth": others.get("depth"),
+            }
+
+        def forward(
+            self,
+            input_ids: Tensor,
+            attention_mask: Tensor | None = None,
+            position_ids: Tensor | None = None,
+            past_key_values: Cache | None = None,
+            labels: Tensor | None = None,
+            use_cache: bool | None = None,
+            depth: int | None = None,
+            logits_to_keep: int = 0,
+            return_dict: bool = True,
+            **others,
+        ):
+            """As every causal language model of transformers; `attention_mask` may number packed documents."""
+            cache = past_key_values
+            if cache is None and use_cache and not torch.is_grad_enabled():
+                cache = Cache()
+            logits = self.model(input_ids, attention_mask, position_ids, depth, cache, logits_to_keep)
+            loss = None
+            if labels is not None:
+                flat, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+                count = others.get("num_items_in_batch")
+                loss = F.cross_entropy(flat, targets, reduction="mean" if count is None else "sum")
+                loss = loss if count is None else loss / count
+            return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)

@@ -1,0 +1,120 @@
+"""Which JAX parameter is which PyTorch tensor: one table, read in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.model.dreamer import router_sizes
+
+GLOBAL = (
+    ("embedding", "model.embedding.weight"),
+    ("head", "model.head.weight"),
+)
+FINAL_NORM = (("final_norm.scale", "model.final_norm.weight"),)
+
+NORMS = (
+    ("sequence_norm.scale", "sequence_norm.weight"),
+    ("depth_norm.scale", "depth_norm.weight"),
+    ("expert_norm.scale", "expert_norm.weight"),
+    ("residual_norm.scale", "residual_norm.weight"),
+)
+ATTENTION = (
+    ("q_norm.scale", "q_norm.weight"),
+    ("k_norm.scale", "k_norm.weight"),
+    ("projections.qkv", "projections.qkv"),
+    ("projections.out", "projections.out"),
+)
+SHARED = (
+    ("projections.qkv_shared", "projections.qkv_shared"),
+    ("projections.out_shared", "projections.out_shared"),
+)
+EXPERTS = (
+    ("gate_up", "gate_up"),
+    ("down", "down"),
+)
+ROUTER = (
+    ("router.query", "router.query"),
+    ("router.keys", "router.keys"),
+    ("router.query_norm.scale", "router.query_norm.weight"),
+    ("router.keys_norm.scale", "router.keys_norm.weight"),
+)
+BIAS = "router.bias"
+
+FLOAT32_ENDINGS = ("_norm.weight", "router.keys", BIAS)
+"""Tensors that stay float32 in a bfloat16 folder: what the JAX model never casts either."""
+
+FOLDED = {"qkv": "qkv_shared", "out": "out_shared"}
+"""Routed experts -> the shared expert that Eq. 8 adds to each of them."""
+
+
+class Name(NamedTuple):
+    """One tensor of the folder and where its values are in the train state.
+
+    Attributes:
+        tensor: name in model.safetensors.
+        item: "params" or "balancing".
+        leaf: path of the leaf in that item, joined by dots.
+        layer: index along the leaf's leading axis, or None: the whole leaf.
+        part: what a person calls it: embedding, SA, DA, EA, residual or head, with the layer in LA.
+    """
+
+    tensor: str
+    item: str
+    leaf: str
+    layer: int | None
+    part: str
+
+
+def names_of(config: ModelConfig, keep_shared: bool) -> Iterator[Name]:
+    """Every tensor of a folder, in the order of the forward pass.
+
+    Args:
+        config: the model.
+        keep_shared: whether shared experts are tensors of their own instead of folded into the routed ones.
+    """
+    for leaf, tensor in GLOBAL[:1]:
+        yield Name(tensor, "params", leaf, None, "embedding")
+    for index in range(1 if config.recurrent else config.depth):
+        yield from _layer(config, keep_shared, index)
+    for leaf, tensor in () if config.recurrent else FINAL_NORM:
+        yield Name(tensor, "params", leaf, None, "final norm")
+    for leaf, tensor in GLOBAL[1:]:
+        yield Name(tensor, "params", leaf, None, "head")
+
+
+def is_float32(tensor: str) -> bool:
+    """Whether a tensor stays float32 whatever the folder's dtype."""
+    return tensor.endswith(FLOAT32_ENDINGS)
+
+
+def _layer(config: ModelConfig, keep_shared: bool, index: int) -> Iterator[Name]:
+    scope, layer = ("layer", None) if config.recurrent else ("layers", index)
+    where = "" if config.recurrent else f" of layer {index}"
+
+    def name(leaf: str, tensor: str, part: str) -> Name:
+        return Name(f"model.layers.{index}.{tensor}", "params", f"{scope}.{leaf}", layer, part + where)
+
+    def bias(router: str, prefix: str, part: str) -> Name:
+        return Name(f"model.layers.{index}.{prefix}{BIAS}", "balancing", router, layer, part + where)
+
+    parts = {"sequence": "SA", "depth": "DA", "expert": "EA", "residual": "residual norm"}
+    absent = {"depth": not config.depth_attention, "residual": not config.recurrent}
+    for leaf, tensor in NORMS:
+        kind = leaf.partition("_")[0]
+        if not absent.get(kind):
+            yield name(leaf, tensor, parts[kind])
+    routed = router_sizes(config)
+    for kind in ("depth", "sequence"):
+        attention, prefix = f"{kind}_attention", "projections."
+        if absent.get(kind):
+            continue
+        moe = [(f"{prefix}{leaf}", f"{prefix}{tensor}") for leaf, tensor in ROUTER] if attention in routed else []
+        for leaf, tensor in (*ATTENTION, *(SHARED if moe and keep_shared else ()), *moe):
+            yield name(f"{attention}.{leaf}", f"{attention}.{tensor}", parts[kind])
+        if moe:
+            yield bias(attention, f"{attention}.{prefix}", parts[kind])
+    for leaf, tensor in (*EXPERTS, *ROUTER):
+        yield name(f"expert_attention.{leaf}", f"expert_attention.{tensor}", "EA")
+    yield bias("expert_attention", "expert_attention.", "EA")

@@ -1,0 +1,216 @@
+"""Whether a folder computes what its run computes: weights bit by bit, then logits, part by part, on both sides.
+
+Routing is discrete. Where two experts tie to within float32's rounding, two right programs may choose differently,
+and everything that token influences differs from there. Such positions are found on the JAX side and left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dreamer_jax.config.errors import UserError
+from dreamer_jax.export import modeling_file
+from dreamer_jax.export.description import MODEL_FILE, Description, read_description
+from dreamer_jax.export.jax_side import JaxSide, Trace
+from dreamer_jax.export.names import names_of
+from dreamer_jax.export.reading import checked_tensors
+from dreamer_jax.export.writing import tensors_of, tokenizer_of
+from dreamer_jax.training.leaves import StoredModel
+
+TOLERANCE = 2e-5
+"""Largest difference of float32 logits, relative to the largest logit."""
+
+AGREEMENT = 0.99
+"""Least share of positions whose greedy token is the same in bfloat16."""
+
+NEW_TOKENS = 16
+GATHERED_BYTES = 1 << 28
+TEXT = (
+    "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or "
+    "twice she had peeped into the book her sister was reading, but it had no pictures or conversations in it, 'and "
+    "what is the use of a book,' thought Alice 'without pictures or conversation?' In 1865, 12 x 24 was 288."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What was measured.
+
+    Attributes:
+        worst: largest difference of float32 logits, relative to the largest logit.
+        mean: mean difference, likewise.
+        left_out: share of positions left out because a router tied.
+        continuation: tokens of the greedy continuation, all of which agree.
+        agreement: share of positions with the same bfloat16 greedy token; None for a float32 folder.
+    """
+
+    worst: float
+    mean: float
+    left_out: float
+    continuation: int
+    agreement: float | None
+
+    def __str__(self) -> str:
+        text = (
+            f"float32 logits differ by {self.worst:.1e} at worst and {self.mean:.1e} on average, relative to the "
+            f"largest; {self.continuation} greedy tokens agree"
+        )
+        if self.agreement is not None:
+            text += f"; bfloat16 greedy tokens agree on {100 * self.agreement:.1f} % of positions"
+        if self.left_out:
+            text += f" ({100 * self.left_out:.1f} % of positions left out: routers tie)"
+        return text
+
+
+def verify(folder: Path, model: StoredModel, say: Callable[[str], None] = lambda text: None) -> Finding:
+    """Compare a folder with the checkpoint it was made from.
+
+    Args:
+        folder: what `export` wrote.
+        model: the checkpoint.
+        say: told what is being done.
+
+    Raises:
+        UserError: they differ; the message names the first part that does.
+    """
+    description = read_description(folder)
+    if (folder / MODEL_FILE).read_bytes() != modeling_file():
+        raise UserError(f"{folder / MODEL_FILE} is not the one this version of dreamer-jax writes; export again")
+    if description.config.model != dataclasses.replace(
+        model.config.model, dtype=description.config.model.dtype, implementation=description.config.model.implementation
+    ):
+        raise UserError(f"{folder / 'config.json'} describes another model than the run {model.directory}")
+    say("comparing the weights")
+    compare_weights(folder, model, description)
+    say("comparing what both sides compute")
+    return compare_outputs(folder, model, description)
+
+
+def compare_weights(folder: Path, model: StoredModel, description: Description) -> None:
+    """Every tensor is bit for bit what the checkpoint gives when folded and cast."""
+    stored = checked_tensors(folder, description)
+    parts = {name.tensor: name.part for name in names_of(model.config.model, description.keep_shared)}
+    for tensor in tensors_of(model, description.dtype, description.keep_shared):
+        its = stored[tensor.name]
+        where = f"{parts[tensor.name]}: the tensor {tensor.name}"
+        if its.dtype != tensor.dtype:
+            raise UserError(f"{folder} differs from the run first at {where}, which is {its.dtype}")
+        rows = its.array()
+        for start, piece in tensor.pieces():
+            if piece.tobytes() != rows[start : start + len(piece)].tobytes():
+                raise UserError(f"{folder} differs from the run first at {where}")
+
+
+def compare_outputs(folder: Path, model: StoredModel, description: Description) -> Finding:
+    """Both sides on random tokens and on text, in float32; in bfloat16 too when the folder is."""
+    import torch
+
+    from dreamer_jax.export.modeling_dreamer import Dreamer
+
+    dreamer = Dreamer.load(folder).requires_grad_(False)
+    tokens = _tokens(model, description)
+    dreamer.compute_dtype = torch.float32
+    strict = JaxSide(model, folder, description, "float32", rounded=True)
+    here = strict.trace(tokens)
+    there = _trace(dreamer, tokens)
+    clean = here.clean
+    if not clean.any():
+        raise UserError("the routers tie at every position, so nothing can be compared; was the model trained?")
+    scale = np.abs(here.logits).max()
+    difference = np.abs(here.logits - there.logits)[clean] / scale
+    if not difference.max() <= TOLERANCE:  # also when it is not a number
+        raise UserError(
+            f"{folder} doesn't compute what the run does: logits differ by {difference.max():.1e} of the largest, "
+            f"first in {_first_difference(here, there)}"
+        )
+    prompt = tokens[-1:, : max(1, tokens.shape[1] - NEW_TOKENS)]
+    continued = dreamer.generate(torch.tensor(prompt), NEW_TOKENS).numpy()
+    _compare_continuation(folder, strict.trace(continued), continued, prompt.shape[1])
+    agreement = None
+    if description.dtype == "bfloat16":
+        dreamer.compute_dtype = None
+        plain = JaxSide(model, folder, description, "bfloat16", rounded=False).trace(tokens)
+        agreement = _agreement(plain.logits, here.logits, _trace(dreamer, tokens).logits)
+        if agreement < AGREEMENT:
+            raise UserError(f"{folder}: bfloat16 greedy tokens agree on {100 * agreement:.1f} % of positions only")
+    return Finding(float(difference.max()), float(difference.mean()), 1 - float(clean.mean()), NEW_TOKENS, agreement)
+
+
+def _tokens(model: StoredModel, description: Description) -> np.ndarray:
+    """[4, S] int32: two rows of random tokens, two of text; S as memory and the trained context allow."""
+    config = model.config.model
+    gathered = 4 * config.hidden_size * max(3 * config.expert_size * config.experts_per_token, _qkv_size(config))
+    length = int(np.clip(GATHERED_BYTES // gathered // 4, 4, min(64, model.config.data.sequence_length)))
+    tokenizer = tokenizer_of(description)
+    text = [tokenizer.bos, *tokenizer.encode(TEXT)]
+    text = np.resize(np.array(text, np.int32), (2, length))
+    random = np.random.default_rng(0).integers(0, config.vocab_size, text.shape).astype(np.int32)
+    return np.concatenate([random, text])
+
+
+def _qkv_size(config: Any) -> int:
+    return config.depth_attention * config.da_head_size * (config.da_heads + 2 * config.da_kv_heads) + (
+        config.sa_head_size * (config.sa_heads + 2 * config.sa_kv_heads)
+    )
+
+
+def _trace(dreamer: Any, tokens: np.ndarray) -> Trace:
+    """The PyTorch side: logits, and what every part put out, in the order of the forward pass."""
+    import torch
+
+    parts: list[tuple[str, np.ndarray]] = []
+
+    def keep(name: str, module: Any):
+        def hook(_, arguments, output):
+            out = output[0] if isinstance(output, tuple) else output
+            where = "" if name == "embedding" else f"depth {arguments[1].depth}: "
+            parts.append((where + name, out.float().numpy()))
+
+        return module.register_forward_hook(hook)
+
+    handles = [keep("embedding", dreamer.embedding)]
+    for layer in dreamer.layers:
+        named = {"DA": layer.depth_attention, "SA": layer.sequence_attention, "EA": layer.expert_attention}
+        handles += [keep(name, module) for name, module in named.items() if module is not None]
+        handles.append(keep("residual", layer))
+    try:
+        with torch.no_grad():
+            logits = dreamer(torch.tensor(tokens)).numpy()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Trace(parts, logits, np.ones(tokens.shape, bool))
+
+
+def _first_difference(here: Trace, there: Trace) -> str:
+    for (name, ours), (_, theirs) in zip(here.parts, there.parts, strict=True):
+        difference = np.abs(ours - theirs)[here.clean].max() / np.abs(ours).max()
+        if not difference <= TOLERANCE:
+            return name
+    return "the head"
+
+
+def _compare_continuation(folder: Path, here: Trace, tokens: np.ndarray, prompt: int) -> None:
+    logits = here.logits[0, prompt - 1 : -1]
+    chosen = np.take_along_axis(logits, tokens[0, prompt:, None], -1)[:, 0]
+    behind = (logits.max(-1) - chosen) * here.clean[0, prompt - 1 : -1]
+    wrong = np.flatnonzero(behind > TOLERANCE * np.abs(logits).max())
+    if len(wrong):
+        raise UserError(
+            f"{folder} doesn't generate what the run does: greedy token {wrong[0] + 1} differs (the caches of SA or DA)"
+        )
+
+
+def _agreement(ours: np.ndarray, exact: np.ndarray, theirs: np.ndarray) -> float:
+    """Share of positions with one greedy token, counting those as equal that bfloat16's own rounding can't tell apart.
+
+    The rounding is how far our bfloat16 logits are from the float32 ones on average.
+    """
+    rounding = np.abs(ours - exact).mean()
+    chosen = np.take_along_axis(ours, theirs.argmax(-1)[..., None], -1)[..., 0]
+    return float((ours.max(-1) - chosen <= rounding).mean())
