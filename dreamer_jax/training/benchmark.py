@@ -166,13 +166,13 @@ def _summary(config: Config, blocks: Times) -> Measurement:
     """Medians over all steps: wall and CPU seconds, tokens/s, model FLOP/s, and MFU where the chip is known."""
     seconds = _median(blocks, 0)
     tokens = config.training.batch_size * config.data.sequence_length
-    forward = analytic.total(analytic.matmul_flops(config.model, config.data.sequence_length))
+    flops, _ = analytic.training_flops(config.model, config.data.sequence_length)
     summary = {
         "steps": sum(len(block) for block in blocks),
         "seconds": seconds,
         "cpu_seconds": _median(blocks, 1),
         "tokens_per_second": tokens / seconds,
-        "model_flops_per_second": 3 * forward * tokens / seconds,
+        "model_flops_per_second": flops * tokens / seconds,
     }
     utilisation = model_flop_utilisation(config, tokens / seconds, chip_of(jax.devices()[0].device_kind))
     if utilisation is not None:

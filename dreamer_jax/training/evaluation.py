@@ -82,7 +82,7 @@ def answer(config: Config, state: TrainState, data: Data, records: list[Record],
         for row in range(len(prompts)):
             if not running[row]:
                 continue
-            running[row] = int(chosen[row]) != tokenizer.eos and ends[row] + 1 < length
+            running[row] = int(chosen[row]) != tokenizer.eos and ends[row] < length
             if running[row]:
                 tokens[row, ends[row]] = chosen[row]
                 ends[row] += 1

@@ -64,9 +64,8 @@ def model_flop_utilisation(config: Config, tokens_per_second: float, chip: Chip 
     """
     if chip is None:
         return None
-    context = config.data.sequence_length
-    forward = analytic.total(analytic.matmul_flops(config.model, context))
-    return 3 * forward * tokens_per_second / (chip.peak_flops * config.mesh.data)
+    flops, _ = analytic.training_flops(config.model, config.data.sequence_length)
+    return flops * tokens_per_second / (chip.peak_flops * config.mesh.data)
 
 
 class MetricsWriter:

@@ -1,0 +1,127 @@
+"""Measurements by hand, and the files they are written to."""
+
+import json
+import math
+import struct
+
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from dreamer_jax.config.schema import Config, DataConfig, MeshConfig, ModelConfig
+from dreamer_jax.parallel import Chip
+from dreamer_jax.training.metrics import (
+    MetricsWriter,
+    bias_range,
+    expert_use,
+    gini,
+    model_flop_utilisation,
+    read_metrics,
+)
+
+
+def test_gini():
+    assert gini(np.array([3, 3, 3, 3])) == 0
+    assert gini(np.array([0, 0, 8, 0])) == pytest.approx(3 / 4)
+    assert gini(np.array([0, 0, 0])) == 0
+    # Mean absolute difference over all ordered pairs, over twice the mean: (2*1 + 2*3 + 2*4) / 9 / (2 * 8/3).
+    assert gini(np.array([5, 1, 2])) == pytest.approx((2 * 4 + 2 * 3 + 2 * 1) / 9 / (2 * 8 / 3))
+
+
+COUNTS = np.array([[4, 0, 2, 2], [0, 0, 6, 2]])
+
+
+def test_expert_use_sums_the_depths_of_dr():
+    use = expert_use({"expert_attention": COUNTS}, recurrent=True)  # 4 0 8 4
+    assert use["experts/expert_attention/used"] == 3 / 4
+    assert use["experts/expert_attention/max_over_median"] == 8 / 4
+    assert use["experts/expert_attention/gini"] == pytest.approx(gini(np.array([4, 0, 8, 4])))
+
+
+def test_expert_use_averages_the_layers_of_la():
+    use = expert_use({"expert_attention": COUNTS}, recurrent=False)
+    assert use["experts/expert_attention/used"] == (3 / 4 + 2 / 4) / 2
+    assert use["experts/expert_attention/max_over_median"] == (4 / 2 + 6 / 1) / 2
+    expected = (gini(np.array([4, 0, 2, 2])) + gini(np.array([0, 0, 6, 2]))) / 2
+    assert use["experts/expert_attention/gini"] == pytest.approx(expected)
+
+
+def test_expert_use_with_most_experts_idle_is_finite():
+    use = expert_use({"depth_attention": np.array([[0, 0, 9]])}, recurrent=True)
+    assert use["experts/depth_attention/max_over_median"] == 0
+    assert all(math.isfinite(value) for value in use.values())
+
+
+def test_bias_range():
+    assert bias_range({"a": np.array([[0.5, -1.0], [2.0, 0.0]])}) == {"bias/a/min": -1.0, "bias/a/max": 2.0}
+
+
+def test_utilisation_by_hand():
+    """LA of two layers, every product by hand: forward and twice backward, average context (S + 1) / 2."""
+    model = ModelConfig(
+        variant="LA",
+        depth=2,
+        hidden_size=8,
+        vocab_size=10,
+        sa_heads=2,
+        sa_kv_heads=1,
+        sa_head_size=4,
+        num_experts=5,
+        experts_per_token=2,
+        expert_size=6,
+        router_size=4,
+    )
+    projections = 2 * 8 * (2 + 2) * 4 + 2 * 8 * 8
+    attention = 2 * 2 * 2 * 4 * (7 + 1) / 2  # scores and values, two heads of four
+    experts = 2 * (3 * 2 * 8 * 6)
+    router = 2 * 8 * 4 + 2 * 4 * 5
+    forward = 2 * (projections + attention + experts + router) + 2 * 8 * 10
+    config = Config(model=model, data=DataConfig(sequence_length=7), mesh=MeshConfig(data=4))
+    chip = Chip("chip", peak_flops=1e6, bandwidth=1.0, memory=1.0)
+    assert model_flop_utilisation(config, 50.0, chip) == pytest.approx(3 * forward * 50 / 4e6)
+    assert model_flop_utilisation(config, 50.0, None) is None
+
+
+def events(directory) -> dict[tuple[int, str], float]:
+    """(step, name) -> value of every scalar in the TensorBoard files."""
+    found = {}
+    for path in directory.glob("events.out.tfevents.*"):
+        content, at = path.read_bytes(), 0
+        while at < len(content):
+            (length,) = struct.unpack_from("<Q", content, at)
+            event = Event.FromString(content[at + 12 : at + 12 + length])
+            at += length + 16
+            found |= {(event.step, value.tag): value.simple_value for value in event.summary.value}
+    return found
+
+
+def test_both_files_get_the_same(tmp_path):
+    writer = MetricsWriter(tmp_path, 0)
+    writer.write(1, {"loss": 2.5, "experts/x/gini": 0.25})
+    writer.write(2, {"loss": 1.5})
+    writer.close()
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.5, "experts/x/gini": 0.25}, {"step": 2, "loss": 1.5}]
+    assert events(tmp_path) == {(1, "loss"): 2.5, (1, "experts/x/gini"): 0.25, (2, "loss"): 1.5}
+
+
+def test_resuming_removes_what_came_after_the_checkpoint(tmp_path):
+    """Also half a line, as a kill leaves behind."""
+    writer = MetricsWriter(tmp_path, 0)
+    for step in (1, 2, 3, 4):
+        writer.write(step, {"loss": float(step)})
+    writer.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+    writer = MetricsWriter(tmp_path, 2)
+    writer.write(3, {"loss": 7.0})
+    writer.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 2.0},
+        {"step": 3, "loss": 7.0},
+    ]
+
+
+def test_no_metrics_yet(tmp_path):
+    assert read_metrics(tmp_path) == []
