@@ -1,0 +1,119 @@
+"""Every command that README and docs show is run here, with small sizes in place of the real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dreamer_jax.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+SMALL_RUN = {
+    "model.depth": "2",
+    "model.hidden_size": "32",
+    "model.vocab_size": "259",
+    "model.num_experts": "4",
+    "model.experts_per_token": "2",
+    "model.expert_size": "16",
+    "training.steps": "2",
+    "training.batch_size": "2",
+    "data.sequence_length": "128",
+    "data.heldout_records": "4",
+    "data.difficulty": "2",
+}
+"""Takes the place of whatever a documented `dreamer train` or `dreamer bench train` says."""
+
+
+def documented_commands() -> list[tuple[str, str]]:
+    """(page, command) of every line of every ```bash block; a backslash at a line's end continues it."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                command = line.split(" #")[0].strip()
+                if command and not command.startswith("#"):
+                    found.append((page.name, command))
+    return found
+
+
+COMMANDS = documented_commands()
+DREAMER = sorted({command for _, command in COMMANDS if command.startswith("dreamer ")})
+SCRIPTS = sorted({command for _, command in COMMANDS if command.startswith("bash launch/")})
+ELSEWHERE = ("pip install ", "source ", "tensorboard ")
+"""Set-up lines that the environment of the tests already stands for."""
+
+
+def test_every_documented_command_is_of_a_kind_that_is_run():
+    assert len(DREAMER) > 10 and "bash launch/quickstart.sh" in SCRIPTS
+    left = [(page, c) for page, c in COMMANDS if c not in DREAMER and c not in SCRIPTS and not c.startswith(ELSEWHERE)]
+    assert left == []
+
+
+def with_options(words: list[str], options: dict[str, str]) -> list[str]:
+    """The words with these options in place of the same ones, or added."""
+    rest = list(words)
+    for name, value in options.items():
+        option = f"--{name}"
+        if option in rest:
+            rest[rest.index(option) + 1] = value
+        else:
+            rest += [option, value]
+    return rest
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """A folder as the documentation assumes it: the checkout's configurations and a file my.jsonl."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    records = [
+        {"question": f"{a} plus {b}?", "answer": str(a + b), "text": "some text"} for a in range(9) for b in range(9)
+    ]
+    (tmp_path / "my.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", DREAMER)
+def test_documented_command(command, workplace, capsys):
+    words = shlex.split(command)[1:]
+    if words[0] == "train" or words[:2] == ["bench", "train"]:
+        small = dict(SMALL_RUN)
+        if "jsonl" in command or "gsm8k" in command:
+            small |= {"data.path": "my.jsonl", "data.tokenizer": "bytes", "evaluation.harder": "0"}
+        elif words[0] == "train":
+            small["evaluation.harder"] = "3"
+        if "LA" in words:
+            small["model.num_experts"] = "4"
+        if words[0] == "bench":
+            if "--against" in words:
+                pytest.importorskip("transformers", reason="the peer of the benchmark, extra `bench`")
+            small = {k: v for k, v in small.items() if not k.startswith("data.") or k == "data.sequence_length"}
+            small["steps"] = "2"
+        words = with_options(words, small)
+    elif words[0] in ("export", "import", "data", "analyze", "generate", "eval"):
+        pytest.skip("tested with that command's own tests: needs a run or prepared data")
+    if "--write" in words:
+        words[words.index("--write") + 1] = str(workplace / "family")
+    assert main(words) == 0
+    assert capsys.readouterr().out
+
+
+def test_quickstart_script_trains_and_is_safe_to_repeat(tmp_path):
+    small = with_options([], SMALL_RUN | {"evaluation.harder": "3", "run.dir": str(tmp_path / "run")})
+    environment = os.environ | {"DREAMER_VENV": sys.prefix, "PYTHON": sys.executable}
+    for expected in ("step 2/2", "complete"):
+        done = subprocess.run(
+            ["bash", str(ROOT / "launch/quickstart.sh"), *small], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert expected in done.stdout and "what to try next" in done.stdout
+    assert (tmp_path / "run" / "figures" / "accuracy.png").stat().st_size > 1000
