@@ -274,7 +274,7 @@ class _Preparation:
         index = {
             "format": FORMAT,
             "tokenizer": {
-                "name": Path(self._mixture.tokenizer).name,
+                "name": self._mixture.tokenizer,
                 "fingerprint": tokenizer.fingerprint,
                 "vocab_size": tokenizer.vocab_size,
                 "bos": tokenizer.bos,

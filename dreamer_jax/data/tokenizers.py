@@ -1,4 +1,4 @@
-"""Text to token ids and back: plain bytes, or the Llama-3 tokenizer from its tiktoken rank file."""
+"""Text to token ids and back: plain bytes, the Llama-3 tokenizer from its tiktoken rank file, or a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -108,13 +108,18 @@ def load_tokenizer(spec: str) -> Tokenizer:
     """The tokenizer that data.tokenizer names.
 
     Args:
-        spec: "bytes", or the path of a tiktoken rank file (a line is `base64(token bytes) rank`).
+        spec: "bytes", or the path of a tiktoken rank file (a line is `base64(token bytes) rank`), or of a
+            Hugging Face tokenizer.json (the name ends in .json).
 
     Raises:
-        UserError: the file is missing or broken (with the line), or tiktoken is not installed.
+        UserError: the file is missing or broken (with the line), or the package it needs is not installed.
     """
     if spec == "bytes":
         return ByteTokenizer()
+    if spec.endswith(".json"):
+        from dreamer_jax.data.json_tokenizer import JsonTokenizer
+
+        return JsonTokenizer(Path(spec))
     return RankTokenizer(_read_ranks(Path(spec)))
 
 

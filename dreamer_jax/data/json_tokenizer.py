@@ -1,0 +1,148 @@
+"""Hugging Face's tokenizer.json: reading one, and training a small byte-level BPE."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dreamer_jax.config.errors import UserError
+from dreamer_jax.data.cleaning import Truncated, repair, strip_traces
+from dreamer_jax.data.filtering import templates
+from dreamer_jax.data.jsonl import Broken
+from dreamer_jax.data.mixture import Mixture
+from dreamer_jax.data.readers import plan_units, read_unit
+from dreamer_jax.data.storage import whole_file
+from dreamer_jax.data.tokenizers import LLAMA3_PATTERN
+
+BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+
+_NAMES = {
+    "bos": (BOS, "<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[CLS]"),
+    "eos": (EOS, "<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[SEP]"),
+    "pad": (PAD, "<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|padding|>"),
+}
+"""What tokenizers call their special tokens; the first that a file holds is taken."""
+
+
+class JsonTokenizer:
+    """Any tokenizer that Hugging Face's `tokenizers` reads from a file.
+
+    A special token that the file lacks gets an id of its own after the last one: bos, eos, pad in this order.
+    Nothing is added to a text, and text that spells a special token is encoded as plain text.
+
+    Args:
+        path: a tokenizer.json.
+
+    Raises:
+        UserError: the file is missing or broken, or the package tokenizers isn't installed.
+    """
+
+    def __init__(self, path: Path):
+        module = _tokenizers(f"data.tokenizer: {path}")
+        try:
+            text = path.read_text(encoding="utf-8")
+            content = json.loads(text)
+            self._tokenizer = module.Tokenizer.from_str(text)
+        except FileNotFoundError:
+            raise UserError(f"data.tokenizer: {path} does not exist (seen from {Path.cwd()})") from None
+        except OSError as error:
+            raise UserError(f"data.tokenizer: can't read {path}: {error.strerror}") from None
+        except Exception as error:  # tokenizers raises plain Exception for what it can't understand
+            raise UserError(f"{path}: not a Hugging Face tokenizer.json ({error})") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # "encode them as text"
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._text_ids = max(vocabulary.values()) + 1
+        self.vocab_size = self._text_ids
+        special = {}
+        for kind, names in _NAMES.items():
+            found = next((vocabulary[name] for name in names if name in vocabulary), None)
+            if found is None:
+                found = self.vocab_size
+                self.vocab_size += 1
+            special[kind] = found
+        self.bos, self.eos, self.pad = special["bos"], special["eos"], special["pad"]
+        self._special = frozenset(special.values())
+        for unimportant in ("truncation", "padding", "post_processor"):  # not used here
+            content.pop(unimportant, None)
+        canonical = json.dumps(content, sort_keys=True)
+        self.fingerprint = hashlib.sha256(f"tokenizer.json {special} {canonical}".encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids; special and unused ids are dropped."""
+        kept = [int(i) for i in ids if 0 <= i < self._text_ids and i not in self._special]
+        return self._tokenizer.decode(kept, skip_special_tokens=True)
+
+
+def train_tokenizer(mixture: Mixture, size: int, out: Path) -> JsonTokenizer:
+    """Train a byte-level BPE on the texts of a mixture's sources, and write it as a tokenizer.json.
+
+    Text is cut as Llama 3 cuts it (numbers in groups of up to three digits), repaired and without traces; broken
+    records are passed over.
+
+    Args:
+        size: entries: 256 bytes, three special tokens, and merges.
+        out: the file to write.
+    """
+    module = _tokenizers("training a tokenizer")
+    if size < 260:
+        raise UserError(f"--size {size}: too small; 256 bytes and 3 special tokens leave no merge, use more than 259")
+    texts = _texts(mixture)
+    tokenizer = module.Tokenizer(module.models.BPE())
+    tokenizer.pre_tokenizer = module.pre_tokenizers.Sequence(
+        [
+            module.pre_tokenizers.Split(module.Regex(LLAMA3_PATTERN), "isolated"),
+            module.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = module.decoders.ByteLevel()
+    trainer = module.trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[BOS, EOS, PAD],
+        initial_alphabet=sorted(module.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(out) as temporary:
+        temporary.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    return JsonTokenizer(out)
+
+
+def _texts(mixture: Mixture) -> Iterator[str]:
+    found = False
+    for name, spec in mixture.sources.items():
+        prompt, completion = templates(name, spec)
+        for unit in plan_units(name, spec, 1 << 40):
+            for _, value in read_unit(spec, unit, mixture.clean.max_record_bytes):
+                try:
+                    if isinstance(value, Broken):
+                        continue
+                    text = prompt.fill(value)
+                    answer = completion.fill(value)
+                    text += strip_traces(answer) if mixture.clean.traces == "strip" else answer
+                except (Broken, Truncated):
+                    continue
+                found = True
+                yield repair(text)
+    if not found:
+        raise UserError("training a tokenizer: the mixture's sources hold no usable record")
+
+
+def _tokenizers(who: str) -> Any:
+    try:
+        module = importlib.import_module("tokenizers")
+        for part in ("models", "pre_tokenizers", "decoders", "trainers"):
+            importlib.import_module(f"tokenizers.{part}")
+    except ImportError:
+        raise UserError(f"{who} needs the package tokenizers; install the extra: pip install -e '.[data]'") from None
+    return module
