@@ -1,0 +1,55 @@
+"""Repairing text, calculator notes, and traces in every format."""
+
+import pytest
+
+from dreamer_jax.data.cleaning import Truncated, remove_calculator_notes, repair, strip_traces
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("no trace, a < b and c > d", "no trace, a < b and c > d"),
+        ("<think>well, 2 + 2\n\nis 4</think>\n\nIt is 4.", "It is 4."),
+        ("all of this was thought\n</think>\nIt is 4.", "It is 4."),  # the prompt's template held the opening tag
+        ("First.\n<think>hm</think>Second.", "First.\nSecond."),
+        ("<think>a</think>One.<think>b</think> Two.", "One. Two."),
+        ("<think>outer <think>inner</think> still</think>It is 4.", "It is 4."),
+        ("<THINK>shouted</Think>It is 4.", "It is 4."),
+        (
+            "<|begin_of_thought|>\nlong\n<|end_of_thought|>\n\n<|begin_of_solution|>\nIt is 4.\n<|end_of_solution|>",
+            "It is 4.",
+        ),
+        ("<|begin_of_thought|>long<|end_of_thought|>It is 4.", "It is 4."),
+        ("long<|end_of_thought|><|begin_of_solution|>It is 4.<|end_of_solution|>", "It is 4."),
+        ("<think>only this</think>", ""),
+    ],
+)
+def test_traces_are_stripped(text: str, expected: str) -> None:
+    assert strip_traces(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>and then it was cut",
+        "<think>a</think>It is 4.<think>wait",
+        "<think>outer <think>inner</think> and then it was cut",
+        "<|begin_of_thought|>and then it was cut",
+        "<|begin_of_thought|>a<|end_of_thought|><|begin_of_solution|>It is",
+    ],
+)
+def test_traces_that_are_cut_short(text: str) -> None:
+    with pytest.raises(Truncated):
+        strip_traces(text)
+
+
+def test_calculator_notes() -> None:
+    assert remove_calculator_notes("48/2 = <<48/2=24>>24 and 1 < 3, a >> b") == "48/2 = 24 and 1 < 3, a >> b"
+    assert remove_calculator_notes("1 << 3\n\na >> b") == "1 << 3\n\na >> b"
+
+
+def test_repair() -> None:
+    assert repair("cafe\u0301 \r\nx\u00b2\u200b = 4\x00\ttab \nend") == "caf\u00e9\nx\u00b2 = 4\ttab\nend"
+    assert repair("plain text ") == "plain text "
+    unchanged = "\u221a2 \u2264 \u03c0, \u4f60\u597d\n"
+    assert repair(unchanged) == unchanged

@@ -1,0 +1,79 @@
+"""Finding benchmark questions: small cases by hand, and the real sets."""
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from dreamer_jax.data.decontamination import BenchmarkIndex
+
+SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+
+LONG = "A farmer keeps 17 hens in each of the 4 coops behind the barn and collects 3 eggs from every hen each day."
+SHORT = "What is the derivative of seven x squared?"
+TINY = "Factor $36-9x^2$."
+TEMPLATE = (
+    "Express your answer as a common fraction in lowest terms with the denominator rationalised where it is needed."
+)
+
+
+@pytest.fixture(scope="module")
+def index() -> BenchmarkIndex:
+    return BenchmarkIndex({"one": [LONG, f"{LONG[::-1]} {TEMPLATE}"], "two": [SHORT, TINY, "", "..."]}, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (LONG, "equal"),
+        (LONG.upper().replace(" ", "  ").rstrip("."), "equal"),
+        (f"Think about this. {LONG} Then add one.", "overlap"),
+        (LONG.replace("each day", "every week"), "overlap"),
+        (f"{LONG[: len(LONG) // 2]} and nothing else at all, really, nothing that the farmer could say.", None),
+        (f"What is a half of a quarter? {TEMPLATE}", None),  # a shared 13-gram in a template phrase
+        (f"{SHORT} And why?", "contained"),
+        ("Factor 36 - 9x^2", "equal"),
+        ("Now factor 36 - 9x^2 and solve.", None),
+        ("", None),
+        ("?!", None),
+    ],
+)
+def test_matches(index: BenchmarkIndex, text: str, kind: str | None) -> None:
+    (match,) = index.find([index.hashes(text)])
+    assert (match and match.kind) == kind
+
+
+def test_texts_in_a_batch_do_not_touch(index: BenchmarkIndex) -> None:
+    pieces = LONG.split(" the 4 ")
+    texts = [pieces[0], "the 4 " + pieces[1], LONG, "other"]
+    assert [match and match.kind for match in index.find([index.hashes(text) for text in texts])] == [
+        None, None, "equal", None,
+    ]  # fmt: skip
+
+
+def test_the_first_benchmark_counts() -> None:
+    index = BenchmarkIndex({"b": [SHORT], "a": [SHORT]}, 0.5)
+    match = index.find([index.hashes(SHORT)])[0]
+    assert match is not None and match.benchmark == "b" and match.question == SHORT
+    assert index.sizes() == {"b": 1, "a": 1}
+
+
+def test_nothing_matches_an_empty_index() -> None:
+    index = BenchmarkIndex({}, 0.5)
+    assert index.find([index.hashes(LONG), []]) == [None, None]
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the real sets are not here")
+def test_math_train_against_math_test() -> None:
+    tests = [json.loads(line)["problem"] for line in (SHARED / "math/test.jsonl").open()]
+    with gzip.open(SHARED / "math/train.derived.jsonl.gz") as file:
+        train = [json.loads(line)["problem"] for line in file]
+    found: Counter[str] = Counter()
+    index = BenchmarkIndex({"math": tests}, 0.5)
+    for start in range(0, len(train), 500):
+        found.update(match.kind for match in index.find([index.hashes(t) for t in train[start : start + 500]]) if match)
+    assert found["equal"] == 9
+    assert found["overlap"] == 206
+    assert found["contained"] == 0
