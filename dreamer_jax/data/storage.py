@@ -63,8 +63,11 @@ def whole_directory(path: Path) -> Iterator[Path]:
             yield temporary
             for file in temporary.iterdir():
                 _sync(file)
-            with contextlib.suppress(FileExistsError):  # from a process that outlived its parent, with the same content
+            try:
                 os.rename(temporary, path)
+            except OSError:
+                if not path.is_dir():  # else a process that outlived its killed parent was first, with the same content
+                    raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 

@@ -1,0 +1,101 @@
+"""tokenizer.json: training, reading, fingerprints, and what is refused."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from dreamer_jax.config.errors import UserError
+from dreamer_jax.config.schema import Config, DataConfig, ModelConfig
+from dreamer_jax.data import load_tokenizer, open_data
+from tests.data.preparing import problems, run, write_lines, write_mixture
+
+pytest.importorskip("tokenizers")
+from dreamer_jax.data.json_tokenizer import train_tokenizer
+from dreamer_jax.data.mixture import load_mixture
+
+TEXTS = ["hello world! 12345", "", " \n\t x", "na\u00efve \u4f60\u597d \U0001f600", "<|bos|> and <|eos|>", "1 + 2 = 3"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bpe")
+    write_lines(folder / "a.jsonl", [*problems(400), b"broken\n", {"question": "q", "answer": "<think>qqqqqq"}])
+    mixture = write_mixture(folder / "m.yaml", f"sources: {{a: {{path: {folder}/a.jsonl}}}}")
+    train_tokenizer(load_mixture(mixture), 600, folder / "tokenizer.json")
+    return folder / "tokenizer.json"
+
+
+def test_round_trip_and_special_tokens(trained: Path) -> None:
+    tokenizer = load_tokenizer(str(trained))
+    assert tokenizer.vocab_size == 600
+    special = {tokenizer.bos, tokenizer.eos, tokenizer.pad}
+    assert len(special) == 3 and max(special) < 600
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert not special & set(ids), "text never becomes a special token"
+    assert tokenizer.decode([tokenizer.bos, *tokenizer.encode("a"), tokenizer.eos, 10**6]) == "a"
+    text = problems(1)[0]["question"]
+    assert len(tokenizer.encode(text)) < 0.5 * len(text), "it has learned the words"
+    assert all(len(tokenizer.decode([i])) <= 3 for i in tokenizer.encode("1234567")), "numbers in groups of three"
+
+
+def test_training_again_gives_the_same_file(trained: Path, tmp_path: Path) -> None:
+    mixture = load_mixture(trained.parent / "m.yaml")
+    again = train_tokenizer(mixture, 600, tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == trained.read_bytes()
+    assert again.fingerprint == load_tokenizer(str(trained)).fingerprint
+    assert train_tokenizer(mixture, 599, tmp_path / "small.json").fingerprint != again.fingerprint
+    with pytest.raises(UserError, match="--size 259: too small"):
+        train_tokenizer(mixture, 259, tmp_path / "tiny.json")
+
+
+def test_missing_special_tokens_get_ids_of_their_own(trained: Path, tmp_path: Path) -> None:
+    content = json.loads(trained.read_text())
+    content["added_tokens"] = []
+    for name in ("<|bos|>", "<|eos|>", "<|pad|>"):
+        del content["model"]["vocab"][name]
+    content["model"]["vocab"] = {token: i for i, token in enumerate(content["model"]["vocab"])}
+    (tmp_path / "bare.json").write_text(json.dumps(content))
+    bare = load_tokenizer(str(tmp_path / "bare.json"))
+    assert (bare.bos, bare.eos, bare.pad) == (597, 598, 599) and bare.vocab_size == 600
+    assert bare.decode([bare.bos, *bare.encode("1 + 2"), bare.eos]) == "1 + 2"
+    content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "cut.json").write_text(json.dumps(content))
+    cut = load_tokenizer(str(tmp_path / "cut.json"))
+    assert cut.decode(cut.encode("a long text, uncut")) == "a long text, uncut" and cut.fingerprint == bare.fingerprint
+
+
+def test_prepared_data_refuse_another_tokenizer(trained: Path, tmp_path: Path) -> None:
+    mixture = trained.parent / "m.yaml"
+    text = mixture.read_text()
+    own = write_mixture(tmp_path / "own.yaml", f"tokenizer: {trained}\n{text}")
+    report = run(own, tmp_path / "data")
+    assert report["total"]["kept"] == 400
+
+    def config(tokenizer: str) -> Config:
+        data = DataConfig(source="prepared", path=str(tmp_path / "data"), tokenizer=tokenizer, heldout_records=5)
+        return Config(model=ModelConfig(vocab_size=600), data=data)
+
+    data = open_data(config(str(trained)))
+    assert data.heldout_records(1)[0].prompt.startswith("At the ")
+    with pytest.raises(
+        UserError, match=r"prepared with another tokenizer \(.*tokenizer.json, 600 ids.*name that tokenizer"
+    ):
+        open_data(config("bytes"))
+    with pytest.raises(UserError, match="of other settings or another tokenizer"):
+        run(mixture, tmp_path / "data")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        load_tokenizer(str(tmp_path / "none.json"))
+    for content in ("{", "{}", '{"model": 3}'):
+        (tmp_path / "bad.json").write_text(content)
+        with pytest.raises(UserError, match=r"not a Hugging Face tokenizer\.json"):
+            load_tokenizer(str(tmp_path / "bad.json"))
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match=r"needs the package tokenizers; .*\[data\]"):
+        load_tokenizer(str(tmp_path / "bad.json"))

@@ -1,0 +1,319 @@
+"""`dreamer data prepare` end to end on planted records: what is dropped, counted, repeated, refused."""
+
+import gzip
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dreamer_jax.config.errors import ConfigError, UserError
+from dreamer_jax.data import preparation, readers
+from dreamer_jax.data.preparation import prepare
+from tests.data.preparing import contents, problems, run, start, texts, write_lines, write_mixture
+
+SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+RESOURCE = pytest.importorskip("resource")
+
+MIXTURE = """\
+    sources:
+      first: {{path: {0}/first.jsonl, calculator_notes: remove}}
+      second: {{path: {0}/second.jsonl.gz, fields: {{question: problem, answer: messages.1.content}}}}
+    clean: {{max_record_bytes: 20000, max_characters: 5000}}
+    decontaminate:
+      benchmarks:
+        test: {{path: {0}/test.jsonl}}
+    """
+
+
+def dropped(report: dict, source: str) -> dict[str, int]:
+    return {rule: tally["records"] for rule, tally in report["sources"][source]["dropped"].items()}
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Two sources with one of everything that must go, and near misses that must stay."""
+    good = problems(60)
+    tests = problems(30, seed=1)
+    near = dict(good[0], question=good[0]["question"].replace("How many", "How much"))
+    sign = dict(good[1], answer=good[1]["answer"].replace("+", "-"))
+    number = dict(good[2], question=good[2]["question"].replace("there are ", "there are 1"))
+    thought = [dict(p) for p in problems(6, seed=2)]
+    thought[0]["answer"] = "<think>hm</think>\n" + thought[0]["answer"]
+    thought[1]["answer"] = "hm\n</think>\n" + thought[1]["answer"]
+    thought[2]["answer"] = (
+        "<|begin_of_thought|>hm<|end_of_thought|>\n<|begin_of_solution|>" + thought[2]["answer"] + "<|end_of_solution|>"
+    )
+    thought[3]["answer"] = "<think>never ends " + thought[3]["answer"]
+    thought[4]["answer"] = "<think>only this</think>"
+    thought[5]["answer"] = thought[5]["answer"].replace(" = ", " = <<1+1=2>>")
+    bad = [
+        b"nonsense\n", b'["a list"]\n', b'{"question": "no answer"}\n', b'{"question": "a", "answer": 1}\n',
+        b'{"question": "\xff", "answer": "b"}\n', b'{"question": "\\ud800", "answer": "b"}\n', b"\n",
+        json.dumps({"question": "long", "answer": "x" * 30000}).encode() + b"\n",
+        json.dumps({"question": "too many characters", "answer": "y " * 4000}).encode() + b"\n",
+        json.dumps({"question": "empty", "answer": " \u200b\n"}).encode() + b"\n",
+        json.dumps({"question": "lost", "answer": "caf\ufffd"}).encode() + b"\n",
+    ]  # fmt: skip
+    contaminated = [tests[0], dict(tests[1], question="Please: " + tests[1]["question"].upper())]
+    write_lines(tmp_path / "first.jsonl", [*good, near, sign, number, *thought, *bad, *contaminated, good[5]])
+    second = [*problems(20, seed=3), good[7], good[7], dict(good[8], question=good[8]["question"] + "  ")]
+    lines = [{"problem": r["question"], "messages": [{}, {"content": r["answer"]}]} for r in second]
+    (tmp_path / "second.jsonl.gz").write_bytes(gzip.compress(b"".join(json.dumps(r).encode() + b"\n" for r in lines)))
+    write_lines(tmp_path / "test.jsonl", tests)
+    return write_mixture(tmp_path / "mixture.yaml", MIXTURE.format(tmp_path))
+
+
+def test_everything_planted_is_handled_and_counted(corpus: Path, tmp_path: Path) -> None:
+    report = run(corpus, tmp_path / "out")
+    assert dropped(report, "first") == {
+        "broken: not JSON": 1,
+        "broken: not an object": 1,
+        "broken: without a field": 1,
+        "broken: with a field that isn't text": 1,
+        "broken: not valid UTF-8": 1,
+        "broken: not valid Unicode": 1,
+        "broken: over max_record_bytes": 1,
+        "over max_characters": 1,
+        "empty": 1,
+        "characters lost": 1,
+        "trace cut short": 1,
+        "nothing after the trace": 1,
+        "contaminated: equal, test": 1,
+        "contaminated: overlap, test": 1,
+        "exact duplicate": 1,
+        "near duplicate": 1,
+    }
+    assert dropped(report, "second") == {"exact duplicate": 3}
+    changed = {rule: tally["records"] for rule, tally in report["sources"]["first"]["changed"].items()}
+    assert changed == {"traces removed": 3, "calculator notes removed": 1}
+    first = report["sources"]["first"]
+    assert first["read"] == 60 + 3 + 6 + 10 + 2 + 1 and first["kept"] == 60 + 2 + 4
+    assert report["total"]["kept"] == 66 + 20 == len(texts(tmp_path / "out"))
+    near = first["dropped"]["near duplicate"]["examples"][0]
+    assert "How much" in near["text"] and "How many" in near["because"]
+
+    kept = texts(tmp_path / "out")
+    good = problems(60)
+    assert kept[:60] == [f"{p['question']}\n{p['answer']}" for p in good]
+    assert kept[60].endswith(good[1]["answer"].replace("+", "-")), "a changed sign is another problem"
+    assert kept[61].startswith(good[2]["question"].replace("there are ", "there are 1"))
+    assert not any("think" in text or "thought" in text or "<<" in text or "solution" in text for text in kept)
+    assert sum(len(text.encode()) + 2 for text in kept) == report["total"]["kept_tokens"]
+    table = (tmp_path / "out" / "report.txt").read_text()
+    assert "  - near duplicate" in table and "-> like, in first: " in table
+    assert json.loads((tmp_path / "out" / "report.json").read_text()) == report
+
+
+def test_the_number_of_workers_changes_nothing(corpus: Path, tmp_path: Path, monkeypatch) -> None:
+    run(corpus, tmp_path / "one")
+    run(corpus, tmp_path / "three", workers=3)
+    assert contents(tmp_path / "one") == contents(tmp_path / "three")
+    # Nor does cutting the files into many more units (the shards are others then).
+    monkeypatch.setattr(preparation, "SMALLEST_UNIT", 1000)
+    monkeypatch.setattr(preparation.dedup, "KEYS_IN_A_TASK", 300)
+    run(corpus, tmp_path / "cut")
+    assert texts(tmp_path / "cut") == texts(tmp_path / "one")
+    assert len(contents(tmp_path / "cut")) > len(contents(tmp_path / "one")) + 10
+
+
+def test_rules_can_be_switched_off(corpus: Path, tmp_path: Path) -> None:
+    text = corpus.read_text()
+    plain = write_mixture(
+        tmp_path / "plain.yaml",
+        text.partition("decontaminate")[0].replace("clean: {", "clean: {traces: keep, ")
+        + "deduplicate: {exact: false, near: false}\n",
+    )
+    report = run(plain, tmp_path / "out")
+    rules = {rule for source in report["sources"] for rule in dropped(report, source)}
+    assert not any("duplicate" in rule or "contaminated" in rule or "trace" in rule for rule in rules)
+    prompts = write_mixture(tmp_path / "prompts.yaml", text + "deduplicate: {compare: prompt}\n")
+    report = run(prompts, tmp_path / "prompts")
+    assert dropped(report, "first")["exact duplicate"] == 2, "the changed sign is in the answer"
+
+
+def test_an_unfinished_preparation_goes_on(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(corpus, tmp_path / "whole")
+    out = tmp_path / "out"
+    calls, real = [], preparation.write_shard
+
+    def fail_once(stem: Path, *arguments):
+        calls.append(stem.name)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return real(stem, *arguments)
+
+    monkeypatch.setattr(preparation, "write_shard", fail_once)
+    with pytest.raises(OSError, match="No space"):
+        run(corpus, out)
+    assert not (out / "index.json").exists()
+    with pytest.raises(UserError, match="its preparation hasn't ended; run it again to go on"):
+        texts(out)
+    monkeypatch.setattr(preparation.UnitFilter, "write", None)  # would fail: the filtering is done already
+    lines: list[str] = []
+    prepare(corpus, out, 1, say=lines.append)
+    assert calls == ["first-00000", "second-00000", "second-00000"]
+    assert "2 of 2 tasks are filtered already" in lines and "1 of 2 tasks are written already" in lines
+    assert contents(out) == contents(tmp_path / "whole")
+    assert not (out / "work").exists()
+    prepare(corpus, out, 1, say=lines.append)
+    assert lines[-1] == f"{out} is already prepared"
+
+
+def test_other_settings_or_inputs_are_refused(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(corpus, out)
+    text = corpus.read_text()
+    corpus.write_text(text.replace("5000", "6000"))
+    with pytest.raises(UserError, match="holds a preparation of other settings"):
+        run(corpus, out)
+    corpus.write_text(text.replace("calculator_notes: remove", "calculator_notes: remove, epochs: 3, licence: MIT"))
+    run(corpus, out)  # shares decide nothing of what is prepared; the index takes them over
+    index = json.loads((out / "index.json").read_text())
+    assert index["sources"]["first"]["epochs"] == 3 and index["sources"]["first"]["licence"] == "MIT"
+    with (tmp_path / "first.jsonl").open("a") as file:
+        file.write("\n")
+    with pytest.raises(UserError, match="input files that have changed"):
+        run(corpus, out)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="is not empty and holds no prepared data"):
+        run(corpus, tmp_path / "full")
+    assert (tmp_path / "full" / "thesis.txt").read_text() == "mine"
+
+
+def test_two_at_once_are_refused(corpus: Path, tmp_path: Path) -> None:
+    with preparation._locked(tmp_path / "out"), pytest.raises(UserError, match="another process is preparing"):
+        run(corpus, tmp_path / "out")
+
+
+def test_kill_and_go_on(corpus: Path, tmp_path: Path) -> None:
+    """Killed with its workers at work, it gives the same bytes in the end (ten kills: test_preparation_slow)."""
+    write_lines(tmp_path / "first.jsonl", problems(30_000, seed=9))
+    process = start(corpus, tmp_path / "out", 2)
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "out").glob("work/unit-*/done.json")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "out" / "index.json").exists()
+    run(corpus, tmp_path / "out")
+    run(corpus, tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("first.jsonl", b"", r"sources\.first: holds no records"),
+        (
+            "first.jsonl",
+            b"[1]\n[2]\n",
+            r"sources\.first: all of its 2 records are broken\. The first: .*line 1 is a list",
+        ),
+        ("second.jsonl.gz", gzip.compress(os.urandom(50000))[:-2000], "second.jsonl.gz: the gzip file is cut short"),
+        ("second.jsonl.gz", b"plain text", "second.jsonl.gz: not a sound gzip file"),
+        ("test.jsonl", b'{"question": "fine"}\nbroken\n', r"benchmarks\.test: .*line 2: is not JSON.*mend it"),
+        ("test.jsonl", b"", r"benchmarks\.test: .* holds no records"),
+    ],
+)
+def test_input_that_is_refused(corpus: Path, tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    for workers in (1, 2) if "cut short" in message else (1,):
+        with pytest.raises(UserError, match=message):
+            run(corpus, tmp_path / "out", workers)
+        assert not (tmp_path / "out" / "index.json").exists()
+        assert not list((tmp_path / "out").glob("work/*.tmp-*"))
+
+
+def test_missing_files(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "test.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"decontaminate\.benchmarks\.test\.path: no file"):
+        run(corpus, tmp_path / "out")
+
+
+def test_a_huge_record_is_passed_over_in_little_memory(tmp_path: Path) -> None:
+    import tracemalloc
+
+    path = tmp_path / "first.jsonl"
+    with path.open("wb") as file:
+        file.write(json.dumps(problems(1)[0]).encode() + b"\n" + b'{"question": "')
+        for _ in range(50):
+            file.write(b"x" * 1_000_000)
+        file.write(b'"}\n' + json.dumps(problems(2)[1]).encode() + b"\n")
+    mixture = write_mixture(
+        tmp_path / "m.yaml", f"sources: {{a: {{path: {path}}}}}\nclean: {{max_record_bytes: 100000}}\n"
+    )
+    tracemalloc.start()
+    report = run(mixture, tmp_path / "out")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert dropped(report, "a") == {"broken: over max_record_bytes": 1} and report["total"]["kept"] == 2
+    assert peak < 60e6, "the table of the benchmarks, and nothing near the record"
+
+
+def test_a_full_disk_is_said_and_leaves_nothing_half_written(corpus: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the disk: writing fails in the same places."""
+    write_lines(tmp_path / "first.jsonl", problems(3000, seed=9))
+    soft, hard = RESOURCE.getrlimit(RESOURCE.RLIMIT_FSIZE)
+    out = tmp_path / "out"
+    try:
+        for limit in (100_000, 600_000, 2_000_000):
+            RESOURCE.setrlimit(RESOURCE.RLIMIT_FSIZE, (limit, hard))
+            with pytest.raises(UserError, match=r"(no space left|can't write).*(File too large|start again)"):
+                run(corpus, out)
+            assert not (out / "index.json").exists() and not list(out.rglob("*.tmp-*"))
+    finally:
+        RESOURCE.setrlimit(RESOURCE.RLIMIT_FSIZE, (soft, hard))
+    run(corpus, out)
+    run(corpus, tmp_path / "whole")
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_units_together_hold_every_line_once(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    path = tmp_path / "a.jsonl"
+    lines = [json.dumps({"n": i, "x": "x" * rng.randrange(200)}) for i in range(300)]
+    path.write_text("\n".join(lines))  # without a last line break
+    spec = readers.SourceSpec(path=str(path))
+    for size in (1, 7, 100, 1000, 10**6):
+        units = readers.plan_units("a", spec, size)
+        found = [item.value for unit in units for item in readers.read_unit(spec, unit, 1000)]
+        assert [value["n"] for value in found if isinstance(value, dict)] == list(range(300))
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the real sets are not here")
+def test_gsm8k_and_math(tmp_path: Path) -> None:
+    mixture = write_mixture(
+        tmp_path / "real.yaml",
+        f"""\
+        sources:
+          gsm8k: {{path: {SHARED}/gsm8k/train.jsonl, calculator_notes: remove}}
+          math: {{path: {SHARED}/math/train.derived.jsonl.gz, fields: {{question: problem, answer: solution}}}}
+        decontaminate:
+          benchmarks:
+            gsm8k: {{path: {SHARED}/gsm8k/test.jsonl}}
+            math: {{path: {SHARED}/math/test.jsonl, text: "{{problem}}"}}
+            mmlu: {{path: "{SHARED}/mmlu_math/*_test.csv", columns: "question, A, B, C, D, answer"}}
+            mathqa: {{path: {SHARED}/mathqa/test.derived.jsonl, text: "{{problem}}"}}
+        """,
+    )
+    report = run(mixture, tmp_path / "out", workers=2)
+    assert report["sources"]["gsm8k"]["read"] == 7473
+    assert report["sources"]["gsm8k"]["changed"]["calculator notes removed"]["records"] == 7378
+    assert dropped(report, "gsm8k") == {"contaminated: overlap, gsm8k": 2}
+    assert dropped(report, "math") == {
+        "contaminated: equal, math": 9,
+        "contaminated: equal, mmlu": 74,
+        "contaminated: overlap, math": 206,
+        "contaminated: overlap, mmlu": 4,
+    }
+    # A shared 13-gram alone would drop 823 questions of MATH; template phrases are no contamination.
+    assert report["sources"]["math"]["kept"] == 7500 - 293
+    assert not any("<<" in text for text in texts(tmp_path / "out"))
+    lengths = np.load(next((tmp_path / "out" / "shards").glob("math-*.npy")))
+    assert lengths[:, 0].sum() == report["sources"]["math"]["kept_tokens"]
