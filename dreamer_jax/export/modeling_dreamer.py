@@ -287,14 +287,12 @@ class Projections(Weights):
         hidden, lead = config.hidden_size, (config.depth,) if config.recurrent else ()
         self.matrix("qkv", *lead, hidden, qkv_size, deviation=input_deviation(config))
         self.matrix("out", *lead, out_size, hidden, deviation=output_deviation(config))
-        self.qkv_shared = self.out_shared = None
-        if config.recurrent:
-            self.router = Router(config, config.depth, 1, config.attention_bias_rate)
-            if config.keep_shared:
-                self.matrix("qkv_shared", hidden, qkv_size, deviation=input_deviation(config))
-                self.matrix("out_shared", out_size, hidden, deviation=output_deviation(config))
+        self.router = Router(config, config.depth, 1, config.attention_bias_rate) if config.recurrent else None
+        if config.recurrent and config.keep_shared:
+            self.matrix("qkv_shared", hidden, qkv_size, deviation=input_deviation(config))
+            self.matrix("out_shared", out_size, hidden, deviation=output_deviation(config))
         else:
-            self.router = None
+            self.qkv_shared = self.out_shared = None
 
     def route(self, x: Tensor, step: Step):
         """[T, h] -> ((expert [T, 1], score [T, 1]) and selections), None in LA."""
@@ -608,13 +606,13 @@ if PreTrainedModel is not None:
         base_model_prefix = "model"
         supports_gradient_checkpointing = True
         _no_split_modules = ("Layer",)
-        _keep_in_fp32_modules_strict = ("norm", "router.keys", "router.bias")
         _supports_sdpa = True
 
         def __init__(self, config: DreamerConfig):
             super().__init__(config)
             self.model = Dreamer(config)
             self.post_init()
+            self._keep_in_fp32_modules_strict = {r"\w+_norm", "router.keys", "router.bias"}
 
         def _init_weights(self, module: nn.Module) -> None:
             if isinstance(module, Weights):
@@ -622,7 +620,7 @@ if PreTrainedModel is not None:
             elif isinstance(module, (nn.Embedding, nn.Linear)):
                 nn.init.normal_(module.weight, std=input_deviation(self.config))
 
-        def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None) -> None:
+        def _set_gradient_checkpointing(self, enable=True, *_, **__) -> None:
             self.model.gradient_checkpointing = enable
 
         @classmethod
@@ -637,15 +635,15 @@ if PreTrainedModel is not None:
             """The head, which is not tied to the embedding."""
             return self.model.head
 
-        def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **others):
+        def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
             """The tokens that the cache doesn't hold yet."""
-            cache = past_key_values or (Cache() if others.get("use_cache", True) else None)
+            cache = past_key_values or (Cache() if kwargs.get("use_cache", True) else None)
             fed = input_ids[:, cache.get_seq_length() :] if cache else input_ids
             return {
                 "input_ids": fed,
                 "past_key_values": cache,
                 "attention_mask": attention_mask,
-                "depth": others.get("depth"),
+                "depth": kwargs.get("depth"),
             }
 
         def forward(
@@ -659,7 +657,7 @@ if PreTrainedModel is not None:
             depth: int | None = None,
             logits_to_keep: int = 0,
             return_dict: bool = True,
-            **others,
+            **kwargs,
         ):
             """As every causal language model of transformers; `attention_mask` may number packed documents."""
             cache = past_key_values
@@ -669,7 +667,7 @@ if PreTrainedModel is not None:
             loss = None
             if labels is not None:
                 flat, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-                count = others.get("num_items_in_batch")
+                count = kwargs.get("num_items_in_batch")
                 loss = F.cross_entropy(flat, targets, reduction="mean" if count is None else "sum")
                 loss = loss if count is None else loss / count
             return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)

@@ -26,7 +26,11 @@ TOLERANCE = 2e-5
 """Largest difference of float32 logits, relative to the largest logit."""
 
 AGREEMENT = 0.99
-"""Least share of positions whose greedy token is the same in bfloat16."""
+"""Share of positions whose greedy token is the same in bfloat16 that is always enough."""
+
+ROUNDING_FACTOR = 1.5
+"""Models without clear favourites agree less: rounding alone changes their choices. Then PyTorch's bfloat16 logits may
+be that many times as far from the float32 ones as JAX's are, on average."""
 
 NEW_TOKENS = 16
 GATHERED_BYTES = 1 << 28
@@ -47,6 +51,7 @@ class Finding:
         left_out: share of positions left out because a router tied.
         continuation: tokens of the greedy continuation, all of which agree.
         agreement: share of positions with the same bfloat16 greedy token; None for a float32 folder.
+        rounding: mean distance of PyTorch's bfloat16 logits from the float32 ones, over that of JAX's.
     """
 
     worst: float
@@ -54,6 +59,7 @@ class Finding:
     left_out: float
     continuation: int
     agreement: float | None
+    rounding: float | None
 
     def __str__(self) -> str:
         text = (
@@ -62,6 +68,7 @@ class Finding:
         )
         if self.agreement is not None:
             text += f"; bfloat16 greedy tokens agree on {100 * self.agreement:.1f} % of positions"
+            text += f", and rounding moves logits {self.rounding:.2f} times as far as in JAX"
         if self.left_out:
             text += f" ({100 * self.left_out:.1f} % of positions left out: routers tie)"
         return text
@@ -131,14 +138,20 @@ def compare_outputs(folder: Path, model: StoredModel, description: Description) 
     prompt = tokens[-1:, : max(1, tokens.shape[1] - NEW_TOKENS)]
     continued = dreamer.generate(torch.tensor(prompt), NEW_TOKENS).numpy()
     _compare_continuation(folder, strict.trace(continued), continued, prompt.shape[1])
-    agreement = None
+    agreement = rounding = None
     if description.dtype == "bfloat16":
         dreamer.compute_dtype = None
         plain = JaxSide(model, folder, description, "bfloat16", rounded=False).trace(tokens)
-        agreement = _agreement(plain.logits, here.logits, _trace(dreamer, tokens).logits)
-        if agreement < AGREEMENT:
-            raise UserError(f"{folder}: bfloat16 greedy tokens agree on {100 * agreement:.1f} % of positions only")
-    return Finding(float(difference.max()), float(difference.mean()), 1 - float(clean.mean()), NEW_TOKENS, agreement)
+        theirs = _trace(dreamer, tokens).logits
+        agreement = float((plain.logits.argmax(-1) == theirs.argmax(-1)).mean())
+        rounding = float(np.abs(theirs - here.logits).mean() / np.abs(plain.logits - here.logits).mean())
+        if agreement < AGREEMENT and not rounding <= ROUNDING_FACTOR:
+            raise UserError(
+                f"{folder}: bfloat16 greedy tokens agree on {100 * agreement:.1f} % of positions only, and rounding "
+                f"moves logits {rounding:.2f} times as far as in JAX"
+            )
+    worst, mean = float(difference.max()), float(difference.mean())
+    return Finding(worst, mean, 1 - float(clean.mean()), NEW_TOKENS, agreement, rounding)
 
 
 def _tokens(model: StoredModel, description: Description) -> np.ndarray:
@@ -204,13 +217,3 @@ def _compare_continuation(folder: Path, here: Trace, tokens: np.ndarray, prompt:
         raise UserError(
             f"{folder} doesn't generate what the run does: greedy token {wrong[0] + 1} differs (the caches of SA or DA)"
         )
-
-
-def _agreement(ours: np.ndarray, exact: np.ndarray, theirs: np.ndarray) -> float:
-    """Share of positions with one greedy token, counting those as equal that bfloat16's own rounding can't tell apart.
-
-    The rounding is how far our bfloat16 logits are from the float32 ones on average.
-    """
-    rounding = np.abs(ours - exact).mean()
-    chosen = np.take_along_axis(ours, theirs.argmax(-1)[..., None], -1)[..., 0]
-    return float((ours.max(-1) - chosen <= rounding).mean())
