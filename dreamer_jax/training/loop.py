@@ -23,7 +23,7 @@ from dreamer_jax.training.checkpoints import Checkpoints
 from dreamer_jax.training.console import Console
 from dreamer_jax.training.evaluation import answer, evaluate
 from dreamer_jax.training.figures import draw_figures
-from dreamer_jax.training.run_directory import open_run
+from dreamer_jax.training.run_directory import open_run, save_configuration
 from dreamer_jax.training.state import TrainState, create_state
 from dreamer_jax.training.train_step import make_evaluation_step, make_train_step
 
@@ -51,6 +51,7 @@ def train(loaded: LoadedConfig) -> int:
         if checkpoints.latest is not None:
             state = checkpoints.restore(state)
             console.say(f"resumed from checkpoint {checkpoints.latest}")
+        save_configuration(loaded)
         start = int(state.step)
         if start >= config.training.steps:
             console.say(f"the run is complete: {start} steps of {config.training.steps}")
@@ -88,13 +89,17 @@ class _Loop:
                 state, step_metrics = step_function(state, self._place(batch))
                 done = step + 1
                 last = done == self.stop
-                if done % self.config.training.log_every == 0 or last or done == self.start + 1:
+                if done % self.config.training.log_every == 0 or last or done == 1:
                     self._log(done, step_metrics, state, (done - since), seconds)
                     since, seconds = done, time.perf_counter()
-                if done % self.config.evaluation.every == 0 or last:
+                evaluate_now = done % self.config.evaluation.every == 0 or last
+                save_now = done % self.config.checkpoint.every == 0 or last
+                if evaluate_now or save_now:
+                    self._check(done, step_metrics)
+                if evaluate_now:
                     self._evaluate(done, state)
                     seconds = time.perf_counter()
-                if done % self.config.checkpoint.every == 0 or last:
+                if save_now:
                     self.checkpoints.save(state)
         finally:
             batches.close()
@@ -116,12 +121,8 @@ class _Loop:
         values = jax.device_get({**step_metrics, "balancing": state.balancing})  # waits for the step
         elapsed = time.perf_counter() - since
         counts, balancing = values.pop("counts"), values.pop("balancing")
+        self._check(step, values)
         record = {name: float(value) for name, value in values.items()}
-        if not (math.isfinite(record["loss"]) and math.isfinite(record["gradient_norm"])):
-            raise UserError(
-                f"the loss is {record['loss']} and the gradient norm {record['gradient_norm']} at step {step}; lower "
-                f"--training.learning_rate. Checkpoint {self.checkpoints.latest} is kept"
-            )
         tokens = self.config.training.batch_size * self.config.data.sequence_length
         record |= measure.expert_use(counts, self.config.model.recurrent)
         record |= measure.bias_range(balancing)
@@ -132,6 +133,15 @@ class _Loop:
             record["time/model_flop_utilisation"] = utilisation
         self.writer.write(step, record)
         self.console.progress(step, record, elapsed / steps * (self.stop - step))
+
+    def _check(self, step: int, step_metrics: dict[str, Any]) -> None:
+        """Stop a run that has diverged, before anything of it is written or saved."""
+        loss, norm = float(step_metrics["loss"]), float(step_metrics["gradient_norm"])
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise UserError(
+                f"the loss is {loss} and the gradient norm {norm} at step {step}: training has diverged; start again "
+                "with a lower --training.learning_rate and another --run.dir"
+            )
 
     def _evaluate(self, step: int, state: TrainState) -> None:
         record = evaluate(self.evaluation_step, self._place, state, self.data)

@@ -12,7 +12,7 @@ CHANGEABLE = ("training.steps", "training.log_every", "mesh.", "checkpoint.", "e
 
 
 def open_run(loaded: LoadedConfig) -> Path:
-    """Create the run directory, or check that an existing one holds the same run, and save the configuration.
+    """Create the run directory with its configuration, or check that an existing one holds the same run.
 
     Raises:
         UserError: if it holds another configuration (the differences are shown) or can't be written.
@@ -29,11 +29,22 @@ def open_run(loaded: LoadedConfig) -> Path:
                 + "\n  ".join(changed)
                 + "\nUse another directory (--run.dir NAME), or the old values to go on with that run"
             )
+        return directory
+    save_configuration(loaded)
+    return directory
+
+
+def save_configuration(loaded: LoadedConfig) -> None:
+    """Write config.yaml, which a run that goes on may change where `CHANGEABLE` lets it.
+
+    Raises:
+        UserError: if the directory can't be written.
+    """
+    directory = Path(loaded.config.run.dir)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        saved.write_text(to_yaml(loaded), encoding="utf-8")
+        (directory / "config.yaml").write_text(to_yaml(loaded), encoding="utf-8")
     except OSError as error:
         raise UserError(
             f"run.dir: can't write to {directory}: {error.strerror}; choose another with --run.dir"
         ) from error
-    return directory

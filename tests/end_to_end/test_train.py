@@ -1,0 +1,247 @@
+"""`dreamer train` as a person runs it, on a tiny model: repeatable, resumable, and clear about what is wrong."""
+
+import json
+import logging
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from dreamer_jax.cli.main import main
+from dreamer_jax.config.errors import UserError
+from dreamer_jax.training.checkpoints import load_run
+from dreamer_jax.training.metrics import read_metrics
+
+CONFIG = """\
+model:
+  variant: DR+DA
+  depth: 2
+  hidden_size: 16
+  vocab_size: 259
+  sa_heads: 2
+  sa_kv_heads: 1
+  sa_head_size: 8
+  da_head_size: 8
+  num_experts: 6
+  experts_per_token: 2
+  expert_size: 8
+  router_size: 8
+  dtype: float32
+data:
+  task: boolean
+  difficulty: 2
+  loss: answer
+  sequence_length: 64
+  heldout_records: 6
+training:
+  steps: 12
+  batch_size: 4
+  learning_rate: 1e-2
+  warmup_steps: 2
+  remat: none
+  log_every: 2
+checkpoint:
+  every: 3
+evaluation:
+  every: 6
+  harder: 3
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_each_program_once(tmp_path_factory):
+    """Most of these runs have the same programs, and compiling is most of their time."""
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
+    path.write_text(CONFIG)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def finished(config, tmp_path_factory) -> Path:
+    """An undisturbed run of 12 steps; tests leave it as it is."""
+    directory = tmp_path_factory.mktemp("runs") / "first"
+    assert main(["train", config, "--run.dir", str(directory)]) == 0
+    return directory
+
+
+@pytest.fixture(scope="module")
+def interrupted(config, tmp_path_factory) -> tuple[Path, list[str]]:
+    """A run stopped after 6 steps, its metrics then spoiled by steps that no checkpoint holds, and resumed to 12.
+
+    Also returns what jax compiled while it was resumed.
+    """
+    directory = tmp_path_factory.mktemp("runs") / "second"
+    words = ["train", config, f"--run.dir={directory}", "--training.steps"]
+    assert main([*words, "6"]) == 0
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "loss": 99.0}\n{"step": 8, "lo')
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("jax").addHandler(handler)
+    try:
+        with jax.log_compiles():
+            assert main([*words, "12"]) == 0
+    finally:
+        logging.getLogger("jax").removeHandler(handler)
+    return directory, messages
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def without_times(directory: Path) -> list[dict[str, float]]:
+    return [{k: v for k, v in record.items() if not k.startswith("time/")} for record in read_metrics(directory)]
+
+
+def error_of(capsys) -> str:
+    """The one message on stderr."""
+    text = capsys.readouterr().err
+    assert text.startswith("dreamer: error: ") and "Traceback" not in text
+    return text
+
+
+def test_what_a_run_leaves(finished):
+    records = read_metrics(finished)
+    trained = [record for record in records if "loss" in record]
+    assert [record["step"] for record in trained] == [1, 2, 4, 6, 8, 10, 12]
+    assert [record["tokens"] for record in trained] == [record["step"] * 4 * 64 for record in trained]
+    assert trained[0]["loss"] == pytest.approx(np.log(259), rel=0.1)
+    assert trained[-1]["loss"] < 0.9 * trained[0]["loss"]
+    routers = ("expert_attention", "sequence_attention", "depth_attention")
+    names = {f"experts/{router}/{kind}" for router in routers for kind in ("used", "gini", "max_over_median")}
+    names |= {f"bias/{router}/{kind}" for router in routers for kind in ("min", "max")}
+    assert names | {"learning_rate", "gradient_norm", "time/tokens_per_second"} <= set(trained[0])
+    evaluated = [record for record in records if "heldout/loss" in record]
+    assert [record["step"] for record in evaluated] == [6, 12]
+    assert {"heldout/perplexity", "heldout/exact_match", "harder/exact_match"} <= set(evaluated[0])
+
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary == {**trained[-1], **evaluated[-1]}
+    assert {"figures/loss.png", "figures/accuracy.png", "config.yaml"} <= set(files(finished))
+    assert sorted(int(p.name) for p in (finished / "checkpoints").iterdir() if p.name.isdigit()) == [6, 9, 12]
+
+
+def test_a_resumed_run_is_the_undisturbed_one(finished, interrupted):
+    """Metrics and every weight, bit for bit: the two halves start from the same seed, as two whole runs would."""
+    directory, _ = interrupted
+    assert without_times(directory) == without_times(finished)
+    one, other = load_run(finished), load_run(directory)
+    assert one.step == other.step == 12 and one.meta == other.meta
+    jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
+    jax.tree.map(np.testing.assert_array_equal, one.balancing, other.balancing)
+
+
+def test_the_step_compiles_once(interrupted):
+    compiled = [message for message in interrupted[1] if message.startswith("Finished XLA compilation of jit(step)")]
+    assert len(compiled) == 1
+
+
+def test_a_complete_run_says_so(config, finished, capsys):
+    before = files(finished)
+    assert main(["train", config, "--run.dir", str(finished)]) == 0
+    output = capsys.readouterr().out
+    assert "the run is complete: 12 steps of 12" in output and "compiling" not in output
+    after = files(finished)
+    assert set(after) == set(before)
+    assert after["metrics.jsonl"] == before["metrics.jsonl"] and after["summary.json"] == before["summary.json"]
+
+
+def test_another_configuration_changes_nothing(config, finished, capsys):
+    before = files(finished)
+    words = ["train", config, "--run.dir", str(finished), "--training.learning_rate=2e-2", "--model.num_experts", "8"]
+    assert main([*words, "--training.steps=20"]) == 2
+    error = error_of(capsys)
+    assert "model.num_experts: 6 -> 8" in error and "training.learning_rate: 0.01 -> 0.02" in error
+    assert "training.steps" not in error and "--run.dir" in error
+    assert files(finished) == before
+
+
+def test_load_run(finished, tmp_path):
+    latest, earlier = load_run(finished), load_run(finished / "checkpoints" / "6")
+    assert (latest.step, earlier.step, load_run(finished, step=9).step) == (12, 6, 9)
+    assert latest.config.model.num_experts == 6
+    assert latest.params["head"].shape == (259, 16) and latest.params["head"].dtype == np.float32
+    assert not np.array_equal(latest.params["head"], earlier.params["head"])
+    with pytest.raises(UserError, match="is not a run directory"):
+        load_run(tmp_path)
+    with pytest.raises(UserError, match="has no checkpoint of step 7; it has 6, 9, 12"):
+        load_run(finished, step=7)
+    (tmp_path / "config.yaml").write_bytes((finished / "config.yaml").read_bytes())
+    with pytest.raises(UserError, match="has no checkpoint yet"):
+        load_run(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_a_diverging_run_stops(config, tmp_path, capsys):
+    """Also when nothing is logged before a checkpoint: what isn't finite is never saved."""
+    directory = tmp_path / "run"
+    words = ["--training.learning_rate", "1e30", "--training.log_every=100", "--checkpoint.every", "2"]
+    assert main(["train", config, "--run.dir", str(directory), *words]) == 2
+    error = error_of(capsys)
+    assert "nan at step 2: training has diverged" in error and "--training.learning_rate" in error
+    with pytest.raises(UserError, match="no checkpoint"):
+        load_run(directory)
+    assert all(np.isfinite(list(record.values())).all() for record in read_metrics(directory))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--run.dir", "FILE/run"], "run.dir: can't write to"),
+        (["--run.dir", "FILE"], "run.dir: can't write to"),
+        (["--mesh.data=16", "--training.batch_size=16"], "mesh.data: 16 devices asked for, but jax sees 8"),
+        (["--model.vocab_size", "258"], "model.vocab_size: 258 is too small"),
+        (["--model.implementation", "pallas"], "model.implementation"),
+        (["--data.source=jsonl", "--data.path=nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_mistakes(words, message, config, tmp_path, capsys):
+    (tmp_path / "file").write_text("a file")
+    words = [word.replace("FILE", str(tmp_path / "file")) for word in words]
+    directory = [] if "--run.dir" in words else ["--run.dir", str(tmp_path / "run")]
+    assert main(["train", config, *directory, *words]) == 2
+    assert message in error_of(capsys)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_jsonl(config, tmp_path, capsys):
+    """A file of one's own with the byte tokenizer; a change of it is noticed when the run goes on."""
+    path, directory = tmp_path / "sums.jsonl", tmp_path / "run"
+    records = [{"problem": f"{a}+{b}=", "result": str(a + b)} for a in range(12) for b in range(12)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    words = ["train", config, "--run.dir", str(directory), "--evaluation.harder=0", "--data.source", "jsonl"]
+    words += ["--data.path", str(path), "--data.prompt", "{problem}", "--data.completion", "{result}"]
+    assert main([*words, "--training.steps", "6"]) == 0
+    output = capsys.readouterr().out
+    assert "138 records to train on, 6 held out" in output and "held-out examples" in output
+    trained = [record["loss"] for record in read_metrics(directory) if "loss" in record]
+    assert trained[-1] < 0.95 * trained[0]
+
+    path.write_text(
+        "".join(json.dumps(record) + "\n" for record in [*records[:-1], {"problem": "1+1=", "result": "3"}])
+    )
+    before = files(directory)
+    assert main([*words, "--training.steps", "12"]) == 2
+    error = error_of(capsys)
+    assert "changed since checkpoint 6" in error and "--run.dir" in error
+    assert files(directory) == before
