@@ -1,4 +1,4 @@
-"""`dreamer data prepare|show|train-tokenizer`."""
+"""`dreamer data prepare|show|train-tokenizer|build`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ USAGE = """\
 usage: dreamer data prepare MIXTURE --out DIR [--workers N]
        dreamer data show CONFIG|DIR [--documents N] [--section.key value ...]
        dreamer data train-tokenizer MIXTURE --size N --out FILE.json
+       dreamer data build NAME --out DIR [--from PATH]
 
 prepare          clean, strip, decontaminate, deduplicate and tokenize the sources of a mixture file into DIR;
                  started again after a kill, it goes on where it stopped
 show             a few documents as the model sees them, fill rate and lengths: of a configuration, or of a
                  directory made by prepare (settings such as --data.sequence_length 512 apply to both)
-train-tokenizer  train a small byte-level BPE on the sources of a mixture file"""
+train-tokenizer  train a small byte-level BPE on the sources of a mixture file
+build            make TFDS data (ArrayRecord) of one of the paper's sets under DIR, from the hub or from files that
+                 were downloaded before; a wrong NAME lists them"""
 
 
 def run(arguments: list[str]) -> int:
     """Run one of the data commands; returns the exit code."""
-    actions = {"prepare": _prepare, "show": _show, "train-tokenizer": _train_tokenizer}
+    actions = {"prepare": _prepare, "show": _show, "train-tokenizer": _train_tokenizer, "build": _build}
     if not arguments or arguments[0] in ("--help", "-h") or {"--help", "-h"} & set(arguments[1:]):
         print(USAGE)
         return 0 if arguments else 2
@@ -95,6 +98,17 @@ def _train_tokenizer(words: list[str]) -> None:
     print(f"{out}: {tokenizer.vocab_size} ids, fingerprint {tokenizer.fingerprint[:12]}")
 
 
+def _build(words: list[str]) -> None:
+    name, options = _words("build", words, ("--out", "--from"))
+    if "--out" not in options:
+        raise UserError("data build: name TFDS's folder: --out DIR")
+    try:
+        from dreamer_jax.data.builders import build
+    except ImportError:
+        raise UserError("data build needs tensorflow-datasets; in the checkout: pip install -e '.[data]'") from None
+    print(f"{build(name, options['--out'], options.get('--from', ''))}: give it as the path of a source of format tfds")
+
+
 def _words(action: str, words: list[str], known: tuple[str, ...]) -> tuple[str, dict[str, str]]:
     """The one file that the words name, and the options."""
     files, options, remaining = [], {}, list(words)
@@ -117,7 +131,7 @@ def _words(action: str, words: list[str], known: tuple[str, ...]) -> tuple[str, 
             value = remaining.pop(0)
         options[name] = value
     if len(files) != 1:
-        raise UserError(f"data {action}: name one file, not {len(files)}\n{USAGE}")
+        raise UserError(f"data {action}: name one thing, not {len(files)}\n{USAGE}")
     return files[0], options
 
 

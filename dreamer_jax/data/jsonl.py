@@ -31,7 +31,8 @@ class Broken(Exception):
 class Template:
     """Text with {name} for fields of a record; {{ and }} stand for braces. Nothing else is interpreted.
 
-    {messages.1.content} goes into lists and objects where the record has no field of just that name.
+    {messages.1.content} goes into lists and objects where the record has no field of just that name, and {hints.*} is
+    all texts of a list, a line each (or the text, where it is one).
 
     Args:
         text: the template.
@@ -183,9 +184,12 @@ _ABSENT = object()
 
 
 def _descend(value: object, path: str) -> object:
-    """What `a.1.b` names inside objects and lists, or _ABSENT."""
+    """What `a.1.b` or `a.*` names inside objects and lists, or _ABSENT."""
     for part in path.split("."):
-        if isinstance(value, dict) and part in value:
+        if part == "*":
+            if isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value):
+                value = "\n".join(value)
+        elif isinstance(value, dict) and part in value:
             value = value[part]
         elif isinstance(value, (list, tuple)) and part.isdigit() and int(part) < len(value):
             value = value[int(part)]

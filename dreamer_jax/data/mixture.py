@@ -31,7 +31,8 @@ class SourceSpec:
     Format task: the task's name."""
     format: Format = "auto"
     config: str = ""
-    """Formats tfds and hub: name of the builder or configuration, where there is one."""
+    """Format tfds: the builder's name, where path is a folder of several. Format hub: the configuration, or several
+    with commas between."""
     split: str = "train"
     """Formats tfds and hub: the split."""
     records: int = 0

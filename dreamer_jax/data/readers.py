@@ -81,7 +81,11 @@ def plan_units(name: str, spec: SourceSpec, unit_bytes: int) -> list[Unit]:
     """Cut a source into units of about unit_bytes, in order; compressed and CSV files stay whole."""
     key = f"sources.{name}"
     if spec.format == "hub":
-        return [Unit(name, spec.path, 0, -1)]
+        return [
+            Unit(name, f"{spec.path}:{config}", shard, shard + 1)
+            for config in _configs(spec)
+            for shard in range(_hub(spec, config).num_shards)
+        ]
     if spec.format == "task":
         if spec.path not in tasks.TASKS:
             raise ConfigError(f"{key}.path: no task '{spec.path}'; one of {', '.join(tasks.TASKS)}", f"{key}.path")
@@ -127,7 +131,10 @@ def read_unit(spec: Spec, unit: Unit, limit: int) -> Iterator[Item]:
 
 def read_all(spec: BenchmarkSpec, key: str, limit: int) -> Iterator[Item]:
     """All records of a benchmark."""
-    if spec.format in ("hub", "tfds"):
+    if spec.format == "hub":
+        for config in _configs(spec):
+            yield from read_unit(spec, Unit(key, f"{spec.path}:{config}", 0, -1), limit)
+    if spec.format == "tfds":
         yield from read_unit(spec, Unit(key, spec.path, 0, -1), limit)
     for path in files_of(spec, key):
         yield from read_unit(spec, Unit(key, str(path), 0, -1), limit)
@@ -317,18 +324,33 @@ def _decoded(value: Any) -> Any:
     return value.decode("utf-8") if isinstance(value, bytes) else value  # TFDS gives texts as bytes
 
 
-def _read_hub(spec: Spec, unit: Unit, limit: int) -> Iterator[Item]:
+def _configs(spec: Spec) -> list[str]:
+    return [name.strip() for name in spec.config.split(",")]
+
+
+def _hub(spec: Spec, config: str) -> Any:
+    """A split of a data set on the hub, to be read row by row."""
     try:
         datasets = importlib.import_module("datasets")
     except ImportError:
         raise UserError("format hub needs datasets; install the extra: pip install -e '.[data]'") from None
     try:
-        rows = datasets.load_dataset(spec.path, spec.config or None, split=spec.split, streaming=True)
-        for number, value in enumerate(rows, start=1):
-            over = any(isinstance(v, str) and len(v) > limit for v in value.values())
-            yield Item(f"row {number}", _over(limit) if over else value)
+        return datasets.load_dataset(spec.path, config or None, split=spec.split, streaming=True)
     except (OSError, ValueError) as error:  # its errors of network, name, split and access are of these two
-        raise UserError(f"can't read split {spec.split} of {spec.path} from the hub: {error}") from None
+        raise UserError(f"can't open split {spec.split} of {spec.path} on the hub: {error}") from None
+
+
+def _read_hub(spec: Spec, unit: Unit, limit: int) -> Iterator[Item]:
+    config = unit.file.partition(":")[2]
+    rows = _hub(spec, config)
+    shards = range(unit.start, rows.num_shards if unit.stop < 0 else unit.stop)
+    try:
+        for shard in shards:
+            for number, value in enumerate(rows.shard(num_shards=rows.num_shards, index=shard), start=1):
+                over = any(isinstance(v, str) and len(v) > limit for v in value.values())
+                yield Item(f"shard {shard} row {number}", _over(limit) if over else value)
+    except (OSError, ValueError) as error:
+        raise UserError(f"can't read {unit.file} from the hub: {error}") from None
 
 
 def _read_task(spec: Spec, unit: Unit, limit: int) -> Iterator[Item]:
