@@ -1,0 +1,244 @@
+"""The PyTorch model against the JAX model: logits, gradients, caches, generation, balancing, in float32."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dreamer_jax.model import Dreamer as JaxDreamer
+from dreamer_jax.model import update_balancing
+from tests.export.cases import WHY_SKIPPED, torch_model, torch_weights
+from tests.model.cases import (
+    POSITIONS,
+    REAL,
+    SEGMENT_IDS,
+    cross_entropy,
+    jitted_forward,
+    random_tokens,
+    random_weights,
+    relative_error,
+    small_config,
+)
+
+torch = pytest.importorskip("torch", reason=WHY_SKIPPED)
+
+from dreamer_jax.export import modeling_dreamer  # noqa: E402
+
+TOLERANCE = 2e-5
+TOKENS, TARGETS = (random_tokens(small_config(), seed=seed) for seed in (0, 1))
+
+
+def logits_of(dreamer, tokens: np.ndarray, *arguments, **options) -> np.ndarray:
+    inputs = [torch.tensor(a) if isinstance(a, np.ndarray) else a for a in arguments]
+    with torch.no_grad():
+        return dreamer(torch.tensor(tokens), *inputs, **options).numpy()
+
+
+@pytest.mark.parametrize(
+    ("variant", "mixing"),
+    [
+        ("LA", "parallel_attention"),
+        ("LA+DA", "sequential"),
+        ("DR", "parallel"),
+        ("DR+DA", "sequential"),
+        ("DR+DA", "parallel_attention"),
+        ("DR+DA", "parallel"),
+    ],
+)
+def test_logits_of_packed_rows_at_trained_and_other_depths(variant: str, mixing: str) -> None:
+    config = small_config(variant, mixing)
+    params, bias = random_weights(config)
+    tokens = random_tokens(config)
+    for keep_shared in (False, True)[: 1 + config.recurrent]:
+        dreamer = torch_model(config, keep_shared)
+        for depth in (3, 2):
+            expected = jitted_forward(config)(params, bias, tokens, SEGMENT_IDS, POSITIONS, jnp.int32(depth)).logits
+            actual = logits_of(dreamer, tokens, SEGMENT_IDS, depth=depth)
+            assert relative_error(actual[REAL], np.asarray(expected)[REAL]) < TOLERANCE
+            again = logits_of(dreamer, tokens, SEGMENT_IDS, POSITIONS, depth=depth)
+            np.testing.assert_array_equal(again[REAL], actual[REAL])
+
+
+def test_deeper_than_trained() -> None:
+    config = small_config()
+    params, bias = random_weights(config)
+    tokens = random_tokens(config, shape=(2, 5))
+    variables = {"params": params, "balancing": {"bias": bias}}
+    expected = jax.jit(lambda variables: JaxDreamer(config).apply(variables, tokens, depth=7).logits)(variables)
+    assert relative_error(logits_of(torch_model(config), tokens, depth=7), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("variant", ["LA", "DR"])
+def test_depths_that_cannot_be_are_refused(variant: str) -> None:
+    dreamer = torch_model(small_config(variant))
+    with pytest.raises(ValueError, match="can't run at"):
+        logits_of(dreamer, np.zeros((1, 2), np.int32), depth=0 if variant == "DR" else 4)
+
+
+@pytest.mark.parametrize("length", [1, 300])
+def test_one_token_and_a_long_row(length: int) -> None:
+    config = small_config(sa_heads=3, sa_kv_heads=3, da_heads=2, da_kv_heads=1)
+    params, bias = random_weights(config)
+    tokens = random_tokens(config, shape=(1, length))
+    ones, positions = np.ones_like(tokens), np.arange(length, dtype=np.int32)[None]
+    expected = jitted_forward(config)(params, bias, tokens, ones, positions, jnp.int32(3)).logits
+    assert relative_error(logits_of(torch_model(config), tokens), expected) < TOLERANCE
+
+
+@functools.cache
+def jax_gradients(config):
+    """(gradients as `params`, counts) of the cross-entropy below."""
+    params, bias = random_weights(config)
+
+    @jax.jit
+    def gradient(params, bias):
+        def loss(params):
+            variables = {"params": params, "balancing": {"bias": bias}}
+            out = JaxDreamer(config).apply(variables, TOKENS, SEGMENT_IDS, POSITIONS)
+            return cross_entropy(out.logits, TARGETS, jnp.asarray(REAL)), out.counts
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    return gradient(params, bias)
+
+
+def torch_gradients(dreamer) -> dict:
+    """Tensor name -> gradient of the same loss."""
+    dreamer.train().zero_grad()
+    logits = dreamer(torch.tensor(TOKENS), torch.tensor(SEGMENT_IDS))
+    torch.nn.functional.cross_entropy(logits[torch.tensor(REAL)], torch.tensor(TARGETS[REAL]).long()).backward()
+    return {name: p.grad.clone() for name, p in dreamer.named_parameters()}
+
+
+def by_tensor(params, bias, config, keep_shared: bool) -> dict[str, np.ndarray]:
+    return torch_weights(params, jax.tree.map(np.asarray, bias), config, keep_shared)
+
+
+@pytest.mark.parametrize(("variant", "keep_shared"), [("LA", False), ("DR+DA", True)])
+def test_gradients_counts_and_balancing(variant: str, keep_shared: bool) -> None:
+    config = small_config(variant, num_experts=8)
+    params, bias = random_weights(config)
+    expected, counts = jax_gradients(config)
+    expected = by_tensor(expected, bias, config, keep_shared)
+    dreamer = torch_model(config, keep_shared)
+    found = torch_gradients(dreamer)
+    for name, gradient in found.items():
+        assert relative_error(gradient.numpy(), expected[name]) < 1e-4, name
+
+    # Checkpointing computes every layer twice: the same gradients, nothing counted twice.
+    dreamer = torch_model(config, keep_shared)
+    dreamer.gradient_checkpointing = True
+    for name, gradient in torch_gradients(dreamer).items():
+        torch.testing.assert_close(gradient, found[name], rtol=1e-5, atol=1e-7)
+    dreamer.update_balancing()
+    moved = by_tensor(params, update_balancing(bias, counts, config), config, keep_shared)
+    before = by_tensor(params, bias, config, keep_shared)
+    for name, buffer in dreamer.named_buffers():
+        np.testing.assert_allclose(buffer.numpy(), moved[name], atol=1e-7, err_msg=name)
+        assert not np.array_equal(buffer.numpy(), before[name])
+    dreamer.update_balancing()  # counts nothing since
+    np.testing.assert_allclose(buffer.numpy(), moved[name], atol=1e-7)
+
+
+def test_a_folded_score_sees_the_shared_expert_and_a_kept_one_does_not() -> None:
+    config = small_config(num_experts=8)
+    expected = by_tensor(jax_gradients(config)[0], random_weights(config)[1], config, False)
+    name = "layers.0.sequence_attention.projections.router.query"
+    assert relative_error(torch_gradients(torch_model(config))[name].numpy(), expected[name]) > 1e-2
+
+
+@pytest.mark.parametrize("variant", ["LA+DA", "DR+DA"])
+def test_caches_give_the_logits_of_the_whole_row(variant: str) -> None:
+    dreamer = torch_model(small_config(variant))
+    tokens = torch.tensor(random_tokens(small_config(variant), shape=(2, 11)))
+    with torch.no_grad():
+        whole = dreamer(tokens)
+        for cuts in ([1] * 11, [5, 4, 1, 1], [3, 8]):
+            cache, parts = modeling_dreamer.Cache(), []
+            for part in tokens.split(cuts, 1):
+                parts.append(dreamer(part, cache=cache))
+            torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
+            assert cache.get_seq_length() == 11
+            assert cache.rows[0][0].shape[2] < 80  # nothing but the sequence's keys grows
+        torch.testing.assert_close(dreamer(tokens, last=2), whole[:, -2:])
+
+
+def test_a_cache_keeps_the_gradient() -> None:
+    dreamer = torch_model(small_config("DR"))
+    tokens = torch.tensor(random_tokens(small_config("DR"), shape=(1, 6)))
+    dreamer(tokens)[:, -1].sum().backward()
+    whole = dreamer.embedding.weight.grad.clone()
+    dreamer.zero_grad()
+    cache = modeling_dreamer.Cache()
+    dreamer(tokens[:, :4], cache=cache)
+    dreamer(tokens[:, 4:], cache=cache)[:, -1].sum().backward()
+    torch.testing.assert_close(dreamer.embedding.weight.grad, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_generation_is_the_repeated_forward_pass_also_with_padding() -> None:
+    dreamer = torch_model(small_config())
+    long, short = (torch.tensor(random_tokens(small_config(), seed=seed, shape=(1, n))) for seed, n in ((0, 7), (1, 4)))
+
+    def slowly(tokens):
+        for _ in range(6):
+            with torch.no_grad():
+                tokens = torch.cat([tokens, dreamer(tokens)[:, -1:].argmax(-1)], 1)
+        return tokens
+
+    assert torch.equal(dreamer.generate(long, 6), slowly(long))
+    padded = torch.cat([long, torch.nn.functional.pad(short, (3, 0))])
+    mask = torch.ones_like(padded)
+    mask[1, :3] = 0
+    both = dreamer.generate(padded, 6, segment_ids=mask)
+    assert torch.equal(both[:1], slowly(long)) and torch.equal(both[1:, 3:], slowly(short))
+    other = dreamer.generate(long, 6, depth=2)
+    assert not torch.equal(other, slowly(long))
+
+
+def test_generation_stops_and_samples() -> None:
+    dreamer = torch_model(small_config())
+    tokens = torch.tensor(random_tokens(small_config(), shape=(2, 3)))
+    free = dreamer.generate(tokens, 8)
+    eos = int(free[0, 4])
+    stopped = dreamer.generate(tokens, 8, eos=eos)
+    assert (stopped[0, 4:] == eos).all() and torch.equal(stopped[0, :5], free[0, :5])
+    only = dreamer.generate(tokens, 8, temperature=1.0, top_k=1)
+    assert torch.equal(only, free)
+    draws = [
+        dreamer.generate(tokens, 8, temperature=2.0, generator=torch.Generator().manual_seed(s)) for s in (0, 0, 1)
+    ]
+    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+
+
+def test_gathered_and_grouped_experts_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    dreamer = torch_model(small_config(), keep_shared=True)
+    tokens = random_tokens(small_config())
+    results = []
+    for size in (0, 1 << 40):
+        monkeypatch.setattr(modeling_dreamer, "GATHERED_BYTES", size)
+        results.append(logits_of(dreamer, tokens, SEGMENT_IDS))
+    assert not np.array_equal(*results)  # they did take different paths
+    assert relative_error(*results) < TOLERANCE
+
+
+def test_bfloat16_greedy_tokens_and_float32_routing() -> None:
+    config = small_config(hidden_size=32)
+    params, bias = random_weights(config)
+    # Clear favourites, as a trained model has: what depths add is small, and the head answers with the next token.
+    quiet = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf * (0.2 if path[-1].key in ("out", "out_shared", "down") else 1), params
+    )
+    params = {**quiet, "head": np.roll(params["embedding"], 1, axis=0)}
+    tokens = random_tokens(config, shape=(4, 50))
+    dreamer = torch_model(config, keep_shared=True, weights=(params, bias))
+    dreamer.compute_dtype = torch.bfloat16
+    bfloat16 = small_config(hidden_size=32, dtype="bfloat16")
+    ones, positions = np.ones_like(tokens), np.broadcast_to(np.arange(50, dtype=np.int32), tokens.shape)
+    expected = np.asarray(jitted_forward(bfloat16)(params, bias, tokens, ones, positions, jnp.int32(3)).logits)
+    actual = logits_of(dreamer, tokens)
+    assert actual.dtype == np.float32
+    assert (actual.argmax(-1) == expected.argmax(-1)).mean() >= 0.99
+    # Logits are sums in float32, not rounded to the 8 bits of bfloat16.
+    assert (actual.astype(jnp.bfloat16).astype(np.float32) != actual).mean() > 0.9
