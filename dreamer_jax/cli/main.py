@@ -22,6 +22,8 @@ COMMANDS = {
     "bench": ("dreamer_jax.cli.bench", "measure speed, e.g. `dreamer bench train`"),
     "budget": ("dreamer_jax.cli.budget", "parameters, FLOPs per token and memory of a model"),
     "match": ("dreamer_jax.cli.match", "give a model the cost of another, or make a matched family"),
+    "compare": ("dreamer_jax.cli.compare", "cost and held-out results of runs, side by side"),
+    "analyze": ("dreamer_jax.cli.analyze", "what depth attention and the experts do: statistics, figures, a report"),
     "export": ("dreamer_jax.cli.export", "a trained model as a folder for PyTorch, verified"),
     "import": ("dreamer_jax.cli.import_", "an exported folder, perhaps fine-tuned, as a run"),
     "info": ("dreamer_jax.cli.info", "versions, devices, and which extras are installed"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -76,8 +77,16 @@ class Dreamer(nn.Module):
         hidden, counts = self.trunk(tokens, segment_ids, positions, depth)
         return Output(self.head(hidden), counts)
 
-    def trunk(self, tokens, segment_ids=None, positions=None, depth=None) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Everything before the head: [B, S] -> final hidden states [B, S, h] in compute dtype, and the counts."""
+    def trunk(
+        self, tokens, segment_ids=None, positions=None, depth=None, observe: Callable | None = None
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        """Everything before the head: [B, S] -> final hidden states [B, S, h] in compute dtype, and the counts.
+
+        Args:
+            tokens, segment_ids, positions, depth: as of a call.
+            observe: gets the layer, a pure function (see recurrence.py), and returns another of that contract; what
+                it returns in place of the counts comes back stacked over the depths.
+        """
         config = self.config
         depth = config.depth if depth is None else depth
         slots = depth if isinstance(depth, int) else config.depth
@@ -100,6 +109,7 @@ class Dreamer(nn.Module):
             own_bias = bias if config.recurrent else jax.tree.map(lambda b: b[l], bias)
             return step.apply({"params": weights}, x, l, cache, own_bias, context)
 
+        layer = observe(layer) if observe else layer
         context = Context(segment_ids, positions, jnp.asarray(depth, jnp.int32))
         x, counts = depth_scan(
             layer,
@@ -158,6 +168,9 @@ def initialise(config: ModelConfig, key: jax.Array) -> tuple[Any, dict[str, jax.
         config: sizes and variant.
         key: PRNG key; the same key gives the same parameters on every machine.
     """
-    init = jax.jit(Dreamer(config, remat="none").init)
+    # Drawing every matrix takes the CPU backend seconds to compile at full effort; this little gives the same bits.
+    quick = jax.default_backend() == "cpu" and not isinstance(key, jax.core.Tracer)
+    options = {"xla_backend_optimization_level": 1} if quick else None
+    init = jax.jit(Dreamer(config, remat="none").init, compiler_options=options)
     variables = nn.meta.unbox(init(key, jnp.zeros((1, 1), jnp.int32)))
     return variables["params"], variables["balancing"]["bias"]

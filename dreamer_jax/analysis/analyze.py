@@ -1,0 +1,111 @@
+"""A checkpoint in, a folder with its statistics, figures and report out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dreamer_jax.analysis.collection import ROWS, collect, sample_sequences
+from dreamer_jax.analysis.figures import make_figures
+from dreamer_jax.analysis.report import write_report
+from dreamer_jax.analysis.summary import Summary, summarise
+from dreamer_jax.config.errors import UserError
+from dreamer_jax.config.schema import Config, MeshConfig
+from dreamer_jax.data import open_data
+from dreamer_jax.parallel import make_mesh
+from dreamer_jax.training.checkpoints import load_run
+
+
+def analyze(
+    run: str | Path,
+    out: str | Path | None = None,
+    data: str = "",
+    sequences: int = 1000,
+    seed: int = 0,
+    compare: str | Path | None = None,
+) -> tuple[Path, Summary]:
+    """Analyse a checkpoint and write analysis.json, figures/*.png, figures/*.svg and report.html.
+
+    Args:
+        run: run directory, or one checkpoint in it.
+        out: the folder to write; by default `analysis` in the run directory.
+        data: a JSONL file with the run's fields, or a directory of prepared data; by default the run's held-out data.
+        sequences: documents to look at, chosen at random; all if there are fewer.
+        seed: of that choice.
+        compare: an LA run, seen over the same data, for Fig. 6.
+
+    Returns:
+        The folder, and the summary that analysis.json holds.
+
+    Raises:
+        UserError: no run or checkpoint, no data, or `compare` is not an LA model.
+    """
+    summary, config, directory = examine(run, data, sequences, seed)
+    layered: Summary | None = None
+    if compare is not None:
+        if not config.model.recurrent:
+            raise UserError("--compare puts an LA run beside a recurrent one, and this run is LA itself")
+        layered, _, _ = examine(compare, data, sequences, seed, only_layered=True)
+        share = np.mean(layered["experts"]["used"]) / layered["experts"]["experts"]
+        own = np.array(summary["experts"]["used"]) / summary["experts"]["experts"]
+        summary["compared_with"] = layered["run"]
+        summary["against_layered"] = (own / share).tolist()
+    folder = Path(out) if out is not None else directory / "analysis"
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    (folder / "analysis.json").write_text(json.dumps(summary) + "\n", encoding="utf-8")
+    figures = make_figures(summary, layered)
+    for figure in figures:
+        figure.save(folder / "figures")
+    (folder / "report.html").write_text(write_report(summary, figures), encoding="utf-8")
+    return folder, summary
+
+
+def examine(
+    run: str | Path, data: str, sequences: int, seed: int, only_layered: bool = False
+) -> tuple[Summary, Config, Path]:
+    """(summary, configuration, run directory) of a checkpoint over some sequences; see `analyze`."""
+    model = load_run(run)
+    config = model.config
+    if only_layered and config.model.recurrent:
+        raise UserError(f"{run}: --compare needs an LA run, and this is {config.model.variant}")
+    opened = open_data(_with_data(config, data))
+    mesh = make_mesh(MeshConfig(data=jax.device_count()))
+    seen = 0
+
+    def batches():
+        nonlocal seen
+        for batch in sample_sequences(opened.heldout_batches, sequences, ROWS * mesh.size, seed):
+            seen += _documents(batch)
+            yield batch
+
+    sums = collect(config.model, model.params, model.balancing, batches(), mesh)
+    path = Path(run)
+    directory = path.parent.parent if path.parent.name == "checkpoints" and path.name.isdigit() else path
+    described = {
+        "run": directory.name or str(directory.resolve().name),
+        "step": model.step,
+        "sequences": seen,
+        "data": Path(data).name if data else "its held-out data",
+    }
+    return described | summarise(config.model, sums, jax.device_get(model.balancing)), config, directory
+
+
+def _documents(batch: Any) -> int:
+    """Documents of a batch in which some have been left out: what starts and isn't padding."""
+    return int(np.sum((batch["positions"] == 0) & (batch["segment_ids"] > 0)))
+
+
+def _with_data(config: Config, path: str) -> Config:
+    """The configuration reading another file or directory, all of it."""
+    if not path:
+        return config
+    if not Path(path).exists():
+        raise UserError(f"{path}: there is no such file or directory")
+    changes: dict[str, Any] = {"path": path, "heldout_path": path}
+    changes["source"] = "prepared" if Path(path).is_dir() else "jsonl"
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))

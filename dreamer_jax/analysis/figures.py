@@ -1,0 +1,245 @@
+"""The figures, drawn from a summary: the paper's four, and what else is worth seeing by depth."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dreamer_jax.analysis.distributions import (
+    depth_given_expert,
+    depth_map,
+    depths_needed,
+    expert_given_depth,
+    expert_order,
+    lorenz,
+)
+from dreamer_jax.analysis.summary import EXPERTS, Summary
+
+MAP = "cividis"
+"""Colour map of all figures: the same order of lightness in grey and for every kind of colour vision."""
+LIGHT = {
+    "text": "#1b1b1b",
+    "background": "#ffffff",
+    "grid": "#b8b8b8",
+    "range": (0.0, 0.8),
+    "lines": ("#0072b2", "#d55e00", "#009e73"),
+}
+DARK = {
+    "text": "#e8e8e8",
+    "background": "#16181c",
+    "grid": "#555a62",
+    "range": (0.2, 1.0),
+    "lines": ("#56b4e9", "#e69f00", "#20c997"),
+}
+"""Colours of a theme. `range` is the part of the map that shows up as lines; `lines` are mostly of Okabe and Ito, and
+curves of one panel differ in marker and dash too."""
+MARKERS = (("o", "-"), ("s", "--"), ("^", ":"))
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of the report.
+
+    Attributes:
+        name: of its files.
+        title, text: for the report.
+        size: inches.
+        draw: (matplotlib figure, theme) -> None.
+    """
+
+    name: str
+    title: str
+    text: str
+    size: tuple[float, float]
+    draw: Callable[[Any, dict[str, Any]], None]
+
+    def render(self, kind: str, theme: dict[str, Any] = LIGHT) -> bytes:
+        """The file: kind "png" (150 dots an inch) or "svg" (text as outlines)."""
+        import matplotlib  # slow to import
+        from matplotlib.figure import Figure as Canvas
+
+        colours = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+        style: dict[str, Any] = dict.fromkeys(colours, theme["text"])
+        style |= {"axes.facecolor": theme["background"], "figure.facecolor": theme["background"]}
+        style |= {"grid.color": theme["grid"], "font.size": 9, "svg.hashsalt": self.name, "legend.frameon": False}
+        with matplotlib.rc_context(style):  # type: ignore[arg-type]
+            canvas = Canvas(figsize=self.size, layout="constrained")
+            self.draw(canvas, theme)
+            file = io.BytesIO()
+            canvas.savefig(file, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+        return file.getvalue()
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write name.png and name.svg; returns their paths."""
+        paths = [folder / f"{self.name}.{kind}" for kind in ("png", "svg")]
+        for path in paths:
+            path.write_bytes(self.render(path.suffix[1:]))
+        return paths
+
+
+def make_figures(summary: Summary, layered: Summary | None = None) -> list[Figure]:
+    """The figures that apply to a model, in the order of the report.
+
+    Args:
+        summary: of the model.
+        layered: of an LA model, for Fig. 6.
+    """
+    from dreamer_jax.analysis import texts
+
+    counts = np.array(summary["routers"][EXPERTS]["counts"])
+    recurrent = summary["model"]["variant"].startswith("DR")
+    figures = []
+
+    def add(name: str, size: tuple[float, float], draw: Callable) -> None:
+        figures.append(Figure(name, texts.TITLES[name], texts.TEXTS[name], size, draw))
+
+    if summary["depth_attention"]:
+        add("depth_attention", (5.2, 4.4), lambda c, t: _depth_attention(c, t, summary))
+    if recurrent:
+        add("depth_given_expert", (7.5, 3.6), lambda c, t: _experts(c, counts, depth_given_expert, "P(depth | expert)"))
+    add("lorenz", (6.4, 4.4), lambda c, t: _lorenz(c, t, counts, recurrent, layered))
+    if recurrent:
+        add("expert_given_depth", (7.5, 3.6), lambda c, t: _experts(c, counts, expert_given_depth, "P(expert | depth)"))
+        add("attention_experts", (7.5, 3.6), lambda c, _: _attention_experts(c, summary))
+    add("lens", (6.4, 3.4), lambda c, t: _lens(c, t, summary))
+    add("residual", (9, 2.9), lambda c, t: _residual(c, t, summary))
+    add("routers", (9, 2.9), lambda c, t: _routers(c, t, summary))
+    return figures
+
+
+def _heat(canvas, axes, table, label, x_label, y_label, **options) -> None:
+    """A table [depth, x] as a map with depth 0 at the bottom, and its colour bar."""
+    # `nearest`, so that every expert is a column of its own and none is smeared into its neighbour.
+    image = axes.imshow(table, origin="lower", aspect="auto", cmap=MAP, interpolation="nearest", **options)
+    axes.set(xlabel=x_label, ylabel=y_label)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.get_major_locator().set_params(integer=True)
+    canvas.colorbar(image, ax=axes, label=label)
+
+
+def _depth_attention(canvas, theme, summary: Summary) -> None:
+    table = depth_map(np.array(summary["depth_attention"]["scores"]))
+    axes = canvas.add_subplot()
+    axes.set_facecolor(theme["background"])
+    label = "average score over the row's largest"
+    _heat(canvas, axes, table, label, "depth looked back to", "depth looking", vmin=0, vmax=1)
+
+
+def _experts(canvas, counts: np.ndarray, distribution: Callable, label: str) -> None:
+    order = expert_order(counts)
+    axes = canvas.add_subplot()
+    table = distribution(counts)[:, order]
+    # A few busy cells would leave the rest black.
+    top = max(float(np.quantile(table, 0.99)), 1e-12)
+    _heat(canvas, axes, table, label, "expert, by depths that hold 90 % of its use", "depth", vmin=0, vmax=top)
+    canvas.axes[-1].set_title("≥" if table.max() > top else "", fontsize=8)
+    groups = depths_needed(counts)[order]
+    starts = np.flatnonzero(np.diff(groups, prepend=-1))
+    upper = axes.secondary_xaxis("top")
+    shown: list[int] = []
+    for start in starts.tolist():  # labels that would stand on each other are left out
+        if not shown or start - shown[-1] >= len(order) / 30:
+            shown.append(start)
+    upper.set_xticks(shown, [str(groups[start]) for start in shown])
+    upper.set_xlabel("depths that hold 90 %")
+
+
+def _lorenz(canvas, theme, counts: np.ndarray, recurrent: bool, layered: Summary | None) -> None:
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap, Normalize
+
+    axes = canvas.add_subplot()
+    depths, width = counts.shape
+    experts = width if recurrent else width * depths
+    colours = ListedColormap(colormaps[MAP](np.linspace(*theme["range"], depths)))
+
+    def plot(curve: tuple[np.ndarray, np.ndarray], *args: Any, **options: Any) -> None:
+        axes.plot(curve[0][1:], curve[1][1:], *args, **options)  # a log axis has no 0
+
+    for depth, row in enumerate(counts):
+        plot(lorenz(row, experts), color=colours(depth), linewidth=1)
+    everything = counts.sum(axis=0) if recurrent else counts.reshape(-1)
+    plot(lorenz(everything), ":", color=theme["text"], linewidth=1.2, label="all depths together")
+    if layered:
+        plot(layered_curve(layered), "--", color=theme["text"], linewidth=2.6, label="LA, a layer")
+    elif recurrent:
+        x = np.linspace(1 / experts, 1, 200)
+        label = f"what a layer of LA could use: 1/{depths}, balanced"
+        axes.plot(x, x / depths, "--", color=theme["text"], linewidth=2.6, label=label)
+    axes.set(xlabel="portion of the routings", ylabel="portion of all experts", xlim=(0, 1), yscale="log")
+    axes.set_ylim(top=1.2)
+    axes.grid(alpha=0.5)
+    axes.legend(loc="best")
+    from matplotlib.cm import ScalarMappable
+
+    bar = canvas.colorbar(ScalarMappable(Normalize(-0.5, depths - 0.5), colours), ax=axes, label="depth")
+    bar.locator.set_params(integer=True)
+
+
+def layered_curve(layered: Summary) -> tuple[np.ndarray, np.ndarray]:
+    """LA's curve of Fig. 6: its layers' counts, sorted and averaged by rank, among the experts of all its layers."""
+    ranked = -np.sort(-np.array(layered["routers"][EXPERTS]["counts"]), axis=1)
+    return lorenz(ranked.mean(axis=0), ranked.size)
+
+
+def _attention_experts(canvas, summary: Summary) -> None:
+    names = [name for name in summary["routers"] if name != EXPERTS]
+    for place, name in enumerate(names, 1):
+        axes = canvas.add_subplot(1, len(names), place)
+        table = expert_given_depth(np.array(summary["routers"][name]["counts"]))
+        title = f"expert of the {name.replace('_', ' ')}"
+        _heat(canvas, axes, table, "P(expert | depth)", title, "depth", vmin=0, vmax=1)
+
+
+def _curves(axes, theme, curves: dict[str, list[float]], y_label: str) -> None:
+    for (label, values), colour, (marker, dash) in zip(curves.items(), theme["lines"], MARKERS, strict=False):
+        axes.plot(range(len(values)), values, dash, marker=marker, color=colour, markersize=4, label=label)
+    axes.set(xlabel="depth", ylabel=y_label)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.5)
+    if len(curves) > 1:
+        axes.legend()
+
+
+def _lens(canvas, theme, summary: Summary) -> None:
+    lens = summary["lens"]
+    curves = {"every target": lens["accuracy"]}
+    if lens["answers"]:
+        curves["answers"] = lens["answer_accuracy"]
+    axes = canvas.add_subplot()
+    _curves(axes, theme, curves, "next token right")
+    axes.set_ylim(0, 1.08 * max(1e-3, *map(max, curves.values()), 0))
+
+
+def _residual(canvas, theme, summary: Summary) -> None:
+    labels = {"norm": "L2 norm", "cosine": "cosine with the depth before", "distance": "distance from the depth before"}
+    for place, (name, label) in enumerate(labels.items(), 1):
+        _curves(canvas.add_subplot(1, 3, place), theme, {label: summary["residual"][name]}, label)
+
+
+def _routers(canvas, theme, summary: Summary) -> None:
+    routers = summary["routers"]
+    share = {
+        name.replace("_", " "): [value / max(router["largest_entropy"], 1e-12) for value in router["entropy"]]
+        for name, router in routers.items()
+    }
+    _curves(canvas.add_subplot(1, 3, 1), theme, share, "entropy over the largest possible")
+    axes = canvas.add_subplot(1, 3, 2)
+    histogram = np.array(routers[EXPERTS]["score_histogram"])
+    edges = (0, 1, -0.5, len(histogram) - 0.5)
+    _heat(canvas, axes, histogram, "share", "score of selected experts", "depth", extent=edges, vmin=0)
+    axes.xaxis.get_major_locator().set_params(integer=False)
+    axes = canvas.add_subplot(1, 3, 3)
+    for place, router in enumerate(routers.values()):
+        low, _, first, middle, third, _, high = router["bias"].values()
+        axes.plot([place, place], [low, high], color=theme["lines"][0], linewidth=1)
+        axes.plot([place, place], [first, third], color=theme["lines"][0], linewidth=6, solid_capstyle="butt")
+        axes.plot(place, middle, "o", color=theme["lines"][1], markersize=4)
+    axes.set_xticks(range(len(routers)), [name.split("_")[0] for name in routers])
+    axes.set(ylabel="balancing bias", xlim=(-0.6, len(routers) - 0.4))
+    axes.grid(alpha=0.5, axis="y")

@@ -1,0 +1,121 @@
+"""report.html: one file with everything in it, to be opened from a disk or sent by mail."""
+
+from __future__ import annotations
+
+import base64
+import html
+
+from dreamer_jax.analysis.figures import DARK, Figure
+from dreamer_jax.analysis.summary import Summary
+
+STYLE = """
+:root { color-scheme: light dark; --text: #1b1b1b; --background: #ffffff; --line: #d0d0d0; --quiet: #5a5a5a; }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #e8e8e8; --background: #16181c; --line: #3c414a; --quiet: #a9afb8; }
+}
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--background);
+       max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
+table { border-collapse: collapse; } th, td { text-align: left; padding: .25rem 1rem .25rem 0; vertical-align: top; }
+tr { border-bottom: 1px solid var(--line); } td.number { font-variant-numeric: tabular-nums; white-space: nowrap; }
+figure { margin: 1rem 0; overflow-x: auto; } img { max-width: 100%; height: auto; }
+p.quiet { color: var(--quiet); }
+@media print { section { break-inside: avoid; } }
+"""
+
+
+def write_report(summary: Summary, figures: list[Figure]) -> str:
+    """The page as HTML: no script, no request, figures in it as SVG for a light and for a dark screen.
+
+    Args:
+        summary: of the model; `run`, `step` and `sequences` beside what `summarise` gives.
+        figures: see `make_figures`.
+    """
+    model = summary["model"]
+    title = f"What {model['variant']} of depth {model['depth']} does"
+    about = (
+        f"{summary['run']}, checkpoint {summary['step']:,}: {summary['sequences']:,} sequences of {summary['data']}, "
+        f"{summary['tokens']:,} tokens."
+    )
+    rows = "\n".join(
+        f"<tr><td>{html.escape(label)}</td><td class=number>{html.escape(value)}</td><td>{html.escape(paper)}</td></tr>"
+        for label, value, paper in numbers(summary)
+    )
+    sections = "\n".join(_section(figure) for figure in figures)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>{html.escape(title)}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<h1>{html.escape(title)}</h1>
+<p class="quiet">{html.escape(about)} Depths are counted from 0.</p>
+<table>
+<tr><th>Measure</th><th>Here</th><th>The paper's DR+DA, depth 32</th></tr>
+{rows}
+</table>
+{sections}
+</body>
+</html>
+"""
+
+
+def numbers(summary: Summary) -> list[tuple[str, str, str]]:
+    """(measure, value, what the paper has) of the numbers in the text of section 4.2, and of the logit lens."""
+    experts, depth = summary["experts"], summary["model"]["depth"]
+    table = [("Gini coefficient of all experts", f"{experts['global_gini']:.3f}", "about 0.075")]
+    used = _range([value / experts["experts"] for value in experts["used"]], "{:.1%}")
+    table.append(("experts used at a depth, of all", used, ""))
+    busiest = _range([value / experts["experts"] for value in experts["used_for_90_percent"]], "{:.1%}")
+    table.append(("experts that take 90 % of a depth's routings, of all", busiest, ""))
+    if "against_la" in experts:
+        table += [
+            (
+                f"experts used at a depth, against the 1/{depth} of LA",
+                _range(experts["against_la"], "{:.1f}×"),
+                "2–11×",
+            ),
+            (
+                f"the same for 90 % of the routings, against 0.9/{depth}",
+                _range(experts["against_la_90_percent"], "{:.1f}×"),
+                "",
+            ),
+            ("experts with 90 % of their use at one or two depths", f"{experts['specialised']:.1%}", ""),
+            ("of these, in the deeper half", f"{experts['specialised_deep']:.1%}", "about 22 %"),
+            ("experts that need more than 20 % of the depths", f"{experts['generalised']:.1%}", "about 50 %"),
+            ("experts never used", f"{experts['unused']:.1%}", "none"),
+        ]
+    if "against_layered" in summary:
+        measured = _range(summary["against_layered"], "{:.1f}×")
+        table.append(("experts used at a depth, against those of the LA run", measured, "2–11×"))
+    lens = summary["lens"]
+    if lens["targets"]:
+        table.append(("next token right after the last depth", f"{lens['accuracy'][-1]:.1%}", ""))
+        best = max(lens["accuracy"])
+        early = next((l for l, value in enumerate(lens["accuracy"]) if value >= 0.9 * best), depth - 1)
+        table.append(("first depth with 90 % of the best depth's accuracy", f"{early} of 0–{depth - 1}", ""))
+    return table
+
+
+def _range(values: list[float], form: str) -> str:
+    low, high = form.format(min(values)), form.format(max(values))
+    return low if low == high else f"{low} – {high}"
+
+
+def _section(figure: Figure) -> str:
+    light, dark = (
+        "data:image/svg+xml;base64," + base64.b64encode(data).decode()
+        for data in (figure.render("svg"), figure.render("svg", DARK))
+    )
+    name, width = html.escape(figure.title), round(figure.size[0] * 100)
+    return f"""<section>
+<h2>{name}</h2>
+<p>{html.escape(figure.text)}</p>
+<figure><picture>
+<source srcset="{dark}" media="(prefers-color-scheme: dark)">
+<img src="{light}" alt="{name}" width="{width}">
+</picture></figure>
+</section>"""

@@ -1,0 +1,103 @@
+"""From sums to what analysis.json, the report and TensorBoard hold: averages, distributions, the paper's numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from dreamer_jax.analysis.distributions import expert_numbers
+from dreamer_jax.analysis.observation import Sums
+from dreamer_jax.config.schema import ModelConfig
+
+EXPERTS = "expert_attention"
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+Summary = dict[str, Any]
+
+
+def summarise(config: ModelConfig, sums: Sums, balancing: Any) -> Summary:
+    """Everything that is reported of a model, as numbers and lists that JSON can hold.
+
+    Args:
+        config: sizes and variant.
+        sums: of `observe_batch`, added up.
+        balancing: router name -> balancing bias, [E] in DR, [L, E] in LA.
+
+    Returns:
+        `model` (variant, depth L, experts), `tokens`; `experts`, see `expert_numbers`.
+        `routers`, name -> `counts` [L, E], `entropy` [L] and `largest_entropy` (nats), `score_histogram` [L, BINS]
+        (shares), `bias` (quantiles).
+        `depth_attention`: `scores` [L, L] and `scores_by_head` [n, L, L], or None. `residual`: `norm`, `cosine`,
+        `distance` [L]. `lens`: `targets`, `answers`; `accuracy`, `answer_accuracy`, `loss` [L].
+    """
+    tokens = int(sums["tokens"])
+    residual = {name: (sums[name] / max(1, tokens)).tolist() for name in ("norm", "cosine", "distance")}
+    attention = None
+    if "depth_scores" in sums:
+        by_head = np.swapaxes(sums["depth_scores"], 0, 1) / max(1, tokens)  # [n, L, L]
+        attention = {"scores": by_head.mean(axis=0).tolist(), "scores_by_head": by_head.tolist()}
+    return {
+        "model": {
+            "variant": config.variant,
+            "depth": config.depth,
+            "experts": config.num_experts,
+            "experts_per_token": config.experts_per_token,
+        },
+        "tokens": tokens,
+        "experts": expert_numbers(sums["counts"][EXPERTS], config.recurrent),
+        "routers": {name: _router(name, sums, balancing[name], tokens) for name in sums["counts"]},
+        "depth_attention": attention,
+        "residual": residual,
+        "lens": _lens(sums),
+    }
+
+
+def _router(name: str, sums: Sums, bias: Any, tokens: int) -> dict[str, Any]:
+    counts, scores = sums["counts"][name], sums["scores"][name]
+    return {
+        "counts": counts.tolist(),
+        "entropy": (sums["entropy"][name] / max(1, tokens)).tolist(),
+        "largest_entropy": math.log(counts.shape[1]),
+        "score_histogram": (scores / np.maximum(scores.sum(axis=1, keepdims=True), 1)).tolist(),
+        "bias": {f"{q:.0%}": float(np.quantile(np.asarray(bias), q)) for q in QUANTILES},
+    }
+
+
+def _lens(sums: Sums) -> dict[str, Any]:
+    targets, answers = int(sums["lens_targets"]), int(sums["lens_answers"])
+    return {
+        "targets": targets,
+        "answers": answers,
+        "accuracy": (sums["lens_correct"] / max(1, targets)).tolist(),
+        "answer_accuracy": (sums["lens_answers_correct"] / max(1, answers)).tolist(),
+        "loss": (sums["lens_loss"] / max(1, targets)).tolist(),
+    }
+
+
+def scalars(summary: Summary) -> dict[str, float]:
+    """What TensorBoard and metrics.jsonl get of a summary: names with values, one for each depth where they differ."""
+    experts, depth = summary["experts"], summary["model"]["depth"]
+    values = {"global_gini": experts["global_gini"]}
+    values |= {name: experts[name] for name in ("specialised", "generalised", "unused") if name in experts}
+    by_depth = {f"residual/{name}": row for name, row in summary["residual"].items()}
+    by_depth["experts/used"] = experts["used"]
+    by_depth["experts/used_for_90_percent"] = experts["used_for_90_percent"]
+    for name, router in summary["routers"].items():
+        by_depth[f"entropy/{name}"] = router["entropy"]
+        by_depth[f"score/{name}"] = [_mean_of_bins(row) for row in router["score_histogram"]]
+    by_depth["lens/accuracy"] = summary["lens"]["accuracy"]
+    if summary["lens"]["answers"]:
+        by_depth["lens/answer_accuracy"] = summary["lens"]["answer_accuracy"]
+    if summary["depth_attention"]:
+        scores = np.array(summary["depth_attention"]["scores"])
+        by_depth["depth_attention/on_itself"] = np.diag(scores).tolist()
+        by_depth["depth_attention/on_first"] = scores[:, 0].tolist()
+        by_depth["depth_attention/depths_back"] = (np.arange(depth) - scores @ np.arange(depth)).tolist()
+    digits = len(str(depth - 1))
+    values |= {f"{name}/{l:0{digits}d}": row[l] for name, row in by_depth.items() for l in range(depth)}
+    return {f"analysis/{name}": float(value) for name, value in values.items()}
+
+
+def _mean_of_bins(shares: list[float]) -> float:
+    return float(np.dot(shares, (np.arange(len(shares)) + 0.5) / len(shares)))

@@ -1,0 +1,55 @@
+"""What the report says of each figure."""
+
+TITLES = {
+    "depth_attention": "Where depth attention looks (the paper's Fig. 4)",
+    "depth_given_expert": "At which depths each expert works (Fig. 5)",
+    "lorenz": "How many experts do how much of the work (Fig. 6)",
+    "expert_given_depth": "Which experts each depth uses (Fig. 7)",
+    "attention_experts": "Which attention expert each depth chooses",
+    "lens": "From which depth the next token can be read off",
+    "residual": "How the residual stream changes",
+    "routers": "How decided the routers are",
+}
+
+TEXTS = {
+    "depth_attention": (
+        "Average attention scores of a token at one depth (vertical) over its own earlier depths and the current one "
+        "(horizontal), over all heads. Each row is divided by its largest score, so 1 is the depth looked at most. A "
+        "uniform skip connection would be a triangle of one colour; a model that only looks at one depth, one column."
+    ),
+    "depth_given_expert": (
+        "Each column is one expert of the expert attention, and shows how its selections spread over the depths. "
+        "Experts stand in the order of how many depths hold 90 % of their selections (upper axis), and within such a "
+        "group in the order of one depth drawn from their distribution. Specialised experts are on the left, those "
+        "that serve many depths on the right."
+    ),
+    "lorenz": (
+        "Experts are taken in the order of how often they were selected, the busiest first; the curve shows which "
+        "portion of all experts (log scale) takes which portion of the routings. Where a curve ends on the right is "
+        "how many experts were used at all. Equal use is a straight line through 0, which bends only because the axis "
+        "is logarithmic. A layer of LA can use its own experts only, 1/L of them all."
+    ),
+    "expert_given_depth": (
+        "The same selections, but each row sums to 1: which experts a depth relies on. The experts stand in the "
+        "order of Fig. 5."
+    ),
+    "attention_experts": (
+        "The projections around each attention are a top-1 mixture of as many experts as there are depths. A diagonal "
+        "would be classical layers, found again by training; spread rows are depths whose tokens choose differently."
+    ),
+    "lens": (
+        "The output head applied to the residual stream after every depth (the logit lens): how often its most likely "
+        "token is the true next one, given the true tokens before. A curve that rises early and stays flat means that "
+        "the later depths add little."
+    ),
+    "residual": (
+        "Averages over the tokens after each depth: length of the residual stream, cosine with the stream before the "
+        "depth, and distance from it relative to its length. A distance that falls towards 0 means convergence. In "
+        "recurrent models the stream is normalised at every depth, which fixes its length up to the learned scale."
+    ),
+    "routers": (
+        "Left: entropy of each router's sigmoid scores over all its experts, as a share of the largest possible; "
+        "near 1 all scores are alike. Middle: scores of the selected experts. Right: balancing biases of each "
+        "router; thin from least to greatest, thick the middle half, a dot for the median."
+    ),
+}

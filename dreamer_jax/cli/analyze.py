@@ -1,0 +1,50 @@
+"""`dreamer analyze RUN`: what depth attention and the experts of a trained model do, as a report."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from dreamer_jax.config import UserError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; `{self.prog} --help` lists the options")
+
+
+def run(arguments: list[str]) -> int:
+    """Analyse a run and print its numbers; returns the exit code."""
+    try:
+        options = _parser().parse_args(arguments)
+    except SystemExit:  # --help has been printed
+        return 0
+    if options.sequences < 1:
+        raise UserError(f"--sequences {options.sequences}: needs at least one sequence")
+    from dreamer_jax.analysis.analyze import analyze
+    from dreamer_jax.analysis.report import numbers
+
+    folder, summary = analyze(options.run, options.out, options.data, options.sequences, options.seed, options.compare)
+    print(f"{summary['sequences']:,} sequences, {summary['tokens']:,} tokens")
+    width = max(len(label) for label, _, _ in numbers(summary))
+    for label, value, paper in numbers(summary):
+        print(f"{label:<{width}}  {value}" + (f"  (paper: {paper})" if paper else ""))
+    print(f"done: {folder / 'report.html'}")
+    return 0
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="dreamer analyze",
+        description="Statistics of depth attention and experts over held-out sequences: report.html, figures, numbers.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="a run directory, or one checkpoint in it (RUN/checkpoints/500)")
+    parser.add_argument(
+        "--data", default="", help="a JSONL file with the run's fields, or prepared data (the run's held-out data)"
+    )
+    parser.add_argument("--sequences", type=int, default=1000, help="sequences, chosen at random (1000)")
+    parser.add_argument("--seed", type=int, default=0, help="of that choice (0)")
+    parser.add_argument("--compare", metavar="RUN", help="an LA run to draw beside this one in Fig. 6")
+    parser.add_argument("--out", metavar="DIR", help="the folder to write (RUN/analysis)")
+    return parser
