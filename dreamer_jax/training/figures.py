@@ -1,10 +1,13 @@
-"""Curves of a run, drawn from its metrics.jsonl."""
+"""Curves of runs, drawn from their metrics.jsonl."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dreamer_jax.training.metrics import read_metrics
+
+Curve = list[tuple[float, float]]
 
 
 def draw_figures(directory: Path) -> list[Path]:
@@ -14,29 +17,52 @@ def draw_figures(directory: Path) -> list[Path]:
     folder.mkdir(exist_ok=True)
     loss = {"training": "loss", "held-out": "heldout/loss"}
     accuracy = {"held-out": "heldout/exact_match", "harder than trained": "harder/exact_match"}
-    paths = [_draw(records, loss, "loss (nats per token)", folder / "loss.png")]
-    paths.append(_draw(records, accuracy, "exact match", folder / "accuracy.png"))
-    return [path for path in paths if path is not None]
+    drawn = []
+    for keys, label, name in ((loss, "loss (nats per token)", "loss"), (accuracy, "exact match", "accuracy")):
+        curves = {kind: _curve(records, "step", key) for kind, key in keys.items()}
+        if draw_curves(curves, "step", label, folder / f"{name}.png", top=1.02 if name == "accuracy" else None):
+            drawn.append(folder / f"{name}.png")
+    return drawn
 
 
-def _draw(records: list[dict[str, float]], curves: dict[str, str], label: str, path: Path) -> Path | None:
+def heldout_loss(directory: Path) -> Curve:
+    """(tokens trained on, held-out loss) of a run's evaluations."""
+    tokens = {}
+    curve = []
+    for record in read_metrics(directory):
+        if "tokens" in record:
+            tokens[record["step"]] = record["tokens"]
+        if "heldout/loss" in record and record["step"] in tokens:
+            curve.append((tokens[record["step"]], record["heldout/loss"]))
+    return curve
+
+
+def draw_curves(curves: Mapping[str, Curve], x_label: str, y_label: str, path: Path, top: float | None = None) -> bool:
+    """Draw labelled curves into a PNG; False, and no file, if all are empty.
+
+    Args:
+        top: the y axis goes from 0 to this; None fits it to the curves.
+    """
+    if not any(curves.values()):
+        return False
     import matplotlib  # slow to import
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
-    for name, key in curves.items():
-        points = [(record["step"], record[key]) for record in records if key in record]
+    for name, points in curves.items():
         if points:
             axes.plot(*zip(*points, strict=True), label=name, marker="o" if len(points) < 30 else None, markersize=3)
-    drawn = bool(axes.lines)
-    if drawn:
-        axes.set(xlabel="step", ylabel=label)
-        if "match" in label:
-            axes.set_ylim(0, 1.02)
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
-        figure.savefig(path, dpi=150)
+    axes.set(xlabel=x_label, ylabel=y_label)
+    if top is not None:
+        axes.set_ylim(0, top)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
     pyplot.close(figure)
-    return path if drawn else None
+    return True
+
+
+def _curve(records: Sequence[Mapping[str, float]], x: str, y: str) -> Curve:
+    return [(record[x], record[y]) for record in records if x in record and y in record]
