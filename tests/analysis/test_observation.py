@@ -1,0 +1,123 @@
+"""The statistics equal brute force, on one device and on eight; padding and batching don't show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from dreamer_jax.analysis import observation
+from dreamer_jax.analysis.collection import add, collect, make_observer
+from dreamer_jax.config.errors import UserError
+from dreamer_jax.config.schema import MeshConfig
+from dreamer_jax.model import Dreamer
+from dreamer_jax.parallel import make_mesh
+from tests.analysis.brute_force import statistics
+from tests.model.cases import POSITIONS, SEGMENT_IDS, random_tokens, random_weights, small_config
+
+ONE, EIGHT = make_mesh(MeshConfig(data=1)), make_mesh(MeshConfig(data=8))
+
+
+def make_batch(config, seed: int = 0) -> dict[str, np.ndarray]:
+    """[3, 12], packed, with padding on every side; half of the targets count."""
+    rng = np.random.default_rng(seed)
+    loss_mask = (SEGMENT_IDS > 0) & (rng.random(SEGMENT_IDS.shape) < 0.6)
+    return {
+        "tokens": random_tokens(config, seed),
+        "targets": random_tokens(config, seed + 1),
+        "segment_ids": SEGMENT_IDS,
+        "positions": POSITIONS,
+        "loss_mask": loss_mask,
+        "answer_mask": loss_mask & (rng.random(SEGMENT_IDS.shape) < 0.5),
+    }
+
+
+def chosen_targets(batch: dict[str, np.ndarray]) -> np.ndarray:
+    rows, columns, lens = observation.choose_targets(batch["loss_mask"], batch["answer_mask"])
+    chosen = np.zeros(batch["tokens"].shape, bool)
+    chosen[np.asarray(rows)[lens["counted"]], np.asarray(columns)[lens["counted"]]] = True
+    return chosen
+
+
+def assert_equal(actual: Any, expected: Any, tokens: int) -> None:
+    """Integers are equal, averages over the tokens equal to 1e-6 of the largest."""
+    for name, value in expected.items():
+        if isinstance(value, dict):
+            assert actual[name].keys() == value.keys()
+            assert_equal(actual[name], value, tokens)
+            continue
+        got = np.asarray(actual[name])
+        if np.issubdtype(got.dtype, np.integer):
+            np.testing.assert_array_equal(got, value, err_msg=name)
+        else:
+            scale = max(1.0, np.abs(value).max() / tokens)
+            np.testing.assert_allclose(got / tokens, value / tokens, rtol=0, atol=1e-6 * scale, err_msg=name)
+
+
+CASES = "LA/parallel_attention", "LA+DA/sequential", "DR/parallel", "DR+DA/parallel_attention", "DR+DA/sequential"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equal_to_brute_force(case):
+    config = small_config(*case.split("/"))
+    params, bias = random_weights(config)
+    batch = make_batch(config)
+    chosen = chosen_targets(batch)
+    expected, margin = statistics(config, params, bias, batch, chosen)
+    assert margin > 1e-5  # no selection hangs on rounding
+    sums = make_observer(config, ONE)(params, bias, batch)
+    tokens = int((SEGMENT_IDS > 0).sum())
+    assert int(sums["tokens"]) == tokens
+    assert int(sums["lens_targets"]) == chosen.sum() == batch["loss_mask"].sum()
+    assert int(sums["lens_answers"]) == (chosen & batch["answer_mask"]).sum()
+    assert ("depth_scores" in sums) == config.depth_attention
+    assert_equal(sums, expected, tokens)
+
+
+def test_model_is_not_changed_by_being_observed():
+    config = small_config()
+    params, bias = random_weights(config)
+    batch = make_batch(config)
+    sums = make_observer(config, ONE)(params, bias, batch)
+    variables = {"params": params, "balancing": {"bias": bias}}
+    output = jax.jit(Dreamer(config).apply)(variables, batch["tokens"], SEGMENT_IDS, POSITIONS)
+    for name, counts in output.counts.items():
+        np.testing.assert_array_equal(sums["counts"][name], counts)
+
+
+def test_eight_devices_equal_one():
+    config = small_config()
+    params, bias = random_weights(config)
+    parts = [make_batch(config, seed) for seed in range(3)]
+    batch = {name: np.concatenate([part[name] for part in parts])[:8] for name in parts[0]}
+    one = collect(config, params, bias, [batch], ONE)
+    eight = collect(config, params, bias, [batch], EIGHT)
+    assert_equal(eight, one, int(one["tokens"]))
+    halves = [{name: values[half] for name, values in batch.items()} for half in (slice(0, 4), slice(4, 8))]
+    assert_equal(collect(config, params, bias, halves, ONE), one, int(one["tokens"]))
+
+
+def test_sums_are_kept_wide():
+    big = {"n": np.array([2**31 - 1], np.int32), "x": np.array([2.0**24], np.float32)}
+    total = add(add(None, big), {"n": np.array([1], np.int32), "x": np.array([1.0], np.float32)})
+    assert total["n"][0] == 2**31 and total["x"][0] == 2**24 + 1
+
+
+def test_no_batch_is_a_clear_error():
+    config = small_config()
+    with pytest.raises(UserError, match="--data"):
+        collect(config, *random_weights(config), [], ONE)
+
+
+def test_lens_targets_are_spread_over_a_row(monkeypatch):
+    monkeypatch.setattr(observation, "LENS_TARGETS", 3)
+    loss = np.zeros((3, 10), bool)
+    loss[0] = True  # ten targets, three taken
+    loss[1, [2, 7]] = True  # fewer than three: all taken
+    rows, columns, lens = observation.choose_targets(loss, loss)
+    counted = np.asarray(lens["counted"])
+    found = list(zip(np.asarray(rows)[counted].tolist(), np.asarray(columns)[counted].tolist(), strict=True))
+    assert found == [(0, 3), (0, 6), (0, 9), (1, 2), (1, 7)]
+    assert len(counted) == 9
