@@ -42,8 +42,11 @@ def _show(loaded: LoadedConfig) -> None:
 def _check(loaded: LoadedConfig) -> None:
     config = loaded.config
     named = {"data.path": config.data.path, "data.heldout_path": config.data.heldout_path}
-    if config.data.source != "jsonl":
+    if config.data.source == "task":
         named = {}
+    if config.data.source == "prepared":  # a directory, complete when it has its index
+        named = {key: f"{path}/index.json" if path else "" for key, path in named.items()}
+        named["data.mixture"] = config.data.mixture
     if config.data.tokenizer != "bytes":
         named["data.tokenizer"] = config.data.tokenizer
     for key, path in named.items():
@@ -57,7 +60,7 @@ def summary(config: Config) -> str:
     """A few lines on what would run."""
     model, data, training = config.model, config.data, config.training
     tokens = training.batch_size * data.sequence_length
-    source = data.path if data.source == "jsonl" else f"built-in task {data.task}, difficulty 1 to {data.difficulty}"
+    source = data.path if data.source != "task" else f"built-in task {data.task}, difficulty 1 to {data.difficulty}"
     per_layer = "" if model.recurrent else " a layer"
     lines = {
         "model": f"{model.variant}, depth {model.depth}, hidden size {model.hidden_size}, vocabulary "

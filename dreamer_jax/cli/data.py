@@ -57,10 +57,13 @@ def _show(words: list[str]) -> None:
     from dreamer_jax.data.tokenizers import load_tokenizer
 
     documents = 3
-    if "--documents" in words:
-        at = words.index("--documents")
-        documents = _number("".join(words[at + 1 : at + 2]), "--documents")
-        words = words[:at] + words[at + 2 :]
+    for at, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == "--documents":
+            after = at + (1 if equals else 2)
+            documents = _number(value if equals else "".join(words[at + 1 : after]), "--documents")
+            words = words[:at] + words[after:]
+            break
     if not words or words[0].startswith("-"):
         raise UserError(f"data show: name a configuration or a directory\n{USAGE}")
     path, overrides = words[0], words[1:]
