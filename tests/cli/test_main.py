@@ -61,7 +61,7 @@ def test_bad_option_through_the_process() -> None:
     ("words", "expected"),
     [
         (["trian", TINY], "unknown command 'trian'; did you mean 'train'?"),
-        (["zzzz"], "unknown command 'zzzz'; one of: train, config"),
+        (["zzzz"], "unknown command 'zzzz'; one of: train, data, config"),
         (["--verison"], "unknown option '--verison'; did you mean '--version'?"),
         (["train"], "train: no configuration is named; usage: dreamer train CONFIG"),
         (["train", TINY, "model.depth", "8"], "train: unexpected 'model.depth'"),
