@@ -28,54 +28,65 @@ LLAMA3_NAMES = {
 """Llama 3's own names of its special tokens, counted from the first; the rest are reserved ones."""
 
 
-def write_tokenizer(folder: Path, tokenizer: Tokenizer, longest: int) -> None:
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, spec: str, longest: int) -> None:
     """Write the tokenizer; the ids of every text are those of `tokenizer`, with the begin-of-text token before them.
 
     Args:
         folder: where to.
         tokenizer: the run's.
+        spec: the run's `data.tokenizer`.
         longest: tokens of the longest context it was trained with.
     """
+    if spec.endswith(".json"):
+        content, names = _from_json(json.loads(Path(spec).read_text(encoding="utf-8")), tokenizer)
+    else:
+        content, names = _byte_level(tokenizer), (BEGIN, END, PAD)
+        if isinstance(tokenizer, RankTokenizer):
+            _copy_licences(folder, Path(spec))
+    begin, end, pad = names
+    first, text = {"SpecialToken": {"id": begin, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    content |= {
+        "truncation": None,
+        "padding": None,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [first, text],
+            "pair": [first, text, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {begin: {"id": begin, "ids": [tokenizer.bos], "tokens": [begin]}},
+        },
+    }
+    special = {"bos_token": begin, "eos_token": end, "pad_token": pad}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **special,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,
+        "padding_side": "left",
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": longest,
+    }
+    _write(folder / "tokenizer.json", content, indent=None)
+    _write(folder / "tokenizer_config.json", settings)
+    _write(folder / "special_tokens_map.json", special)
+
+
+def _byte_level(tokenizer: Tokenizer) -> dict[str, Any]:
+    """tokenizer.json of the byte tokenizer, or of a rank file."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     if isinstance(tokenizer, RankTokenizer):
         ranks = tokenizer.ranks
         specials = [LLAMA3_NAMES.get(i, f"<|reserved_special_token_{i - 8}|>") for i in range(LLAMA3_SPECIALS)]
-        pre = [
-            {"type": "Split", "pattern": {"Regex": LLAMA3_PATTERN}, "behavior": "Isolated", "invert": False},
-            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-        ]
-        splitter: dict[str, Any] = {"type": "Sequence", "pretokenizers": pre}
+        split = {"type": "Split", "pattern": {"Regex": LLAMA3_PATTERN}, "behavior": "Isolated", "invert": False}
+        splitter: dict[str, Any] = {"type": "Sequence", "pretokenizers": [split, byte_level]}
     else:
         ranks = {bytes([value]): value for value in range(256)}
         specials = [BEGIN, END, PAD]
-        splitter = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    first = len(ranks)
-    added = [
-        {
-            "id": first + i,
-            "content": name,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-        for i, name in enumerate(specials)
-    ]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-    begin = {"SpecialToken": {"id": BEGIN, "type_id": 0}}
-    content = {
+        splitter = byte_level
+    return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
+        "added_tokens": [_added(len(ranks) + i, name) for i, name in enumerate(specials)],
         "normalizer": None,
         "pre_tokenizer": splitter,
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [begin, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {BEGIN: {"id": BEGIN, "ids": [tokenizer.bos], "tokens": [BEGIN]}},
-        },
         "decoder": byte_level,
         "model": {
             "type": "BPE",
@@ -90,23 +101,28 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, longest: int) -> None:
             "merges": merges(ranks),
         },
     }
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BEGIN,
-        "eos_token": END,
-        "pad_token": PAD,
-        "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True,
-        "padding_side": "left",
-        "model_input_names": ["input_ids", "attention_mask"],
-        "model_max_length": longest,
-    }
-    _write(folder / "tokenizer.json", content, indent=None)
-    _write(folder / "tokenizer_config.json", settings)
-    _write(folder / "special_tokens_map.json", {"bos_token": BEGIN, "eos_token": END, "pad_token": PAD})
 
 
-def copy_licences(folder: Path, rank_file: Path) -> None:
+def _from_json(content: dict[str, Any], tokenizer: Tokenizer) -> tuple[dict[str, Any], tuple[str, str, str]]:
+    """A tokenizer.json with the special tokens that the run added to it, and their names."""
+    added = {token["id"]: token["content"] for token in content.get("added_tokens") or []}
+    vocabulary = content["model"].get("vocab")
+    if isinstance(vocabulary, dict):
+        added |= {number: name for name, number in vocabulary.items() if number not in added}
+    names = []
+    for number, name in ((tokenizer.bos, "<|bos|>"), (tokenizer.eos, "<|eos|>"), (tokenizer.pad, "<|pad|>")):
+        if number not in added:
+            content["added_tokens"] = [*(content.get("added_tokens") or []), _added(number, name)]
+        names.append(added.get(number, name))
+    return content, (names[0], names[1], names[2])
+
+
+def _added(number: int, name: str) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": name, **flags, "special": True}
+
+
+def _copy_licences(folder: Path, rank_file: Path) -> None:
     """Copy the licence texts that lie beside a rank file: they have to travel with it."""
     for path in sorted(rank_file.parent.iterdir()):
         if path.is_file() and path.name.upper().startswith(("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")):

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from dreamer_jax.config.errors import UserError
-from dreamer_jax.data.tokenizers import RankTokenizer, Tokenizer, load_tokenizer
+from dreamer_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dreamer_jax.export import modeling_file, safetensors_files
 from dreamer_jax.export.card import write_card
 from dreamer_jax.export.description import MODEL_FILE, Description, describe, generation_settings
 from dreamer_jax.export.names import FOLDED, Name, is_float32, names_of
 from dreamer_jax.export.safetensors_files import Tensor
-from dreamer_jax.export.tokenizer_files import copy_licences, write_tokenizer
+from dreamer_jax.export.tokenizer_files import write_tokenizer
 from dreamer_jax.training.leaves import Leaf, StoredModel
 
 
@@ -53,9 +53,7 @@ def export(
         safetensors_files.write(folder, tensors_of(model, dtype, description.keep_shared), shard_bytes)
         _write_json(folder / "config.json", describe(description, tokenizer))
         _write_json(folder / "generation_config.json", generation_settings(tokenizer))
-        write_tokenizer(folder, tokenizer, model.config.data.sequence_length)
-        if isinstance(tokenizer, RankTokenizer):
-            copy_licences(folder, Path(model.config.data.tokenizer))
+        write_tokenizer(folder, tokenizer, model.config.data.tokenizer, model.config.data.sequence_length)
         write_card(folder, description, tokenizer)
         (folder / MODEL_FILE).write_bytes(modeling_file())
         verify(folder)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -17,8 +18,9 @@ from dreamer_jax.export import modeling_file, safetensors_files
 from dreamer_jax.export.description import read_description
 from dreamer_jax.export.reading import import_run
 from dreamer_jax.export.writing import export
-from dreamer_jax.training.checkpoints import load_run
+from dreamer_jax.training.checkpoints import Checkpoints, load_run
 from dreamer_jax.training.leaves import open_model
+from dreamer_jax.training.state import create_state
 from tests.export.cases import WHY_SKIPPED, make_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -267,6 +269,22 @@ def test_a_folder_without_its_run_is_imported_with_defaults(copy: Path, tmp_path
     assert load_run(tmp_path / "back").config.model.num_experts == 7
 
 
+def test_a_run_resumes_from_an_import_with_a_fresh_optimizer(exported: Path, tmp_path: Path) -> None:
+    import_run(exported, tmp_path / "back")
+    model = load_run(tmp_path / "back")
+    fresh = create_state(model.config)
+    checkpoints = Checkpoints(tmp_path / "back", model.config.checkpoint, model.meta)
+    try:
+        state = checkpoints.restore(fresh)
+    finally:
+        checkpoints.close()
+    assert int(state.step) == 7
+    np.testing.assert_array_equal(state.params["head"], model.params["head"])
+    for ours, theirs in zip(jax.tree.leaves(state.optimizer), jax.tree.leaves(fresh.optimizer), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.slow
 def test_training_goes_on_after_an_import(tmp_path: Path) -> None:
     from dreamer_jax.config import load_config
     from dreamer_jax.training.loop import train

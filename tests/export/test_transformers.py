@@ -1,0 +1,210 @@
+"""Folders in transformers: the auto classes, generation, pipelines, training, saving, tokenizers."""
+
+import base64
+import json
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dreamer_jax.data.json_tokenizer import JsonTokenizer
+from dreamer_jax.data.tokenizers import ByteTokenizer, RankTokenizer, Tokenizer, load_tokenizer
+from dreamer_jax.export.reading import import_run
+from dreamer_jax.export.tokenizer_files import merges, write_tokenizer
+from dreamer_jax.export.writing import export
+from dreamer_jax.training.checkpoints import load_run
+from dreamer_jax.training.leaves import open_model
+from tests.export.cases import WHY_SKIPPED, make_run
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch = pytest.importorskip("torch", reason=WHY_SKIPPED)
+transformers = pytest.importorskip("transformers", reason=WHY_SKIPPED)
+
+from dreamer_jax.export.modeling_dreamer import Dreamer  # noqa: E402
+
+TEXTS = ["true and (not false)", "wörld  12345\n\n\tx", "", " leading", "<|end_of_text|> is text", "日本語 🙂 don't"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules(tmp_path_factory: pytest.TempPathFactory):
+    """Where transformers copies a folder's code to: not the home of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        place = str(tmp_path_factory.mktemp("modules"))
+        for module in (transformers.dynamic_module_utils, transformers.utils.hub, transformers.utils):
+            patch.setattr(module, "HF_MODULES_CACHE", place, raising=False)
+        yield place
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("export")
+    run = make_run(root / "run")
+    export(open_model(run), root / "folder", "bfloat16", True, lambda folder: None)
+    return root / "folder"
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype="auto")
+
+
+def prompts(loaded):
+    tokens = torch.randint(0, 256, (2, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    tokens[1, :2], mask[1, :2] = 258, 0
+    return {"input_ids": tokens, "attention_mask": mask}
+
+
+def test_the_auto_class_loads_what_the_file_alone_loads(folder: Path, loaded) -> None:
+    alone = Dreamer.load(folder)
+    assert not loaded.training and loaded.dtype == torch.bfloat16
+    state = loaded.model.state_dict()
+    for name, values in alone.state_dict().items():
+        assert values.dtype == state[name].dtype and torch.equal(values, state[name]), name
+    router = loaded.model.layers[0].expert_attention.router
+    assert {router.keys.dtype, router.bias.dtype, router.keys_norm.weight.dtype} == {torch.float32}
+    batch = prompts(loaded)
+    with torch.no_grad():
+        logits = loaded(**batch).logits
+        assert torch.equal(logits, alone(batch["input_ids"], batch["attention_mask"]))
+        torch.testing.assert_close(loaded(**batch, logits_to_keep=1).logits, logits[:, -1:])
+        assert loaded(**batch, use_cache=True).past_key_values.get_seq_length() == 6
+
+
+def test_generate(folder: Path, loaded) -> None:
+    batch, alone = prompts(loaded), Dreamer.load(folder)
+    for options in ({}, {"depth": 5}):
+        theirs = loaded.generate(**batch, max_new_tokens=5, eos_token_id=None, **options)
+        ours = alone.generate(batch["input_ids"], 5, segment_ids=batch["attention_mask"], **options)
+        assert torch.equal(theirs, ours)
+        slow = loaded.generate(**batch, max_new_tokens=5, eos_token_id=None, use_cache=False, **options)
+        assert torch.equal(theirs, slow)
+    beams = loaded.generate(**batch, max_new_tokens=5, num_beams=3, eos_token_id=None)
+    slow = loaded.generate(**batch, max_new_tokens=5, num_beams=3, eos_token_id=None, use_cache=False)
+    assert torch.equal(beams, slow)  # the cache follows the beams
+    sampled = loaded.generate(**batch, max_new_tokens=5, do_sample=True, top_p=0.9, eos_token_id=None)
+    assert sampled.shape == (2, 11)
+
+
+def test_pipeline(folder: Path, loaded) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    generate = transformers.pipeline("text-generation", model=str(folder), trust_remote_code=True, dtype="auto")
+    said = generate("true", max_new_tokens=4)[0]["generated_text"]
+    tokens = tokenizer("true", return_tensors="pt")
+    assert said == tokenizer.decode(loaded.generate(**tokens, max_new_tokens=4)[0], skip_special_tokens=True)
+
+
+def test_fine_tuning_saving_and_the_way_back(folder: Path, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    model.train()
+    model.gradient_checkpointing_enable()
+    assert model.model.gradient_checkpointing
+    batch = prompts(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for _ in range(4):
+        loss = model(**batch, labels=batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.model.update_balancing()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    model.save_pretrained(tmp_path / "tuned")
+    import_run(tmp_path / "tuned", tmp_path / "back")
+    back, before = load_run(tmp_path / "back"), model.state_dict()
+    np.testing.assert_array_equal(back.params["head"], before["model.head.weight"].numpy())
+    gate_up = back.params["layer"]["expert_attention"]["gate_up"]
+    np.testing.assert_array_equal(gate_up, before["model.layers.0.expert_attention.gate_up"].numpy())
+    bias = before["model.layers.0.expert_attention.router.bias"].numpy()
+    np.testing.assert_array_equal(back.balancing["expert_attention"], bias)
+    assert back.step == 7 and back.config.data.task == "boolean"
+
+
+def test_fresh_models_have_the_initialisation_of_training(folder: Path) -> None:
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True, hidden_size=64, num_experts=50)
+    model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True).float()
+    experts = model.model.layers[0].expert_attention
+    assert experts.gate_up.std().item() == pytest.approx((1 / (5 * 64)) ** 0.5, rel=0.05)
+    assert experts.down.std().item() == pytest.approx((1 / (2.5 * 64 * 3 * 3)) ** 0.5, rel=0.05)
+    assert torch.equal(experts.router.bias, torch.zeros(50))
+
+
+def test_a_configuration_from_the_future_is_refused(folder: Path, tmp_path: Path) -> None:
+    for path in folder.iterdir():
+        os.link(path, tmp_path / path.name)
+    content = json.loads((folder / "config.json").read_text()) | {"format_version": 2}
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    for load in (
+        Dreamer.load,
+        lambda path: transformers.AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True),
+    ):
+        with pytest.raises(ValueError, match="this folder has format 2; this file reads up to 1"):
+            load(tmp_path)
+
+
+def same_ids(folder: Path, tokenizer: Tokenizer, spec: str) -> None:
+    write_tokenizer(folder, tokenizer, spec, 64)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    rng = random.Random(0)
+    noise = ["".join(rng.choices(" abcxyz019\n\t'.,üß漢🙂ARS", k=40)) for _ in range(50)]
+    for text in TEXTS + noise:
+        assert theirs(text).input_ids == [tokenizer.bos, *tokenizer.encode(text)], text
+        assert theirs.decode(tokenizer.encode(text)) == text
+    ids = (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id, theirs.model_max_length)
+    assert ids == (tokenizer.bos, tokenizer.eos, tokenizer.pad, 64)
+    assert theirs.decode([tokenizer.bos, *tokenizer.encode("ab"), tokenizer.eos], skip_special_tokens=True) == "ab"
+
+
+def test_the_byte_tokenizer(tmp_path: Path) -> None:
+    same_ids(tmp_path, ByteTokenizer(), "bytes")
+
+
+def toy_ranks() -> dict[bytes, int]:
+    words = [b"th", b"the", b" t", b" the", b"12", b"123", b"an", b"and", b" a", b" and", b"not", b"ab", b"abc"]
+    words += ["ü".encode(), "漢".encode()[:2], "漢".encode(), b"tr", b"ue", b"true", b"xy", b"xyz", b"no"]
+    return {token: rank for rank, token in enumerate([*(bytes([b]) for b in range(256)), *words])}
+
+
+def test_a_rank_file_and_its_licences(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    path = source / "tokenizer.model"
+    lines = [base64.b64encode(token) + b" %d" % rank for token, rank in toy_ranks().items()]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    (source / "NOTICE").write_text("kept")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    same_ids(folder, load_tokenizer(str(path)), str(path))
+    assert (folder / "tokenizer-NOTICE").read_text() == "kept"
+
+
+def test_merges_are_in_the_order_of_the_ranks() -> None:
+    assert merges({b"a": 0, b"b": 1, b"c": 2, b"bc": 3, b"abc": 4, b"ab": 5}) == [["b", "c"], ["a", "bc"], ["a", "b"]]
+    assert isinstance(RankTokenizer(toy_ranks()), RankTokenizer)
+
+
+def test_a_tokenizer_json_without_special_tokens(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    write_tokenizer(plain, ByteTokenizer(), "bytes", 64)
+    content = json.loads((plain / "tokenizer.json").read_text())
+    content["added_tokens"] = content["added_tokens"][:1]
+    source = tmp_path / "source.json"
+    source.write_text(json.dumps(content))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    same_ids(folder, JsonTokenizer(source), str(source))
+
+
+@pytest.mark.slow
+def test_the_llama_3_tokenizer(tmp_path: Path) -> None:
+    path = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "llama3_tokenizer" / "tokenizer.model"
+    if not path.is_file():
+        pytest.skip(f"{path} is not there")
+    same_ids(tmp_path, load_tokenizer(str(path)), str(path))
