@@ -18,16 +18,15 @@ BANDS, BAND_ROWS = 32, 4
 """128 MinHash values: texts of Jaccard similarity 0.7 share a band with probability 0.9998, of 0.3 with 0.23."""
 
 _WORD = re.compile(r"[^\W_]+")
-_FORMULA = re.compile(
-    r"\\[A-Za-z]+"  # LaTeX commands
+_TOKEN = re.compile(
+    r"\\?[A-Za-z]+(?:['’](?:s|t|re|ll|ve|d|m)\b)?(?:(?<=[A-Za-z]{2})-[A-Za-z]{2,})*"  # words, LaTeX commands, variables
     r"|\d+(?:[.,]\d+)*"
     r"|[-−+*/^=<>±×÷√≤≥≠|%!_(){}\[\]]"
-    r"|(?<![A-Za-z'’])[A-Za-z](?![A-Za-z'’])"  # variables
-    r"|\b(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen"
-    r"|seventeen|eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|hundred|thousand|million"
-    r"|billion|half|third|quarter|twice|double|triple)\b"
 )
-_HYPHEN = re.compile(r"(?<=[A-Za-z])-(?=[A-Za-z]{2})")
+_NUMBER_WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+    seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million billion
+    half third quarter twice double triple"""
+_NUMBERS = {form: word for word in _NUMBER_WORDS.split() for form in (word, word.capitalize())}
 _NOT_VARIABLES = frozenset("aAI")
 _MULTIPLIER = 0x9E3779B97F4A7C15 | 1
 _MASK = (1 << 64) - 1
@@ -61,10 +60,18 @@ def formula_key(text: str) -> int:
     Two texts that differ in a sign, a number (also as a word), a variable or a bracket have different keys; texts
     that differ in other words have the same. A hyphen between letters is no sign.
     """
-    found = [part for part in _FORMULA.findall(_HYPHEN.sub(" ", text)) if part not in _NOT_VARIABLES]
-    return int.from_bytes(
-        hashlib.blake2b(" ".join(found).lower().encode("utf-8", "replace"), digest_size=8).digest(), "little"
-    )
+    found = []
+    for part in _TOKEN.findall(text):
+        if not part[0].isalpha():
+            found.append(part)
+        elif len(part) == 1:
+            if part not in _NOT_VARIABLES:
+                found.append(part)
+        elif part in _NUMBERS:
+            found.append(_NUMBERS[part])
+        elif "-" in part:
+            found += [_NUMBERS[half] for half in part.split("-") if half in _NUMBERS]
+    return int.from_bytes(hashlib.blake2b(" ".join(found).encode("utf-8", "replace"), digest_size=8).digest(), "little")
 
 
 def grams(hashes: np.ndarray, length: int) -> np.ndarray:
