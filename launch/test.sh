@@ -17,7 +17,8 @@ fi
 # The environment is laid again only when what it is made of has changed.
 stamp=$("$python" - <<'PYTHON'
 import hashlib, os, pathlib, sys
-parts = [sys.version, os.getcwd(), *(pathlib.Path(p).read_text() for p in ("requirements/test.lock", "setup.cfg", "pyproject.toml"))]
+files = ("requirements/test.lock", "requirements/export.lock", "setup.cfg", "pyproject.toml")
+parts = [sys.version, os.getcwd(), *(pathlib.Path(p).read_text() for p in files)]
 print(hashlib.sha256("\0".join(parts).encode()).hexdigest())
 PYTHON
 )
@@ -33,6 +34,9 @@ if [[ "$(cat "$venv/installed" 2>/dev/null || true)" != "$stamp" ]]; then
         exit 2
     }
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check -r requirements/test.lock
+    # torch is large and not everywhere: without it the tests of the export to PyTorch are skipped, and say so.
+    timeout 300 "$venv/bin/python" -m pip install -qq --disable-pip-version-check -r requirements/export.lock ||
+        echo "   requirements/export.lock can't be installed here: tests that need torch will be skipped" >&2
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
     echo "$stamp" >"$venv/installed"
     echo "   $((SECONDS - start)) s"

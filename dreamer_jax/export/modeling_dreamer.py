@@ -139,9 +139,9 @@ class Step(NamedTuple):
     """What one depth of a forward pass sees beside x. Counts come back from it, router name -> [E] int64."""
 
     depth: int
-    positions: Tensor  # rotation of the sequence: (cos, sin) [B, S, 1, d/2]
-    da_rotation: tuple[Tensor, Tensor]  # of this depth, (cos, sin) [2, d/4]
-    router_rotation: tuple[Tensor, Tensor]  # (cos, sin) [2, r/4]
+    positions: tuple[Tensor, Tensor]  # rotation over the sequence, (cos, sin) [B, S, 1, d/2]
+    da_rotation: tuple[Tensor, ...]  # rotation by this depth, (cos, sin) [2, d/4]
+    router_rotation: tuple[Tensor, ...]  # (cos, sin) [2, r/4]
     mask: Tensor | None  # [B, 1, S, keys] bool, True where visible; None: causal
     real: Tensor | None  # [T] bool, False for padding; None: all are real
     cache: Cache | None
@@ -169,13 +169,13 @@ def rotation(position: Tensor, size: int, base: float) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, cos_sin: tuple[Tensor, ...]) -> Tensor:
     """Rotate-half RoPE over the last axis, in float32."""
     (cos, sin), (first, second) = cos_sin, x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
-def rotate_by_depth(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+def rotate_by_depth(x: Tensor, cos_sin: tuple[Tensor, ...]) -> Tensor:
     """The first half of the head counts depths up, the second down; each is a RoPE of size d/2."""
     return rotate(x.unflatten(-1, (2, -1)), cos_sin).flatten(-2)
 
@@ -221,8 +221,8 @@ class Router(Weights):
         self.register_buffer("bias", torch.zeros(experts))
         self.used: Tensor | None = None  # selections since the last update_balancing
 
-    def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, h] -> selected experts [T, k], their sigmoid scores [T, k] float32, selections [E]."""
+    def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor | None]:
+        """[T, h] -> selected experts [T, k], their sigmoid scores [T, k] float32, in training selections [E]."""
         query = rotate_by_depth(self.query_norm(x.float() @ self.query.to(x.dtype).float()), step.router_rotation)
         keys = self.keys_norm(self.keys.float())
         logits = query @ keys.T * keys.shape[1] ** -0.5
@@ -372,7 +372,7 @@ class ExpertAttention(Weights):
         self.matrix("gate_up", experts, 2 * size, hidden, deviation=input_deviation(config))
         self.matrix("down", experts, size, hidden, deviation=output_deviation(config))
 
-    def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
         """[B, S, h] -> [B, S, h], selections [E]."""
         flat = x.flatten(0, 1)
         indices, scores, counts = self.router(flat, step)
@@ -542,7 +542,7 @@ class Dreamer(nn.Module):
         if positions is None:
             positions = (place - starts)[:, held:]
         cos, sin = rotation(positions, self.config.sa_head_size, self.config.sa_rope_base)
-        return Step(0, (cos[:, :, None], sin[:, :, None]), None, None, mask, real, cache, [])
+        return Step(0, (cos[:, :, None], sin[:, :, None]), (), (), mask, real, cache, [])
 
     def logits(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., V] float32: bfloat16 factors, but the sum isn't rounded to bfloat16."""
