@@ -213,7 +213,7 @@ def _lens(canvas, theme, summary: Summary) -> None:
         curves["answers"] = lens["answer_accuracy"]
     axes = canvas.add_subplot()
     _curves(axes, theme, curves, "next token right")
-    axes.set_ylim(0, 1.08 * max(1e-3, *map(max, curves.values()), 0))
+    axes.set_ylim(0, 1.08 * max(1e-3, *map(max, curves.values())))
 
 
 def _residual(canvas, theme, summary: Summary) -> None:

@@ -228,6 +228,17 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True)
+class AnalysisConfig:
+    """Statistics of depth attention, experts and residual stream during training; see docs/analysis.md."""
+
+    every: int = 0
+    """Steps between samples of the statistics that `dreamer analyze` collects, of one row a device (0: none)."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "analysis", allow_zero=("every",))
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Where a run lives and what makes it repeatable."""
 
@@ -251,6 +262,7 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    analysis: AnalysisConfig = field(default_factory=AnalysisConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:

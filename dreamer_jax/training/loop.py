@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dreamer_jax.analysis.sampling import Sampler
 from dreamer_jax.config import LoadedConfig
 from dreamer_jax.config.errors import UserError
 from dreamer_jax.config.schema import Config
@@ -72,6 +73,7 @@ class _Loop:
         self.rows = NamedSharding(mesh, PartitionSpec(DATA))
         self.train_step = make_train_step(config, mesh)
         self.evaluation_step = make_evaluation_step(config, mesh)
+        self.sampler = Sampler(config, mesh) if config.analysis.every else None
         self.writer = measure.MetricsWriter(directory, start)
         self.chip = chip_of(mesh.devices.flat[0].device_kind)
 
@@ -84,6 +86,10 @@ class _Loop:
             self.evaluation_step = self._compile(
                 "evaluation", self.evaluation_step, state.params, state.balancing, self._place(first[1])
             )
+            if self.sampler:
+                sample = self._place(self.sampler.sample(first[1]))
+                observer = (self.sampler.observer, state.params, state.balancing, sample)
+                self.sampler.observer = self._compile("analysis", *observer)
             since, seconds = self.start, time.perf_counter()
             for step, batch in _chain(first, batches):
                 state, step_metrics = step_function(state, self._place(batch))
@@ -92,6 +98,8 @@ class _Loop:
                 if done % self.config.training.log_every == 0 or last or done == 1:
                     self._log(done, step_metrics, state, (done - since), seconds)
                     since, seconds = done, time.perf_counter()
+                if self.sampler and done % self.config.analysis.every == 0:
+                    seconds += self._analyze(done, state, batch)
                 evaluate_now = done % self.config.evaluation.every == 0 or last
                 save_now = done % self.config.checkpoint.every == 0 or last
                 if evaluate_now or save_now:
@@ -133,6 +141,15 @@ class _Loop:
             record["time/model_flop_utilisation"] = utilisation
         self.writer.write(step, record)
         self.console.progress(step, record, elapsed / steps * (self.stop - step))
+
+    def _analyze(self, step: int, state: TrainState, batch: dict[str, np.ndarray]) -> float:
+        """Write the statistics of a few rows; returns the seconds that took, which are not the train step's."""
+        assert self.sampler is not None
+        jax.block_until_ready(state)
+        began = time.perf_counter()
+        sums = self.sampler.observer(state.params, state.balancing, self._place(self.sampler.sample(batch)))
+        self.writer.write(step, self.sampler.scalars(sums, state.balancing))
+        return time.perf_counter() - began
 
     def _check(self, step: int, step_metrics: dict[str, Any]) -> None:
         """Stop a run that has diverged, before anything of it is written or saved."""

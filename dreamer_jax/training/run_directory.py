@@ -7,7 +7,7 @@ from pathlib import Path
 from dreamer_jax.config import LoadedConfig, difference, load_config, to_yaml
 from dreamer_jax.config.errors import UserError
 
-CHANGEABLE = ("training.steps", "training.log_every", "mesh.", "checkpoint.", "evaluation.", "run.dir")
+CHANGEABLE = ("training.steps", "training.log_every", "mesh.", "checkpoint.", "evaluation.", "analysis.", "run.dir")
 """Keys that may change when a run is resumed: they don't alter what a step computes."""
 
 
