@@ -24,7 +24,10 @@ def run(arguments: list[str]) -> int:
     if options.figure:
         from dreamer_jax.training.figures import draw_curves, heldout_loss
 
-        curves = {f"{row['variant']} ({row['run']})": heldout_loss(Path(row["run"])) for row in rows}
+        curves = {
+            f"{row['variant']} ({directory})": heldout_loss(Path(directory))
+            for row, directory in zip(rows, options.runs, strict=True)
+        }
         if not draw_curves(curves, "training tokens", "held-out loss (nats per token)", Path(options.figure)):
             raise UserError("none of the runs has been evaluated yet; see evaluation.every")
         print(f"figure {options.figure}")
