@@ -147,6 +147,11 @@ class DataConfig:
         if self.source != "task":
             needed = {"jsonl": "a file, e.g. --data.path train.jsonl", "prepared": "a directory, e.g. --data.path data"}
             _require(bool(self.path), "data.path", f"is empty; data.source {self.source} needs {needed[self.source]}")
+        _require(
+            self.source == "prepared" or not self.mixture,
+            "data.mixture",
+            f"only prepared data are mixed, and data.source is {self.source}",
+        )
 
 
 @dataclass(frozen=True)

@@ -316,6 +316,8 @@ def _read_tfds(spec: Spec, unit: Unit, limit: int) -> Iterator[Item]:
         except UnicodeDecodeError:
             yield Item(f"row {row + 1}", Broken("not valid UTF-8", "is not valid UTF-8"))
             continue
+        except (RuntimeError, IndexError) as error:  # what array_record raises
+            raise UserError(f"{unit.file}: row {row + 1} can't be read ({error}); build the data again") from None
         over = any(isinstance(v, str) and len(v) > limit for v in value.values())
         yield Item(f"row {row + 1}", _over(limit) if over else value)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -85,6 +86,7 @@ class Pool:
 
 def _start(parent: int, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent as well, which decides
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     _worker = make(*arguments)
 

@@ -242,6 +242,8 @@ def test_settings_that_cannot_work(prepared: Path, tmp_path: Path) -> None:
         open_data(config(tmp_path))
     with pytest.raises(ConfigError, match=r"data\.path: is empty; data\.source prepared needs a directory"):
         config("")
+    with pytest.raises(ConfigError, match=r"data\.mixture: only prepared data are mixed, and data\.source is task"):
+        config("", source="task", mixture="m.yaml")
     with pytest.raises(ConfigError, match=r"every training record .* is longer than a row of 8"):
         write_lines(tmp_path / "a.jsonl", problems(5))
         run(write_mixture(tmp_path / "m.yaml", f"sources: {{a: {{path: {tmp_path}/a.jsonl}}}}"), tmp_path / "five")

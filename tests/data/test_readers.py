@@ -168,6 +168,12 @@ def test_tfds_builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list(readers.read_all(BenchmarkSpec(path=str(folder), format="tfds"), "b", 10_000))) == 50
     with pytest.raises(UserError, match="can't open split train"):
         read(SourceSpec(path=str(folder), format="tfds"))
+    shard = next(folder.glob("*array_record*"))
+    content = shard.read_bytes()
+    for cut in (len(content) - 5, 100):
+        shard.write_bytes(content[:cut])
+        with pytest.raises(UserError, match=r"row 1 can't be read .*build the data again"):
+            read(spec)
     with pytest.raises(UserError, match="no data set 'maths' in the catalogue; one of math, "):
         builders.build("maths", tmp_path)
 
