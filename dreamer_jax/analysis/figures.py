@@ -156,7 +156,8 @@ def _lorenz(canvas, theme, counts: np.ndarray, recurrent: bool, layered: Summary
     axes = canvas.add_subplot()
     depths, width = counts.shape
     experts = width if recurrent else width * depths
-    colours = ListedColormap(colormaps[MAP](np.linspace(*theme["range"], depths)))
+    first, last = theme["range"]
+    colours = ListedColormap(colormaps[MAP](np.linspace(first, last, depths)))
 
     def plot(curve: tuple[np.ndarray, np.ndarray], *args: Any, **options: Any) -> None:
         axes.plot(curve[0][1:], curve[1][1:], *args, **options)  # a log axis has no 0

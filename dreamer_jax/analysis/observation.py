@@ -114,7 +114,8 @@ def observe_batch(config: ModelConfig, params: Any, balancing: Any, batch: Mappi
     lens["targets"] = batch["targets"][rows, columns]
     variables = {"params": params, "balancing": {"bias": balancing}}
     inputs = (batch["tokens"], batch["segment_ids"], batch["positions"])
-    _, sums = model.apply(variables, *inputs, observe=observe, method="trunk")
+    trunk: Any = model.apply(variables, *inputs, observe=observe, method="trunk")
+    sums = trunk[1]
     totals = {"tokens": real, "lens_targets": lens["counted"], "lens_answers": lens["answers"]}
     return {**sums, **{name: jnp.sum(mask, dtype=jnp.int32) for name, mask in totals.items()}}
 
@@ -165,7 +166,7 @@ def _routing(config: ModelConfig, weights, recorder: Recorder, depth, total_dept
     sums: Sums = {"entropy": {}, "scores": {}}
 
     def add(name: str, router: Any, experts: int, x: jax.Array, indices: jax.Array | None, scores) -> None:
-        logits = Router(config, experts, parent=None).apply({"params": router}, x, depth, total_depth)
+        logits: Any = Router(config, experts, parent=None).apply({"params": router}, x, depth, total_depth)
         if indices is not None:
             scores = jax.nn.sigmoid(jnp.take_along_axis(logits, indices, axis=-1))
         share = jax.nn.sigmoid(logits) / jnp.sum(jax.nn.sigmoid(logits), axis=-1, keepdims=True)
@@ -175,7 +176,8 @@ def _routing(config: ModelConfig, weights, recorder: Recorder, depth, total_dept
         ones = jnp.broadcast_to(real[:, None], bins.shape).astype(jnp.int32)
         sums["scores"][name] = jnp.zeros(BINS, jnp.int32).at[bins].add(ones)
 
-    add("expert_attention", weights["expert_attention"]["router"], config.num_experts, *recorder.experts, None)
-    for name, (x, score) in recorder.routed.items():
-        add(name, weights[name]["projections"]["router"], config.depth, x, None, score[:, None])
+    x, indices = recorder.experts
+    add("expert_attention", weights["expert_attention"]["router"], config.num_experts, x, indices, None)
+    for name, (routed, score) in recorder.routed.items():
+        add(name, weights[name]["projections"]["router"], config.depth, routed, None, score[:, None])
     return sums

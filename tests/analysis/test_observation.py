@@ -10,6 +10,8 @@ import pytest
 
 from dreamer_jax.analysis import observation
 from dreamer_jax.analysis.collection import add, collect, make_observer
+from dreamer_jax.analysis.distributions import depth_map
+from dreamer_jax.analysis.summary import summarise
 from dreamer_jax.config.errors import UserError
 from dreamer_jax.config.schema import MeshConfig
 from dreamer_jax.model import Dreamer
@@ -85,6 +87,30 @@ def test_model_is_not_changed_by_being_observed():
     output = jax.jit(Dreamer(config).apply)(variables, batch["tokens"], SEGMENT_IDS, POSITIONS)
     for name, counts in output.counts.items():
         np.testing.assert_array_equal(sums["counts"][name], counts)
+
+
+def test_a_model_forced_to_look_at_depth_0_has_a_map_of_one_column():
+    config = small_config("LA+DA")
+    params, bias = random_weights(config)
+    params = jax.tree.map(np.copy, params)
+    layers, size = params["layers"], config.da_head_size
+    # Feature 0 of the stream is positive and nothing changes it. Queries read it alone, and so do the keys of depth 0;
+    # the keys of the other depths are zero. Dimension 1 of a head is one that the rotation hardly turns.
+    params["embedding"][:, 0] = 9
+    for attention in ("sequence_attention", "depth_attention"):
+        layers[attention]["projections"]["out"][..., 0] = 0
+    layers["expert_attention"]["down"][..., 0] = 0
+    qkv = layers["depth_attention"]["projections"]["qkv"]  # [L, h, (n + 2 kv) d]
+    keys = slice(config.da_heads * size, (config.da_heads + config.da_kv_heads) * size)
+    qkv[:, :, : keys.stop] = 0
+    qkv[:, 0, 1 : keys.start : size] = 1
+    qkv[0, 0, keys.start + 1 : keys.stop : size] = 1
+    layers["depth_attention"]["q_norm"]["scale"][:] = 20
+    sums = collect(config, params, bias, [make_batch(config)], ONE)
+    scores = summarise(config, sums, bias)["depth_attention"]["scores"]
+    nan = np.nan
+    expected = [[1, nan, nan], [1, 0, nan], [1, 0, 0]]
+    np.testing.assert_allclose(depth_map(np.array(scores)), expected, atol=1e-6)
 
 
 def test_eight_devices_equal_one():
