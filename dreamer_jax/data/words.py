@@ -19,14 +19,14 @@ BANDS, BAND_ROWS = 32, 4
 
 _WORD = re.compile(r"[^\W_]+")
 _TOKEN = re.compile(
-    r"\\?[A-Za-z]+(?:['’](?:s|t|re|ll|ve|d|m)\b)?(?:(?<=[A-Za-z]{2})-[A-Za-z]{2,})*"  # words, LaTeX commands, variables
+    r"\\?[A-Za-z]+(?:['’](?i:s|t|re|ll|ve|d|m)\b)?(?:(?<=[A-Za-z]{2})-[A-Za-z]{2,})*"  # words, LaTeX commands, variables
     r"|\d+(?:[.,]\d+)*"
     r"|[-−+*/^=<>±×÷√≤≥≠|%!_(){}\[\]]"
 )
 _NUMBER_WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
     seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million billion
     half third quarter twice double triple"""
-_NUMBERS = {form: word for word in _NUMBER_WORDS.split() for form in (word, word.capitalize())}
+_NUMBERS = {form: word for word in _NUMBER_WORDS.split() for form in (word, word.capitalize(), word.upper())}
 _NOT_VARIABLES = frozenset("aAI")
 _MULTIPLIER = 0x9E3779B97F4A7C15 | 1
 _MASK = (1 << 64) - 1

@@ -67,6 +67,7 @@ TEXT = (
         ("12", "13", False),
         ("three", "four", False),
         ("three", "Three", True),
+        ("three", "THREE", True),
         ("three boxes", "three-sided boxes", True),
         ("three boxes", "four-sided boxes", False),
         ("his sister", "his sister's", True),
