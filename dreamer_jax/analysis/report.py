@@ -41,6 +41,8 @@ def write_report(summary: Summary, figures: list[Figure]) -> str:
         f"<tr><td>{html.escape(label)}</td><td class=number>{html.escape(value)}</td><td>{html.escape(paper)}</td></tr>"
         for label, value, paper in numbers(summary)
     )
+    overlap = "An expert that needs two depths counts as both specialised and generalised in a model this shallow."
+    note = f'<p class="quiet">{overlap}</p>' if "generalised" in summary["experts"] and model["depth"] < 10 else ""
     sections = "\n".join(_section(figure) for figure in figures)
     return f"""<!doctype html>
 <html lang="en">
@@ -57,6 +59,7 @@ def write_report(summary: Summary, figures: list[Figure]) -> str:
 <tr><th>Measure</th><th>Here</th><th>The paper's DR+DA, depth 32</th></tr>
 {rows}
 </table>
+{note}
 {sections}
 </body>
 </html>
