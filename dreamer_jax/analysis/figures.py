@@ -220,7 +220,10 @@ def _lens(canvas, theme, summary: Summary) -> None:
 def _residual(canvas, theme, summary: Summary) -> None:
     labels = {"norm": "L2 norm", "cosine": "cosine with the depth before", "distance": "distance from the depth before"}
     for place, (name, label) in enumerate(labels.items(), 1):
-        _curves(canvas.add_subplot(1, 3, place), theme, {label: summary["residual"][name]}, label)
+        axes = canvas.add_subplot(1, 3, place)
+        _curves(axes, theme, {label: summary["residual"][name]}, label)
+        if name == "distance":  # the embeddings are short, so the first depth goes furthest by far
+            axes.set_yscale("log")
 
 
 def _routers(canvas, theme, summary: Summary) -> None:
