@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -87,7 +89,7 @@ class JsonlReader:
     """Records of a JSONL file, as prompt and completion.
 
     Args:
-        path: the file; blank lines are skipped and not counted as records.
+        path: the file, perhaps .gz; blank lines are skipped and not counted as records.
         key: the configuration key that names the file, for messages.
         prompt, completion: templates.
         on_error: "stop" raises at the first broken record; "skip" counts it in `skipped` and goes on.
@@ -135,11 +137,13 @@ class JsonlReader:
 
     def _lines(self) -> Iterator[bytes]:
         try:
-            with self._path.open("rb") as file:
+            with gzip.open(self._path) if self._path.suffix == ".gz" else self._path.open("rb") as file:
                 first = file.readline()
                 if first:
                     yield first.removeprefix(b"\xef\xbb\xbf")
                 yield from file
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise UserError(f"{self._key}: {self._path} is not a whole gzip file ({error}); fetch it again") from None
         except FileNotFoundError:
             raise UserError(f"{self._key}: {self._path} does not exist (seen from {Path.cwd()})") from None
         except OSError as error:

@@ -70,6 +70,7 @@ def prepare(path: str | Path, out: str | Path, workers: int, say: Callable[[str]
             say(f"{out} is already prepared")
             index = json.loads((out / "index.json").read_text(encoding="utf-8"))
             _write_index(out, index, mixture)
+            _tidy(out)
             return json.loads((out / "report.json").read_text(encoding="utf-8"))
         return _Preparation(mixture, tokenizer, units, out, say).run(workers)
 
@@ -285,15 +286,21 @@ class _Preparation:
             "sources": sources,
         }
         _write_index(self._out, index, self._mixture)
-        shutil.rmtree(self._work, ignore_errors=True)
-        for stem in shards:
-            Path(f"{stem}.json").unlink(missing_ok=True)
+        _tidy(self._out)
 
 
 def _write_index(out: Path, index: dict[str, Any], mixture: Mixture) -> None:
     for name, spec in mixture.sources.items():
         index["sources"][name] |= {share: getattr(spec, share) for share in SHARES}
     write_json(out / "index.json", index)
+
+
+def _tidy(out: Path) -> None:
+    """Remove what only an unfinished preparation needs."""
+    shutil.rmtree(out / "work", ignore_errors=True)
+    remove_leftovers(out / "shards")
+    for marker in (out / "shards").glob("*.json"):
+        marker.unlink(missing_ok=True)
 
 
 def _shard_names(parts: list[dedup.Part]) -> list[str]:

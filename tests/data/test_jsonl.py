@@ -1,12 +1,13 @@
 """Templates, and one clear message for each kind of broken record."""
 
+import gzip
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
 from dreamer_jax.config.errors import ConfigError, UserError
-from dreamer_jax.data.jsonl import JsonlReader, Template
+from dreamer_jax.data.jsonl import Broken, JsonlReader, Template
 from dreamer_jax.data.records import Record
 
 GOOD = b'{"question": "1+1?", "answer": "2"}'
@@ -25,6 +26,26 @@ def reader(folder: Path, content: bytes, on_error: Literal["stop", "skip"] = "st
     path.write_bytes(content)
     prompt, completion = Template("{question}\n", "data.prompt"), Template("{answer}", "data.completion")
     return JsonlReader(path, "data.path", prompt, completion, on_error)
+
+
+def test_gzip(tmp_path: Path) -> None:
+    template = Template("{question}", "data.prompt"), Template("{answer}", "data.completion")
+    path = tmp_path / "train.jsonl.gz"
+    path.write_bytes(gzip.compress(GOOD + b"\n" + GOOD))
+    assert list(JsonlReader(path, "data.path", *template, "stop")) == [Record("1+1?", "2")] * 2
+    for damaged in (path.read_bytes()[:-9], GOOD):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"data\.path: .*train\.jsonl\.gz is not a whole gzip file"):
+            list(JsonlReader(path, "data.path", *template, "skip"))
+
+
+def test_nested_fields() -> None:
+    record = {"messages": [{"content": "a"}, {"content": "b"}], "x.y": "c", "hints": ["d", "e"], "one": "f"}
+    assert Template("{messages.1.content}{x.y}{hints.*}{one.*}", "k").fill(record) == "bcd\nef"
+    assert Template("{q}", "k", {"q": "messages.0.content"}).fill(record) == "a"
+    for missing in ("messages.2.content", "messages.x", "one.y", "z.*"):
+        with pytest.raises(Broken, match="has no field"):
+            Template(f"{{{missing}}}", "k").fill(record)
 
 
 def test_reads_records_past_blank_lines_line_ends_and_a_byte_order_mark(tmp_path: Path) -> None:

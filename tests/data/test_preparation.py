@@ -160,8 +160,11 @@ def test_an_unfinished_preparation_goes_on(corpus: Path, tmp_path: Path, monkeyp
     assert "2 of 2 tasks are filtered already" in lines and "1 of 2 tasks are written already" in lines
     assert contents(out) == contents(tmp_path / "whole")
     assert not (out / "work").exists()
+    (out / "work").mkdir()  # as if killed between the index and the cleaning up
+    (out / "shards" / "first-00000.json").write_text("{}")
     prepare(corpus, out, 1, say=lines.append)
     assert lines[-1] == f"{out} is already prepared"
+    assert contents(out) == contents(tmp_path / "whole") and not (out / "work").exists()
 
 
 def test_other_settings_or_inputs_are_refused(corpus: Path, tmp_path: Path) -> None:
