@@ -19,7 +19,7 @@ BANDS, BAND_ROWS = 32, 4
 
 _WORD = re.compile(r"[^\W_]+")
 _TOKEN = re.compile(
-    r"\\?[A-Za-z]+(?:['’](?i:s|t|re|ll|ve|d|m)\b)?(?:(?<=[A-Za-z]{2})-[A-Za-z]{2,})*"  # words, LaTeX commands, variables
+    r"\\?[A-Za-z]+(?:['’](?i:s|t|re|ll|ve|d|m)\b)?(?:(?<=[A-Za-z]{2})-[A-Za-z]{2,})*"  # words, commands, variables
     r"|\d+(?:[.,]\d+)*"
     r"|[-−+*/^=<>±×÷√≤≥≠|%!_(){}\[\]]"
 )
