@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from dreamer_jax.config.errors import UserError

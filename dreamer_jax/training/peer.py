@@ -68,7 +68,7 @@ class QwenStep:
         model, self._recipe = config.model, config.training
         self._torch, self.experts = torch, experts
         torch.manual_seed(config.run.seed)
-        sizes = Qwen3MoeConfig(
+        settings: dict[str, Any] = dict(  # untyped: some are known to a generation of transformers only
             vocab_size=model.vocab_size,
             hidden_size=model.hidden_size,
             intermediate_size=model.expert_size,  # of dense layers, which there are none of
@@ -87,7 +87,7 @@ class QwenStep:
             attn_implementation="sdpa",
             experts_implementation=experts,
         )
-        self.model: Any = Qwen3MoeForCausalLM(sizes).float().train()
+        self.model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings)).float().train()
         self.parameters = sum(weight.numel() for weight in self.model.parameters())
         groups = [
             {"params": [w for w in self.model.parameters() if w.ndim > 1], "weight_decay": self._recipe.weight_decay},
