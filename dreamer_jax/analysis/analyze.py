@@ -51,10 +51,9 @@ def analyze(
         if not config.model.recurrent:
             raise UserError("--compare puts an LA run beside a recurrent one, and this run is LA itself")
         layered, _, _ = examine(compare, data, sequences, seed, only_layered=True)
-        share = np.mean(layered["experts"]["used"]) / layered["experts"]["experts"]
-        own = np.array(summary["experts"]["used"]) / summary["experts"]["experts"]
         summary["compared_with"] = layered["run"]
-        summary["against_layered"] = (own / share).tolist()
+        summary["against_layered"] = _against(summary, layered, "used")
+        summary["against_layered_90_percent"] = _against(summary, layered, "used_for_90_percent")
     folder = Path(out) if out is not None else directory / "analysis"
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     (folder / "analysis.json").write_text(json.dumps(summary) + "\n", encoding="utf-8")
@@ -93,6 +92,12 @@ def examine(
         "data": Path(data).name if data else "its held-out data",
     }
     return described | summarise(config.model, sums, jax.device_get(model.balancing)), config, directory
+
+
+def _against(summary: Summary, layered: Summary, measure: str) -> list[float]:
+    """[L]: the portion of all experts in use at each depth, over that of LA's average layer."""
+    own, other = (np.array(of["experts"][measure]) / of["experts"]["experts"] for of in (summary, layered))
+    return (own / other.mean()).tolist()
 
 
 def _documents(batch: Any) -> int:

@@ -92,8 +92,10 @@ def numbers(summary: Summary) -> list[tuple[str, str, str]]:
             ("experts never used", f"{experts['unused']:.1%}", "none"),
         ]
     if "against_layered" in summary:
-        measured = _range(summary["against_layered"], "{:.1f}×")
-        table.append(("experts used at a depth, against those of the LA run", measured, "2–11×"))
+        label = f"a layer of {summary['compared_with']}"
+        used, busiest = (_range(summary[f"against_layered{of}"], "{:.1f}×") for of in ("", "_90_percent"))
+        table.append((f"experts used at a depth, against {label}", used, "2–11×"))
+        table.append((f"experts that take 90 %, against {label}", busiest, ""))
     lens = summary["lens"]
     if lens["targets"]:
         table.append(("next token right after the last depth", f"{lens['accuracy'][-1]:.1%}", ""))

@@ -54,13 +54,19 @@ def test_every_variant_gets_the_figures_that_apply(runs, variant, tmp_path, caps
     assert summary["sequences"] == 9 and summary["model"]["variant"] == variant
 
 
-def test_folder_is_complete_and_consistent(analysed):
+def test_folder_is_complete_and_consistent(analysed, runs, tmp_path):
+    layered = tmp_path / "layered"
+    assert main(["analyze", str(runs["LA"]), "--out", str(layered)]) == 0
     summary = json.loads((analysed / "analysis.json").read_text())
     assert {path.name for path in (analysed / "figures").iterdir()} == {
         f"{n}.{k}" for n in FIGURES for k in ("png", "svg")
     }
     assert all(path.stat().st_size > 5000 for path in (analysed / "figures").iterdir())
     assert summary["sequences"] == 30 and summary["compared_with"] == "la"
+    # LA has 6 experts in each of 3 layers, DR+DA 6 in all.
+    other = json.loads((layered / "analysis.json").read_text())["experts"]
+    expected = np.array(summary["experts"]["used"]) / 6 / (np.mean(other["used"]) / 18)
+    np.testing.assert_allclose(summary["against_layered"], expected)
     counts = np.array(summary["routers"]["expert_attention"]["counts"])
     assert (counts.sum(axis=1) == 2 * summary["tokens"]).all()  # k = 2 experts a token, at every depth
     for name in ("sequence_attention", "depth_attention"):
