@@ -133,7 +133,9 @@ def _tokenizer_licence(tokenizer: Tokenizer) -> str:
     if isinstance(tokenizer, ByteTokenizer):
         return "- The tokenizer is plain bytes; nobody's rights are in it."
     if not isinstance(tokenizer, RankTokenizer):
-        return "- The tokenizer files are those of the run; whoever made them says under which terms they are passed on."
+        return (
+            "- The tokenizer files are those of the run; whoever made them says under which terms they are passed on."
+        )
     return """\
 - The tokenizer files come from a rank file that Dreamer-JAX didn't make. If it is Llama 3's, the Meta Llama 3
   Community License applies to them: whoever passes them on gives a copy of that licence, keeps the notice "Meta Llama 3

@@ -157,9 +157,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., c] -> [..., c]."""
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPSILON)
-        return (normed * self.weight.float()).to(x.dtype)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), EPSILON).to(x.dtype)
 
 
 def rotation(position: Tensor, size: int, base: float) -> tuple[Tensor, Tensor]:
@@ -257,6 +255,8 @@ def for_each_expert(x: Tensor, indices: Tensor, experts: int, function) -> Tenso
         [T, k, b].
     """
     choices, flat = indices.shape[1], indices.flatten()
+    if len(indices) == 1:  # nothing to sort
+        return torch.cat([function(x, expert) for expert in flat.tolist()])[None]
     order = flat.argsort(stable=True)
     rows = x[order // choices]
     counts = torch.bincount(flat, minlength=experts).tolist()
@@ -269,10 +269,12 @@ def for_each_expert(x: Tensor, indices: Tensor, experts: int, function) -> Tenso
 def gather_pays(weight: Tensor, indices: Tensor) -> bool:
     """Whether to copy the selected matrices into one batch: where they are small, or launches are what costs.
 
-    On a CPU the products of a single token are bound by reading the weights, and a copy would read them thrice.
+    On a CPU the products of few tokens are bound by reading the weights, and a copy would read them thrice.
     """
     size = indices.numel() * weight[0].numel() * weight.element_size()
-    return size <= (GATHERED_BYTES if weight.device.type == "cpu" else 64 * GATHERED_BYTES)
+    if weight.device.type == "cpu":
+        return len(indices) > 1 and size <= GATHERED_BYTES
+    return size <= 64 * GATHERED_BYTES
 
 
 class Projections(Weights):
