@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +85,8 @@ def test_rounds_take_every_document_equally_often() -> None:
     )
     assert Rounds(groups, [4, 14], seed=3)(13).tolist() == stream[13]
     assert Rounds(groups, [4, 14], seed=4)(13).tolist() != stream[13]
+    changes = [sum((x < 10) != (y < 10) for x, y in pairwise(ds)) for ds in stream]
+    assert max(changes) > 4, "sources are mixed within a round, not one after the other"
     # Two rounds and a half are an epoch of the first source: within it nothing comes twice.
     assert len({d for documents in stream[:2] for d in documents if d < 10}) == 8
 
