@@ -48,6 +48,7 @@ def documented_commands() -> list[tuple[str, str]]:
 COMMANDS = documented_commands()
 DREAMER = sorted({command for _, command in COMMANDS if command.startswith("dreamer ")})
 SCRIPTS = sorted({command for _, command in COMMANDS if command.startswith("bash launch/")})
+OWN_TESTS = ("analyze", "data", "export", "import")
 ELSEWHERE = ("pip install ", "source ", "tensorboard ")
 """Set-up lines that the environment of the tests already stands for."""
 
@@ -82,9 +83,22 @@ def workplace(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run that stands for every `runs/...` of the documentation."""
+    directory = str(tmp_path_factory.mktemp("runs") / "run")
+    words = with_options(["train", str(ROOT / "configs/quickstart.yaml")], SMALL_RUN | {"evaluation.harder": "0"})
+    assert main([*words, "--run.dir", directory]) == 0
+    return directory
+
+
 @pytest.mark.parametrize("command", DREAMER)
-def test_documented_command(command, workplace, capsys):
+def test_documented_command(command, workplace, trained, capsys):
     words = shlex.split(command)[1:]
+    if words[0] == "compare":
+        words = [trained if word.startswith("runs/") else word for word in words]
+    if words[0] in OWN_TESTS or "prepared" in words:
+        pytest.skip("run by that command's own tests: needs prepared data, an exported folder or a run with Chromium")
     if words[0] == "train" or words[:2] == ["bench", "train"]:
         small = dict(SMALL_RUN)
         if "jsonl" in command or "gsm8k" in command:
@@ -99,8 +113,6 @@ def test_documented_command(command, workplace, capsys):
             small = {k: v for k, v in small.items() if not k.startswith("data.") or k == "data.sequence_length"}
             small["steps"] = "2"
         words = with_options(words, small)
-    elif words[0] in ("export", "import", "data", "analyze", "generate", "eval"):
-        pytest.skip("tested with that command's own tests: needs a run or prepared data")
     if "--write" in words:
         words[words.index("--write") + 1] = str(workplace / "family")
     assert main(words) == 0
