@@ -90,6 +90,8 @@ def test_near_duplicates_share_a_key_and_others_do_not() -> None:
     assert keys.shape == (6, BANDS)
     shared = [len(set(keys[0].tolist()) & set(row.tolist())) for row in keys]
     assert shared[0] == BANDS and shared[1] > 0 and shared[2:] == [0, 0, 0, 0]
+    same_formula = band_keys([hashes.of(TEXT), hashes.of(other)], [7, 7])
+    assert not set(same_formula[0].tolist()) & set(same_formula[1].tolist()), "the words count, too"
     assert len({key for row in keys for key in row.tolist()}) > 4 * BANDS, "bands don't share keys with each other"
 
 
