@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +30,7 @@ def run(arguments: list[str]) -> int:
         )
     from dreamer_jax.training.leaves import open_model
 
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns that it reads only
     out = Path(options.out)
     model = open_model(options.run, options.step)
     if options.verify_only:

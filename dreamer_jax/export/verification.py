@@ -114,45 +114,50 @@ def compare_weights(folder: Path, model: StoredModel, description: Description) 
 
 
 def compare_outputs(folder: Path, model: StoredModel, description: Description) -> Finding:
-    """Both sides on random tokens and on text, in float32; in bfloat16 too when the folder is."""
-    import torch
+    """Both sides on random tokens and on text, in float32; in bfloat16 too when the folder is.
 
-    from dreamer_jax.export.modeling_dreamer import Dreamer
-
-    dreamer = Dreamer.load(folder).requires_grad_(False)
+    One side after the other: each maps the whole file.
+    """
     tokens = _tokens(model, description)
-    dreamer.compute_dtype = torch.float32
+    prompt = max(1, tokens.shape[1] - NEW_TOKENS)
+    there, rounded_there, continued = _torch_side(folder, tokens, prompt, description.dtype == "bfloat16")
     strict = JaxSide(model, folder, description, "float32", rounded=True)
-    here = strict.trace(tokens)
-    there = _trace(dreamer, tokens)
-    clean = here.clean
-    if not clean.any():
+    here, continuation = strict.trace(tokens), strict.trace(continued)
+    del strict
+    if not here.clean.any():
         raise UserError("the routers tie at every position, so nothing can be compared; was the model trained?")
-    scale = np.abs(here.logits).max()
-    difference = np.abs(here.logits - there.logits)[clean] / scale
+    difference = np.abs(here.logits - there.logits)[here.clean] / np.abs(here.logits).max()
     if not difference.max() <= TOLERANCE:  # also when it is not a number
         raise UserError(
             f"{folder} doesn't compute what the run does: logits differ by {difference.max():.1e} of the largest, "
             f"first in {_first_difference(here, there)}"
         )
-    prompt = tokens[-1:, : max(1, tokens.shape[1] - NEW_TOKENS)]
-    continued = dreamer.generate(torch.tensor(prompt), NEW_TOKENS).numpy()
-    _compare_continuation(folder, strict.trace(continued), continued, prompt.shape[1])
+    _compare_continuation(folder, continuation, continued, prompt)
     agreement = rounding = None
-    if description.dtype == "bfloat16":
-        dreamer.compute_dtype = None
-        del strict  # and what it has mapped
-        plain = JaxSide(model, folder, description, "bfloat16", rounded=False).trace(tokens)
-        theirs = _trace(dreamer, tokens).logits
-        agreement = float((plain.logits.argmax(-1) == theirs.argmax(-1)).mean())
-        rounding = float(np.abs(theirs - here.logits).mean() / np.abs(plain.logits - here.logits).mean())
+    if rounded_there is not None:
+        ours = JaxSide(model, folder, description, "bfloat16", rounded=False).trace(tokens).logits
+        agreement = float((ours.argmax(-1) == rounded_there.argmax(-1)).mean())
+        rounding = float(np.abs(rounded_there - here.logits).mean() / np.abs(ours - here.logits).mean())
         if agreement < AGREEMENT and not rounding <= ROUNDING_FACTOR:
             raise UserError(
                 f"{folder}: bfloat16 greedy tokens agree on {100 * agreement:.1f} % of positions only, and rounding "
                 f"moves logits {rounding:.2f} times as far as in JAX"
             )
     worst, mean = float(difference.max()), float(difference.mean())
-    return Finding(worst, mean, 1 - float(clean.mean()), NEW_TOKENS, agreement, rounding)
+    return Finding(worst, mean, 1 - float(here.clean.mean()), NEW_TOKENS, agreement, rounding)
+
+
+def _torch_side(folder: Path, tokens: np.ndarray, prompt: int, bfloat16: bool):
+    """(float32 trace, bfloat16 logits or None, the last row's first `prompt` tokens continued [1, prompt + new])."""
+    import torch
+
+    from dreamer_jax.export.modeling_dreamer import Dreamer
+
+    dreamer = Dreamer.load(folder).requires_grad_(False)
+    rounded = _trace(dreamer, tokens).logits if bfloat16 else None
+    dreamer.compute_dtype = torch.float32
+    continued = dreamer.generate(torch.tensor(tokens[-1:, :prompt]), NEW_TOKENS).numpy()
+    return _trace(dreamer, tokens), rounded, continued
 
 
 def _tokens(model: StoredModel, description: Description) -> np.ndarray:
