@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -97,6 +98,7 @@ def _dispatch(words: list[str]) -> int:
         alike = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
         fix = f"did you mean '{alike[0]}'?" if alike else f"one of: {', '.join(names)}"
         raise UserError(f"unknown {kind} '{name}'; {fix}")
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax's remarks on its own settings
     return importlib.import_module(COMMANDS[name][0]).run(rest)
 
 
