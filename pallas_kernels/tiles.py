@@ -1,0 +1,50 @@
+"""The one table of tiles: what every kernel takes on each TPU generation. No tile stands in a configuration.
+
+The generation is that of the mesh being compiled for, when there is one (ahead-of-time compilation, shard_map), or
+of the default device. Kernels that are interpreted on a CPU take `INTERPRETED`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jax.experimental.pallas import tpu as pltpu
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A TPU generation as the kernels see it.
+
+    Attributes:
+        name: as people write it.
+        cores: cores that share one kernel launch (megacore): a grid needs a parallel dimension of at least as many.
+        vmem: bytes of vector memory a kernel may ask for on each core, some left for the compiler.
+        depth_tokens, depth_slots: tokens and cache slots of a block of depth attention.
+        depth_rows: tokens of a block that the inner loop holds in registers.
+        sequence_block: queries and keys of a block of sequence attention.
+    """
+
+    name: str
+    cores: int
+    vmem: int
+    depth_tokens: int = 512
+    depth_slots: int = 8
+    depth_rows: int = 64
+    sequence_block: int = 512
+
+
+MIB = 1 << 20
+GENERATIONS = {
+    "v4": Generation("v4", cores=2, vmem=15 * MIB),
+    "v5e": Generation("v5e", cores=1, vmem=100 * MIB),
+    "v5p": Generation("v5p", cores=2, vmem=56 * MIB),
+    "v6e": Generation("v6e", cores=1, vmem=100 * MIB),
+}
+INTERPRETED = Generation("interpreted", cores=2, vmem=1 << 40)
+
+
+def generation() -> Generation | None:
+    """The TPU generation that the code being traced is for; None elsewhere or for one this table doesn't know."""
+    if not pltpu.is_tpu_device():
+        return None
+    return GENERATIONS.get(str(pltpu.get_tpu_info().chip_version))
