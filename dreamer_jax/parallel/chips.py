@@ -14,19 +14,31 @@ class Chip:
         peak_flops: dense bfloat16 FLOP/s.
         bandwidth: bytes/s of its memory.
         memory: bytes.
+        accelerator: TPUs: what Google's accelerator types begin with, e.g. v5litepod in v5litepod-16.
+        cores: TPUs: what one chip adds to the number in an accelerator type (TensorCores for v4 and v5p).
+        largest_host: TPUs: chips of the largest machine that is a slice by itself; machines of larger slices have 4.
+        topologies: TPUs: slices that are offered, chips along each axis, smallest first.
     """
 
     name: str
     peak_flops: float
     bandwidth: float
     memory: float
+    accelerator: str = ""
+    cores: int = 1
+    largest_host: int = 4
+    topologies: tuple[str, ...] = ()
+
+
+FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
 
 
 CHIPS = {
-    "TPU v4": Chip("v4", 275e12, 1228e9, 32e9),
-    "TPU v5 lite": Chip("v5e", 197e12, 819e9, 16e9),
-    "TPU v5": Chip("v5p", 459e12, 2765e9, 95e9),
-    "TPU v6 lite": Chip("v6e", 918e12, 1640e9, 32e9),
+    "TPU v4": Chip("v4", 275e12, 1228e9, 32e9, "v4", cores=2, topologies=CUBES),
+    "TPU v5 lite": Chip("v5e", 197e12, 819e9, 16e9, "v5litepod", largest_host=8, topologies=FLAT),
+    "TPU v5": Chip("v5p", 459e12, 2765e9, 95e9, "v5p", cores=2, topologies=(*CUBES, "16x16x16", "16x16x24")),
+    "TPU v6 lite": Chip("v6e", 918e12, 1640e9, 32e9, "v6e", largest_host=8, topologies=FLAT),
     "NVIDIA A100": Chip("A100", 312e12, 2039e9, 80e9),
     "NVIDIA H100": Chip("H100", 989e12, 3350e9, 80e9),
     "NVIDIA H200": Chip("H200", 989e12, 4800e9, 141e9),
