@@ -1,5 +1,8 @@
 """The error a person causes and can mend: one clear message, exit code 2, never a traceback."""
 
+RESTART_EXIT_CODE = 75
+"""Exit code of a run that was asked to stop, has saved its state and wants to be started again (EX_TEMPFAIL)."""
+
 
 class UserError(Exception):
     """Something outside the program is wrong: a file, a setting, a device. The message says what and the fix."""
