@@ -31,21 +31,40 @@ class Chip:
         peak_flops: dense bfloat16 FLOP/s.
         bandwidth: bytes/s of its memory.
         memory: bytes.
-        torus: of TPUs, how a slice is wired.
+        accelerator: TPUs: what Google's accelerator types begin with, e.g. v5litepod in v5litepod-16.
+        cores: TPUs: what one chip adds to the number in an accelerator type (TensorCores for v4 and v5p).
+        largest_host: TPUs: chips of the largest machine that is a slice by itself; machines of larger slices have 4.
+        topologies: TPUs: slices that are offered, chips along each axis, smallest first.
+        torus: TPUs: how the chips of a slice are wired.
     """
 
     name: str
     peak_flops: float
     bandwidth: float
     memory: float
+    accelerator: str = ""
+    cores: int = 1
+    largest_host: int = 4
+    topologies: tuple[str, ...] = ()
     torus: Torus | None = None
 
 
+FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
+
+
+V4_TORUS = Torus(dimensions=3, link_bandwidth=45e9, ring_multiple=4, network_bandwidth=6.25e9)
+V5E_TORUS = Torus(dimensions=2, link_bandwidth=45e9, ring_multiple=16, network_bandwidth=3.125e9)
+V5P_TORUS = Torus(dimensions=3, link_bandwidth=90e9, ring_multiple=4, network_bandwidth=6.25e9)
+V6E_TORUS = Torus(dimensions=2, link_bandwidth=90e9, ring_multiple=16, network_bandwidth=12.5e9)
+
 CHIPS = {
-    "TPU v4": Chip("v4", 275e12, 1228e9, 32e9, Torus(3, 45e9, 4, 6.25e9)),
-    "TPU v5 lite": Chip("v5e", 197e12, 819e9, 16e9, Torus(2, 45e9, 16, 3.125e9)),
-    "TPU v5": Chip("v5p", 459e12, 2765e9, 95e9, Torus(3, 90e9, 4, 6.25e9)),
-    "TPU v6 lite": Chip("v6e", 918e12, 1640e9, 32e9, Torus(2, 90e9, 16, 12.5e9)),
+    "TPU v4": Chip("v4", 275e12, 1228e9, 32e9, "v4", cores=2, topologies=CUBES, torus=V4_TORUS),
+    "TPU v5 lite": Chip("v5e", 197e12, 819e9, 16e9, "v5litepod", largest_host=8, topologies=FLAT, torus=V5E_TORUS),
+    "TPU v5": Chip(
+        "v5p", 459e12, 2765e9, 95e9, "v5p", cores=2, topologies=(*CUBES, "16x16x16", "16x16x24"), torus=V5P_TORUS
+    ),
+    "TPU v6 lite": Chip("v6e", 918e12, 1640e9, 32e9, "v6e", largest_host=8, topologies=FLAT, torus=V6E_TORUS),
     "NVIDIA A100": Chip("A100", 312e12, 2039e9, 80e9),
     "NVIDIA H100": Chip("H100", 989e12, 3350e9, 80e9),
     "NVIDIA H200": Chip("H200", 989e12, 4800e9, 141e9),
