@@ -1,0 +1,116 @@
+"""Choosing the next token: greedy, or drawn at a temperature from what top-k, top-p and min-p leave."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dreamer_jax.config.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. The filters apply in this order, each to what the one before has left.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the likeliest token and ignores the rest.
+        top_k: only the k likeliest tokens (0: all). Equally likely ones at the border stay in together.
+        top_p: only the likeliest tokens that together reach this probability (1: all).
+        min_p: only tokens at least this fraction as likely as the likeliest (0: all).
+        seed: with the number of the row and the position of the token it decides the draw, whatever else is computed
+            in the same batch.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        problems = {
+            f"temperature {self.temperature}: must be 0 or more": not 0 <= self.temperature < math.inf,
+            f"top_k {self.top_k}: must be 0 (all tokens) or more": self.top_k < 0,
+            f"top_p {self.top_p}: must be more than 0 and at most 1": not 0 < self.top_p <= 1,
+            f"min_p {self.min_p}: must be from 0 to 1": not 0 <= self.min_p <= 1,
+            f"seed {self.seed}: must be from 0 to 2^32 - 1": not 0 <= self.seed < 2**32,
+        }
+        for problem, wrong in problems.items():
+            if wrong:
+                raise UserError(f"sampling: {problem}")
+
+    @property
+    def draws(self) -> bool:
+        """Whether anything is left to chance."""
+        return self.temperature > 0
+
+    @property
+    def ranks(self) -> bool:
+        """Whether the logits have to be sorted."""
+        return self.draws and (self.top_k > 0 or self.top_p < 1)
+
+    def numbers(self) -> SamplingNumbers:
+        """The settings as run-time numbers, so that changing them compiles nothing anew."""
+        return SamplingNumbers(
+            jnp.float32(self.temperature),
+            jnp.float32(self.top_k),
+            jnp.float32(self.top_p),
+            jnp.float32(self.min_p),
+            jnp.uint32(self.seed),
+        )
+
+
+class SamplingNumbers(NamedTuple):
+    """`Sampling` as scalars, float32, the seed uint32."""
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    seed: jax.Array
+
+
+def choose(
+    logits: jax.Array, numbers: SamplingNumbers, rows: jax.Array, positions: jax.Array, draws: bool, ranks: bool
+) -> jax.Array:
+    """The next token of every row.
+
+    Args:
+        logits: [B, V] float32.
+        numbers: see `Sampling`.
+        rows: [B] int32, the number of each row among all that are generated.
+        positions: [B] int32, of the token that is chosen.
+        draws, ranks: of `Sampling`; static.
+
+    Returns:
+        [B] int32.
+    """
+    if not draws:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    kept = keep(logits / numbers.temperature, numbers, ranks)
+
+    def draw(logits: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(numbers.seed), row), position)
+        return jax.random.categorical(key, logits)
+
+    return jax.vmap(draw)(kept, rows, positions).astype(jnp.int32)
+
+
+def keep(logits: jax.Array, numbers: SamplingNumbers, ranks: bool) -> jax.Array:
+    """Logits [B, V], after the temperature, with -inf for every token that top-k, top-p or min-p leaves out."""
+    if ranks:
+        ordered = -jnp.sort(-logits, axis=-1)
+        rank = jnp.arange(logits.shape[-1])
+        ordered = jnp.where((rank < numbers.top_k) | (numbers.top_k == 0), ordered, -jnp.inf)
+        likelihood = jax.nn.softmax(ordered, axis=-1)
+        before = jnp.cumsum(likelihood, axis=-1) - likelihood
+        # The likeliest always stays: nothing comes before it.
+        inside = (before < numbers.top_p) & (ordered > -jnp.inf)
+        border = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits >= border, logits, -jnp.inf)
+    least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(numbers.min_p)  # log(0) leaves all
+    return jnp.where(logits >= least, logits, -jnp.inf)
