@@ -62,11 +62,12 @@ class Recorder:
             self.routed["sequence_attention"] = self._linear
         return self._inner.sequence_attention(q, *rest)
 
-    def _depth_attention(self, q, keys, values, depth):
+    def _depth_attention(self, q, k, v, cache, depth, *rest):
         if self._linear is not None:
             self.routed["depth_attention"] = self._linear
-        self.depth = (q, keys, depth)
-        return self._inner.depth_attention(q, keys, values, depth)
+        out, cache = self._inner.depth_attention(q, k, v, cache, depth, *rest)
+        self.depth = (q, cache.heads(q.shape[-1])[0], depth)
+        return out, cache
 
 
 def observe_batch(config: ModelConfig, params: Any, balancing: Any, batch: Mapping[str, jax.Array]) -> Sums:
@@ -97,7 +98,7 @@ def observe_batch(config: ModelConfig, params: Any, balancing: Any, batch: Mappi
     def observe(layer: Callable) -> Callable:
         def observed(weights, x, depth, cache, bias, context):
             recorder.reset()
-            new, key_value, counts = layer(weights, x, depth, cache, bias, context)
+            new, cache, counts = layer(weights, x, depth, cache, bias, context)
             sums = _stream(x, new, real) | {"counts": counts}
             sums |= _routing(config, weights, recorder, depth, context.total_depth, real)
             if recorder.depth:
@@ -107,7 +108,7 @@ def observe_batch(config: ModelConfig, params: Any, balancing: Any, batch: Mappi
             sums["lens_loss"] = jnp.sum(losses * lens["counted"])
             sums["lens_correct"] = jnp.sum(correct & lens["counted"])
             sums["lens_answers_correct"] = jnp.sum(correct & lens["answers"])
-            return new, key_value, sums
+            return new, cache, sums
 
         return observed
 

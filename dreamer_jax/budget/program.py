@@ -18,6 +18,7 @@ from dreamer_jax.budget import analytic, lowered
 from dreamer_jax.config.errors import UserError
 from dreamer_jax.config.schema import ModelConfig
 from dreamer_jax.model import Dreamer, Operations
+from pallas_kernels.depth_attention import DepthCache, write_slot
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,16 @@ def _sequence_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: j
     return jnp.einsum("bgnqk,bkgd->bqgnd", weights, v).reshape(q.shape)
 
 
-def _depth_attention(q: jax.Array, cache_k: jax.Array, cache_v: jax.Array, depth: jax.Array) -> jax.Array:
+def _depth_attention(q: jax.Array, k: jax.Array, v: jax.Array, cache: DepthCache, depth: jax.Array, tape: None = None):
     """Depth attention by two products over all L slots of the cache (the shipped one multiplies and reduces)."""
-    slots, tokens, kv_heads, size = cache_k.shape
+    del tape
+    cache = write_slot(cache, k, v, depth)
+    keys, values = cache.heads(q.shape[-1])  # [L, T, kv, d]
+    slots, tokens, kv_heads, size = keys.shape
     grouped = q.reshape(tokens, kv_heads, -1, size)
-    logits = jnp.einsum("tgnd,ltgd->tgnl", grouped, cache_k) * size**-0.5
+    logits = jnp.einsum("tgnd,ltgd->tgnl", grouped, keys) * size**-0.5
     weights = jax.nn.softmax(jnp.where(jnp.arange(slots) <= depth, logits, -jnp.inf), axis=-1)
-    return jnp.einsum("tgnl,ltgd->tgnd", weights, cache_v).reshape(q.shape)
+    return jnp.einsum("tgnl,ltgd->tgnd", weights, values).reshape(q.shape), cache
 
 
 def _expert_mlp(x: jax.Array, indices: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:

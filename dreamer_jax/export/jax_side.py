@@ -16,8 +16,9 @@ from dreamer_jax.export.names import FOLDED, Name, is_float32, names_of
 from dreamer_jax.export.reading import checked_tensors
 from dreamer_jax.model.dreamer import router_sizes
 from dreamer_jax.model.mixture import Context, Layer
-from dreamer_jax.model.operations import REFERENCE
+from dreamer_jax.model.operations import REFERENCE, Operations
 from dreamer_jax.training.leaves import StoredModel
+from pallas_kernels.depth_attention import empty_cache
 
 TIE = 2e-5
 """Scores of the last selected and the first rejected expert nearer than this may be told apart differently."""
@@ -73,19 +74,14 @@ class JaxSide:
         )
         cache = None
         if config.depth_attention:
-            rows = (depth, tokens.size, config.da_kv_heads, config.da_head_size)
-            cache = (jnp.zeros(rows, config.dtype), jnp.zeros(rows, config.dtype))
+            cache = empty_cache(depth, tokens.size, config.da_kv_heads, config.da_head_size, config.dtype)
         embedding = self._global("embedding")
         x = jnp.asarray(np.asarray(embedding[tokens], np.float32)).astype(config.dtype)
         parts = [("embedding", np.asarray(x, np.float32))]
         tied = np.zeros(tokens.size, bool)
         for l in range(depth):
             params, bias = self._layer(l)
-            x, row, outputs, ties = _apply(config, params, x, jnp.int32(l), cache, bias, context)
-            if cache is not None:
-                cache = tuple(
-                    jax.lax.dynamic_update_index_in_dim(slots, new, l, 0) for slots, new in zip(cache, row, strict=True)
-                )
+            x, cache, outputs, ties = _apply(config, params, x, jnp.int32(l), cache, bias, context)
             tied |= np.asarray(ties)
             for name in ("DA", "SA", "EA", "residual"):
                 if name in outputs:
@@ -141,10 +137,28 @@ class JaxSide:
         return values if is_float32(name.tensor) else values.astype(jnp.dtype(self.config.dtype))
 
 
+def _token_by_token(experts: Any) -> Operations:
+    """The definitions, but EA gathers the matrices of one token at a time: those of all tokens don't fit.
+
+    It gathers from `experts`, the layer's own parameters. The cast copies that the layer passes on are not used: a
+    loop would keep one of all experts.
+    """
+
+    def expert_mlp(x, indices, weights, *_):
+        def one(token):
+            x, indices, weights = token
+            chosen = (experts[name][indices].astype(x.dtype) for name in ("gate_up", "down"))
+            return REFERENCE.expert_mlp(x[None], jnp.arange(len(indices))[None], weights[None], *chosen)[0]
+
+        return jax.lax.map(one, (x, indices, weights))
+
+    return dataclasses.replace(REFERENCE, expert_mlp=expert_mlp)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _apply(config, params, x, depth, cache, bias, context):
-    """The layer at one depth: x, its row of the depth cache, outputs by name, and which tokens tie [T]."""
-    (x, row, _), kept = Layer(config, REFERENCE).apply(
+    """The layer at one depth: x, the depth cache, outputs by name, and which tokens tie [T]."""
+    (x, cache, _), kept = Layer(config, _token_by_token(params["expert_attention"])).apply(
         {"params": params}, x, depth, cache, bias, context, capture_intermediates=True, mutable=["intermediates"]
     )
     its = kept["intermediates"]
@@ -159,4 +173,4 @@ def _apply(config, params, x, depth, cache, bias, context):
         if active < size:
             best = jax.lax.top_k(scores, active + 1)[0]
             ties |= best[:, -2] - best[:, -1] < TIE
-    return x, row, outputs, ties
+    return x, cache, outputs, ties

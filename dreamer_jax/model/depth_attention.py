@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from dreamer_jax.config.schema import ModelConfig
 from dreamer_jax.model.attention_moe import Projections
 from dreamer_jax.model.operations import Operations
 from dreamer_jax.model.primitives import RMSNorm, depth_rope
+from pallas_kernels.depth_attention import DepthCache
 
 
 class DepthAttention(nn.Module):
@@ -19,16 +22,19 @@ class DepthAttention(nn.Module):
     operations: Operations
 
     @nn.compact
-    def __call__(self, x: jax.Array, depth: jax.Array, cache, bias: jax.Array | None, context):
+    def __call__(
+        self, x: jax.Array, depth: jax.Array, cache: DepthCache, bias: jax.Array | None, context, tape: Any = None
+    ) -> tuple[jax.Array, DepthCache, jax.Array | None]:
         """One depth of depth attention.
 
         Args:
             x: [B, S, h].
             depth: scalar int32, l.
-            cache: (keys, values), each [L, T, kv, d], filled below `depth`.
+            cache: filled below `depth`.
+            tape: in the backward pass of the depth scan, the operation's own.
 
         Returns:
-            out [B, S, h]; (k, v) of this depth, each [T, kv, d]; counts of the attention MoE [G] int32, None in LA.
+            out [B, S, h]; the cache with slot `depth` filled; counts of the attention MoE [G] int32, None in LA.
         """
         config = self.config
         heads, kv_heads, size = config.da_heads, config.da_kv_heads, config.da_head_size
@@ -39,9 +45,5 @@ class DepthAttention(nn.Module):
         q, k, v = jnp.split(qkv, [heads, heads + kv_heads], axis=1)
         q = depth_rope(RMSNorm(name="q_norm")(q), depth, context.total_depth, config.depth_rope_base)
         k = depth_rope(RMSNorm(name="k_norm")(k), depth, context.total_depth, config.depth_rope_base)
-        cache_k, cache_v = (
-            jax.lax.dynamic_update_index_in_dim(slots, new.astype(slots.dtype), depth, 0)
-            for slots, new in zip(cache, (k, v), strict=True)
-        )
-        attended = self.operations.depth_attention(q, cache_k, cache_v, depth)
-        return project.out(attended.reshape(flat.shape[0], -1), choice).reshape(x.shape), (k, v), counts
+        attended, cache = self.operations.depth_attention(q, k, v, cache, depth, tape)
+        return project.out(attended.reshape(flat.shape[0], -1), choice).reshape(x.shape), cache, counts

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from dreamer_jax.config.errors import UserError
 from dreamer_jax.config.schema import ModelConfig
 from dreamer_jax.model.mixture import Context, Layer
-from dreamer_jax.model.operations import Operations, resolve_operations
+from dreamer_jax.model.operations import XLA, Operations, resolve_operations
 from dreamer_jax.model.primitives import RMSNorm, input_init
 from dreamer_jax.model.recurrence import depth_scan
+from pallas_kernels.depth_attention import empty_cache
 
 
 class Output(NamedTuple):
@@ -101,14 +102,17 @@ class Dreamer(nn.Module):
         x = self.embedding.at[tokens].get(mode="clip").astype(config.dtype)  # [B, S, h]
         cache = None
         if config.depth_attention:
-            rows = (slots, tokens.size, config.da_kv_heads, config.da_head_size)
-            cache = (jnp.zeros(rows, x.dtype), jnp.zeros(rows, x.dtype))  # keys, values [L, T, kv, d]
+            cache = empty_cache(slots, tokens.size, config.da_kv_heads, config.da_head_size, x.dtype)
 
-        step = self._layer()
+        operations = self.operations or resolve_operations(config.implementation)
+        step = Layer(config, operations, parent=None)
 
-        def layer(weights, x, l, cache, bias, context) -> Any:
+        def layer(weights, x, l, cache, bias, context, tape=None) -> Any:
             own_bias = bias if config.recurrent else jax.tree.map(lambda b: b[l], bias)
-            return step.apply({"params": weights}, x, l, cache, own_bias, context)
+            return step.apply({"params": weights}, x, l, cache, own_bias, context, tape)
+
+        def start_tape():
+            return {"depth_attention": operations.depth_tape(cache, config.da_heads)} if cache else {}
 
         layer = observe(layer) if observe else layer
         context = Context(segment_ids, positions, jnp.asarray(depth, jnp.int32))
@@ -122,6 +126,7 @@ class Dreamer(nn.Module):
             slots=slots,
             shared=config.recurrent,
             remat=self.remat,
+            start_tape=start_tape,
         )
         return (x if config.recurrent else self.final_norm(x)), counts
 
@@ -130,18 +135,14 @@ class Dreamer(nn.Module):
         weight = self.head_weight.astype(hidden.dtype)
         return jnp.einsum("...h,vh->...v", hidden, weight, preferred_element_type=jnp.float32)
 
-    def _layer(self) -> Layer:
-        operations = self.operations or resolve_operations(self.config.implementation)
-        return Layer(self.config, operations, parent=None)
-
     def _init_layer(self, key: jax.Array) -> Any:
         config = self.config
         token = jnp.zeros((1, 1), jnp.int32)
-        cache = (jnp.zeros((1, 1, config.da_kv_heads, config.da_head_size)),) * 2
+        cache = empty_cache(1, 1, config.da_kv_heads, config.da_head_size, jnp.float32)
         bias = {name: jnp.zeros(size) for name, size in router_sizes(config).items()}
         context = Context(token, token, jnp.int32(1))
         x = jnp.zeros((1, 1, config.hidden_size))
-        return self._layer().init(key, x, jnp.int32(0), cache, bias, context)["params"]
+        return Layer(config, XLA, parent=None).init(key, x, jnp.int32(0), cache, bias, context)["params"]
 
     def _init_stack(self, key: jax.Array) -> Any:
         stacked = jax.vmap(self._init_layer)(jax.random.split(key, self.config.depth))

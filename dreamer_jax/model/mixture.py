@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -13,6 +13,7 @@ from dreamer_jax.model.expert_attention import ExpertAttention
 from dreamer_jax.model.operations import Operations
 from dreamer_jax.model.primitives import RMSNorm
 from dreamer_jax.model.sequence_attention import SequenceAttention
+from pallas_kernels.depth_attention import DepthCache
 
 
 class Context(NamedTuple):
@@ -41,24 +42,34 @@ class Layer(nn.Module):
     operations: Operations
 
     @nn.compact
-    def __call__(self, x: jax.Array, depth: jax.Array, cache, bias: dict[str, jax.Array], context: Context):
+    def __call__(
+        self,
+        x: jax.Array,
+        depth: jax.Array,
+        cache: DepthCache | None,
+        bias: dict[str, jax.Array],
+        context: Context,
+        tape: dict[str, Any] | None = None,
+    ) -> tuple[jax.Array, DepthCache | None, dict[str, jax.Array]]:
         """Apply the layer at one depth.
 
         Args:
             x: [B, S, h], the residual stream x_l.
             depth: scalar int32, l.
-            cache: (keys, values) of the depth attention, each [L, T, kv, d], filled below l; None without it.
+            cache: of the depth attention, filled below l; None without it.
             bias: router name -> balancing bias [E].
             context: see Context.
+            tape: in the backward pass of the depth scan (recurrence.py), operation -> its part of the tape.
 
         Returns:
-            x_{l+1} [B, S, h]; (k, v) of this depth, each [T, kv, d], or None; counts, router name -> [E] int32.
+            x_{l+1} [B, S, h]; the cache with slot l filled, or None; counts, router name -> [E] int32.
         """
         config, operations = self.config, self.operations
         sequence = SequenceAttention(config, operations, name="sequence_attention")
         expert = ExpertAttention(config, operations, name="expert_attention")
         sequence_norm, expert_norm = RMSNorm(name="sequence_norm"), RMSNorm(name="expert_norm")
-        counts, key_value = {}, None
+        tape = tape or {}
+        counts = {}
 
         def sa(x):
             out, counts["sequence_attention"] = sequence(
@@ -67,13 +78,13 @@ class Layer(nn.Module):
             return out
 
         def da(x):
-            nonlocal key_value
+            nonlocal cache
             if not config.depth_attention:
                 return 0
             normed = RMSNorm(name="depth_norm")(x)
             attention = DepthAttention(config, operations, name="depth_attention")
-            out, key_value, counts["depth_attention"] = attention(
-                normed, depth, cache, bias.get("depth_attention"), context
+            out, cache, counts["depth_attention"] = attention(
+                normed, depth, cache, bias.get("depth_attention"), context, tape.get("depth_attention")
             )
             return out
 
@@ -93,4 +104,4 @@ class Layer(nn.Module):
 
         if config.recurrent:  # section 3.7: x_{l+1} = Norm(y_l), so that scales agree across depths
             y = RMSNorm(name="residual_norm")(y)
-        return y, key_value, {name: count for name, count in counts.items() if count is not None}
+        return y, cache, {name: count for name, count in counts.items() if count is not None}

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
 import pallas_kernels.attention_moe.reference
+import pallas_kernels.depth_attention.xla
 import pallas_kernels.expert_mlp.reference
+import pallas_kernels.sequence_attention.xla
 from dreamer_jax.config.errors import UserError
 from dreamer_jax.config.schema import Implementation
-from dreamer_jax.model import attention
 from pallas_kernels.attention_moe import expert_linear
 from pallas_kernels.expert_mlp import expert_mlp
 
@@ -25,23 +27,30 @@ class Operations:
 
     Attributes:
         sequence_attention: (q, k, v, segment_ids) -> out.
-        depth_attention: (q, cache_k, cache_v, depth) -> out.
+        depth_attention: (q, k, v, cache, depth, tape) -> (out, cache).
         expert_mlp: (x, indices, weights, gate_up, down) -> out.
         expert_linear: (x, index, score, routed, shared) -> out.
+        depth_tape: (cache, heads) -> the empty tape of this depth attention.
     """
 
     sequence_attention: Callable[..., jax.Array]
-    depth_attention: Callable[..., jax.Array]
+    depth_attention: Callable[..., tuple[jax.Array, Any]]
     expert_mlp: Callable[..., jax.Array]
     expert_linear: Callable[..., jax.Array]
+    depth_tape: Callable[..., Any] = pallas_kernels.depth_attention.xla.start_tape
 
 
-XLA = Operations(attention.sequence_attention, attention.depth_attention, expert_mlp, expert_linear)
+XLA = Operations(
+    pallas_kernels.sequence_attention.xla.sequence_attention,
+    pallas_kernels.depth_attention.xla.depth_attention,
+    expert_mlp,
+    expert_linear,
+)
 """Runs everywhere; what `auto` takes where no kernel is faster."""
 
 REFERENCE = Operations(
-    attention.sequence_attention,
-    attention.depth_attention,
+    pallas_kernels.sequence_attention.xla.sequence_attention,
+    pallas_kernels.depth_attention.xla.depth_attention,
     pallas_kernels.expert_mlp.reference.expert_mlp,
     pallas_kernels.attention_moe.reference.expert_linear,
 )

@@ -2,21 +2,30 @@
 
 Contract of the layer, a pure function:
 
-    layer(weights, x, l, cache, *constants) -> (x', (k, v) | None, counts)
+    layer(weights, x, l, cache, *constants) -> (x', cache', counts)
 
-    carry     x [B, S, h], the residual stream, and the depth-attention cache (keys, values), each [L, T, kv, d]
+    carry     x [B, S, h], the residual stream, and the cache of the depth attention, whose slot l the layer fills;
+              this module never looks inside
     weights   the same at every depth (shared), or the l-th slice of stacked ones
     counts    small integers a depth, returned stacked; they carry no gradient
 
     for l in 0 .. depth-1:
         states[l] = x
-        x, (k, v), counts[l] = layer(weights, x, l, cache, *constants)
-        cache[l] = (k, v)
+        x, cache, counts[l] = layer(weights, x, l, cache, *constants)
 
 Plain reverse mode through that loop would save the whole cache at every depth: O(L^2). The backward pass here
-keeps `states` and the final cache only. Going down from the last depth it recomputes layer l from states[l]; the
-layer overwrites row l of the cache itself and masks the rows above, so the final cache serves every depth. The
-cotangent of (k, v) at depth l is what the deeper layers have left in row l of the cache's cotangent by then.
+keeps `states` and the final cache only, and hands a *tape* down the depths: what the deeper ones leave for the
+shallower, which is all that the cache's gradient is needed for.
+
+    tape = start_tape()
+    for l in depth-1 .. 0:
+        _, vjp = jax.vjp(lambda w, x, tape: layer(w, x, l, cache, *constants, tape=tape)[0], weights, states[l], tape)
+        d_weights, d_x, tape = vjp(d_x)
+
+Given a tape, the layer finds slots 0 .. l of the final cache as it would have left them and needn't write. Values
+leave a reverse pass only as gradients, so an operation that takes a part of the tape returns, in the place of that
+part's gradient, its new value. What is on the tape is the operations' own business: gradients to be added to, in
+float32, or queries from which shallower keys pull theirs (see pallas_kernels/depth_attention).
 """
 
 from __future__ import annotations
@@ -52,6 +61,7 @@ def depth_scan(
     slots: int,
     shared: bool,
     remat: str,
+    start_tape: Callable[[], PyTree] = dict,
 ) -> tuple[jax.Array, PyTree]:
     """Apply the layer at depths 0 .. depth-1.
 
@@ -60,20 +70,23 @@ def depth_scan(
         params: float32 parameters of the layer, with a leading axis over depths unless `shared`. They are cast to
             x's dtype once, before the loop; their gradients are summed over depths in float32.
         x: [B, S, h], compute dtype.
-        cache: zeros, (keys, values), each [slots, T, kv, d]; None without depth attention.
+        cache: empty, of `slots` depths; None without depth attention.
         constants: passed on to every depth; get no gradient.
         depth: L. A traced scalar, at most `slots`, makes it a run-time number.
         slots: static bound on the depth.
         shared: one set of parameters for all depths.
         remat: "full": memory linear in L, as described above. "none": plain autodiff, which keeps every
             intermediate; needs a static depth.
+        start_tape: makes the empty tape, float32 or compute dtype, when the backward pass begins.
 
     Returns:
         The final x [B, S, h] and the counts, stacked over depths [slots, ...] (zero from `depth` on).
     """
     if remat == "none" and isinstance(depth, int):
         return _plain_scan(layer, params, x, cache, constants, depth, shared)
-    return _linear_memory_scan(layer, slots, shared)(params, x, cache, constants, jnp.asarray(depth, jnp.int32))
+    return _linear_memory_scan(layer, slots, shared, start_tape)(
+        params, x, cache, constants, jnp.asarray(depth, jnp.int32)
+    )
 
 
 def _plain_scan(layer, params, x, cache, constants, depth, shared):
@@ -82,15 +95,15 @@ def _plain_scan(layer, params, x, cache, constants, depth, shared):
     def body(carry, step):
         x, cache = carry
         l, own = step
-        x, key_value, counts = layer(weights if shared else own, x, l, cache, *constants)
-        return (x, _write(cache, key_value, l)), counts
+        x, cache, counts = layer(weights if shared else own, x, l, cache, *constants)
+        return (x, cache), counts
 
     steps = (jnp.arange(depth), None if shared else jax.tree.map(lambda rows: rows[:depth], weights))
     (x, _), counts = jax.lax.scan(body, (x, cache), steps)
     return x, counts
 
 
-def _linear_memory_scan(layer, slots, shared):
+def _linear_memory_scan(layer, slots, shared, start_tape):
     def at(weights, l):
         return weights if shared else _read(weights, l)
 
@@ -103,8 +116,8 @@ def _linear_memory_scan(layer, slots, shared):
         def body(l, carry):
             x, cache, counts, states = carry
             states = _write(states, x if keep_states else None, l)
-            x, key_value, counted = layer(at(weights, l), x, l, cache, *constants)
-            return x, _write(cache, key_value, l), _write(counts, counted, l), states
+            x, cache, counted = layer(at(weights, l), x, l, cache, *constants)
+            return x, cache, _write(counts, counted, l), states
 
         return jax.lax.fori_loop(0, depth, body, (x, cache, counts, states))
 
@@ -122,25 +135,22 @@ def _linear_memory_scan(layer, slots, shared):
         weights = cast_weights(params, states.dtype)
 
         def body(step, carry):
-            d_x, d_cache, d_params = carry
+            d_x, tape, d_params = carry
             l = depth - 1 - step
 
-            def recompute(own, x, cache):
-                return layer(own, x, l, cache, *constants)[:2]
+            def recompute(own, x, tape):
+                return layer(own, x, l, cache, *constants, tape=tape)[0]
 
-            (_, key_value), vjp = jax.vjp(recompute, at(weights, l), _read(states, l), cache)
-            d_key_value = jax.tree.map(lambda d, kv: d.astype(kv.dtype), _read(d_cache, l), key_value)
-            d_own, d_x, d_rows = vjp((d_x, d_key_value))
-            d_cache = jax.tree.map(lambda total, d: total + d.astype(jnp.float32), d_cache, d_rows)
+            _, vjp = jax.vjp(recompute, at(weights, l), _read(states, l), tape)
+            d_own, d_x, tape = vjp(d_x)
             if shared:
                 d_params = jax.tree.map(lambda total, d: total + d.astype(jnp.float32), d_params, d_own)
             else:
                 d_params = _write(d_params, d_own, l)
-            return d_x, d_cache, d_params
+            return d_x, tape, d_params
 
-        d_cache = jax.tree.map(lambda c: jnp.zeros(c.shape, jnp.float32), cache)
         d_params = jax.tree.map(jnp.zeros_like, params)
-        d_x, _, d_params = jax.lax.fori_loop(0, depth, body, (cotangents[0], d_cache, d_params))
+        d_x, _, d_params = jax.lax.fori_loop(0, depth, body, (cotangents[0], start_tape(), d_params))
         return d_params, d_x, jax.tree.map(jnp.zeros_like, cache), None, None
 
     scan.defvjp(forward, backward)

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dreamer_jax.model.attention import depth_attention, sequence_attention
+from pallas_kernels.depth_attention import DepthCache
+from pallas_kernels.depth_attention.xla import depth_attention
+from pallas_kernels.sequence_attention.xla import sequence_attention
 
 TOLERANCE = 1e-5  # of the largest element, float32 against float32
 HEADS, KV_HEADS, SIZE = 6, 2, 4
@@ -72,11 +74,16 @@ def test_sequence_attention_with_large_scores():
 def test_depth_attention(depth):
     """Slots above the current depth hold large numbers, which neither give nor get anything."""
     q = 3 * normal(0, 9, HEADS, SIZE)
-    cache_k, cache_v = (normal(n, 5, 9, KV_HEADS, SIZE) for n in (1, 2))
-    cache_k[depth + 1 :] *= 1e4
-    cache_v[depth + 1 :] *= 1e4
-    assert_same_with_gradients(
-        lambda q, k, v: depth_attention(q, k, v, jnp.int32(depth)),
-        lambda q, k, v: define_depth_attention(q, k, v, depth),
-        (q, cache_k, cache_v),
-    )
+    slots_k, slots_v = (normal(n, 5, 9, KV_HEADS, SIZE) for n in (1, 2))
+    new_k, new_v = (normal(n, 9, KV_HEADS, SIZE) for n in (3, 4))
+    slots_k[depth:] *= 1e4
+    slots_v[depth:] *= 1e4
+
+    def ours(q, k, v, slots_k, slots_v):
+        cache = DepthCache(slots_k.reshape(5, 9, -1), slots_v.reshape(5, 9, -1))
+        return depth_attention(q, k, v, cache, jnp.int32(depth))[0]
+
+    def defined(q, k, v, slots_k, slots_v):
+        return define_depth_attention(q, slots_k.at[depth].set(k), slots_v.at[depth].set(v), depth)
+
+    assert_same_with_gradients(ours, defined, (q, new_k, new_v, jnp.asarray(slots_k), jnp.asarray(slots_v)))

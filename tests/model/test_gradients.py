@@ -11,6 +11,7 @@ from dreamer_jax.model import Dreamer
 from dreamer_jax.model.mixture import Context, Layer
 from dreamer_jax.model.operations import REFERENCE, Operations
 from dreamer_jax.model.primitives import rms_norm
+from pallas_kernels.depth_attention import DepthCache
 from tests.model.cases import (
     POSITIONS,
     REAL,
@@ -32,16 +33,16 @@ def unrolled_loss(params, bias, config, operations=REFERENCE, depth=None):
     context = Context(jnp.asarray(SEGMENT_IDS), jnp.asarray(POSITIONS), jnp.int32(depth))
     layer = Layer(config, operations)
     x = params["embedding"][tokens]
-    empty = jnp.zeros((tokens.size, config.da_kv_heads, config.da_head_size))
+    empty = jnp.zeros((tokens.size, config.da_kv_heads * config.da_head_size))
     keys, values = [empty] * depth, [empty] * depth
     for l in range(depth):
         weights, own_bias = params.get("layer"), bias
         if not config.recurrent:
             weights, own_bias = jax.tree.map(lambda rows, l=l: rows[l], (params["layers"], bias))
-        cache = (jnp.stack(keys), jnp.stack(values)) if config.depth_attention else None
-        x, key_value, _ = layer.apply({"params": weights}, x, jnp.int32(l), cache, own_bias, context)
+        cache = DepthCache(jnp.stack(keys), jnp.stack(values)) if config.depth_attention else None
+        x, cache, _ = layer.apply({"params": weights}, x, jnp.int32(l), cache, own_bias, context)
         if config.depth_attention:
-            keys[l], values[l] = key_value
+            keys[l], values[l] = cache.keys[l], cache.values[l]
     if not config.recurrent:
         x = rms_norm(x, params["final_norm"]["scale"])
     return cross_entropy(x @ params["head"].T, jnp.roll(tokens, -1, axis=1), jnp.asarray(REAL))

@@ -49,8 +49,8 @@ def checkpointed_scan(layer, params, x, cache, constants, depth, **_):
     @jax.checkpoint
     def body(carry, l):
         x, cache = carry
-        x, rows, counts = layer(params, x, l, cache, *constants)
-        return (x, jax.tree.map(lambda slots, row: slots.at[l].set(row), cache, rows)), counts
+        x, cache, counts = layer(params, x, l, cache, *constants)
+        return (x, cache), counts
 
     (x, _), counts = jax.lax.scan(body, (x, cache), jnp.arange(depth))
     return x, counts

@@ -1,0 +1,5 @@
+"""Depth attention: a token over its own depths."""
+
+from pallas_kernels.depth_attention.cache import DepthCache, empty_cache, write_slot
+
+__all__ = ["DepthCache", "empty_cache", "write_slot"]

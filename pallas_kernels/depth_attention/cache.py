@@ -1,0 +1,40 @@
+"""What depth attention keeps of a token: its keys and values at every depth so far."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class DepthCache(NamedTuple):
+    """Keys and values of T tokens at L depths, heads side by side: a slot is written and a prefix read contiguously.
+
+    Attributes:
+        keys, values: [L, T, kv d], compute dtype; slot l is filled at depth l, those not yet filled are finite.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+
+    def heads(self, size: int) -> tuple[jax.Array, jax.Array]:
+        """Keys and values as [L, T, kv, d], d = `size`."""
+        slots, tokens, _ = self.keys.shape
+        return self.keys.reshape(slots, tokens, -1, size), self.values.reshape(slots, tokens, -1, size)
+
+
+def empty_cache(slots: int, tokens: int, kv_heads: int, size: int, dtype: jnp.dtype | str) -> DepthCache:
+    """A cache of zeros for L = `slots` depths of T = `tokens` tokens."""
+    zeros = jnp.zeros((slots, tokens, kv_heads * size), dtype)
+    return DepthCache(zeros, zeros)
+
+
+def write_slot(cache: DepthCache, k: jax.Array, v: jax.Array, depth: jax.Array) -> DepthCache:
+    """The cache with k and v, each [T, kv, d], in slot `depth`."""
+    return DepthCache(
+        *(
+            jax.lax.dynamic_update_index_in_dim(slots, new.reshape(slots.shape[1:]).astype(slots.dtype), depth, 0)
+            for slots, new in zip(cache, (k, v), strict=True)
+        )
+    )

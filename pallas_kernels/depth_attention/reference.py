@@ -1,0 +1,22 @@
+"""The definition (Algorithm 1): one softmax over the filled slots, plain autodiff."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.depth_attention.cache import DepthCache, write_slot
+
+
+def depth_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, cache: DepthCache, depth: jax.Array
+) -> tuple[jax.Array, DepthCache]:
+    """Same contract as `pallas_kernels.depth_attention.depth_attention`, without a tape."""
+    cache = write_slot(cache, k, v, depth)
+    keys, values = cache.heads(q.shape[-1])  # [L, T, kv, d]
+    queries = q.reshape(q.shape[0], keys.shape[2], -1, q.shape[-1]).astype(jnp.float32)
+    logits = jnp.einsum("tgnd,ltgd->ltgn", queries, keys.astype(jnp.float32), precision="highest")
+    visible = (jnp.arange(keys.shape[0]) <= depth)[:, None, None, None]
+    weights = jax.nn.softmax(jnp.where(visible, logits * q.shape[-1] ** -0.5, -jnp.inf), axis=0)
+    out = jnp.einsum("ltgn,ltgd->tgnd", weights, values.astype(jnp.float32), precision="highest")
+    return out.reshape(q.shape).astype(q.dtype), cache

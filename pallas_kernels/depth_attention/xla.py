@@ -1,0 +1,113 @@
+"""Depth attention without a kernel: multiply and reduce over the slots, for the CPU, GPUs and shapes no kernel takes.
+
+T tiny matrix products would be slow everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.depth_attention.cache import DepthCache, write_slot
+
+
+def depth_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cache: DepthCache,
+    depth: jax.Array,
+    tape: DepthCache | None = None,
+) -> tuple[jax.Array, DepthCache]:
+    """Same contract as `pallas_kernels.depth_attention.depth_attention`; the tape is that of `start_tape` here."""
+    if tape is not None:
+        return _attend_taped(q, k, v, cache, depth, tape), cache
+    cache = write_slot(cache, k, v, depth)
+    return _attend(q, cache, depth), cache
+
+
+def start_tape(cache: DepthCache, heads: int) -> DepthCache:
+    """The float32 gradient of the cache, zero: deeper depths add theirs to the slots of the shallower ones."""
+    del heads  # however many share a slot, its gradient is one
+    return DepthCache(*(jnp.zeros(slots.shape, jnp.float32) for slots in cache))
+
+
+@jax.custom_vjp
+def _attend(q: jax.Array, cache: DepthCache, depth: jax.Array) -> jax.Array:
+    return _forward(q, cache, depth)[0]
+
+
+def _forward(q, cache, depth):
+    queries, keys, values = _by_group(q, cache)
+    logits = _dot(queries, keys) * q.shape[-1] ** -0.5  # [L, T, kv, n/kv]
+    visible = (jnp.arange(keys.shape[0]) <= depth)[:, None, None, None]
+    weights = jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), axis=0)
+    out = _sum_over_depths(weights[..., None], values)
+    return out.reshape(q.shape).astype(q.dtype), (q, cache, weights)
+
+
+def _gradients(q, cache, weights, d_out):
+    """d_q as q, and what this depth adds to the cache's gradient, float32."""
+    queries, keys, values = _by_group(q, cache)
+    d_out = d_out.reshape(queries.shape).astype(jnp.float32)
+    d_weights = _dot(d_out, values)
+    d_logits = weights * (d_weights - jnp.sum(weights * d_weights, axis=0)) * q.shape[-1] ** -0.5
+    d_q = _sum_over_depths(d_logits[..., None], keys)
+    d_k = jnp.sum(d_logits[..., None] * queries, axis=3)
+    d_v = jnp.sum(weights[..., None] * d_out, axis=3)
+    d_cache = DepthCache(d_k.reshape(cache.keys.shape), d_v.reshape(cache.values.shape))
+    return d_q.reshape(q.shape).astype(q.dtype), d_cache
+
+
+def _backward(residuals, d_out):
+    q, cache, weights = residuals
+    d_q, d_cache = _gradients(q, cache, weights, d_out)
+    return d_q, jax.tree.map(lambda d, slots: d.astype(slots.dtype), d_cache, cache), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp
+def _attend_taped(q, k, v, cache, depth, tape):
+    del k, v, tape  # slot `depth` of the final cache holds k and v already
+    return _attend(q, cache, depth)
+
+
+def _forward_taped(q, k, v, cache, depth, tape):
+    out, (_, _, weights) = _forward(q, cache, depth)
+    return out, (q, k, v, cache, weights, depth, tape)
+
+
+def _backward_taped(residuals, d_out):
+    q, k, v, cache, weights, depth, tape = residuals
+    d_q, d_cache = _gradients(q, cache, weights, d_out)
+    tape = jax.tree.map(jnp.add, tape, d_cache)
+    d_k, d_v = (
+        jax.lax.dynamic_index_in_dim(total, depth, 0, keepdims=False).reshape(new.shape).astype(new.dtype)
+        for total, new in zip(tape, (k, v), strict=True)
+    )
+    return d_q, d_k, d_v, None, None, tape
+
+
+_attend_taped.defvjp(_forward_taped, _backward_taped)
+
+
+def _by_group(q, cache):
+    """Float32 queries [T, kv, n/kv, d], keys and values [L, T, kv, 1, d]."""
+    keys, values = cache.heads(q.shape[-1])
+    queries = q.reshape(q.shape[0], keys.shape[2], -1, q.shape[-1]).astype(jnp.float32)
+    return queries, *(slots[:, :, :, None].astype(jnp.float32) for slots in (keys, values))
+
+
+def _dot(a, b):
+    """Inner product over the last axis, broadcasting the others. A product with ones, because XLA's CPU backend
+    doesn't vectorise a sum over the last axis of a broadcast product (ten times slower)."""
+    return jnp.einsum("...d,d->...", a * b, jnp.ones(b.shape[-1], jnp.float32), precision="highest")
+
+
+def _sum_over_depths(weights, rows):
+    """sum_l weights[l] * rows[l]. Spelt out: a reduction over the leading axis is forty times slower on the CPU."""
+    return functools.reduce(jnp.add, (weights[l] * rows[l] for l in range(rows.shape[0])))

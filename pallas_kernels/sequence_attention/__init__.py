@@ -1,0 +1,1 @@
+"""Sequence attention: a token over the earlier ones of its document."""

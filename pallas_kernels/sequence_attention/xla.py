@@ -1,0 +1,48 @@
+"""Sequence attention without a kernel, in chunks of queries: what a CPU takes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def sequence_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """Causal attention within each document of a row; softmax in float32.
+
+    Queries are taken in chunks, each against the keys up to its end: about half of the scores, those of the future,
+    are never computed, and what is live at once stays small.
+
+    Args:
+        q: [B, S, n, d], position-encoded.
+        k, v: [B, S, kv, d]; head i of q attends with head i // (n // kv).
+        segment_ids: [B, S] int32; tokens see only their own document.
+
+    Returns:
+        [B, S, n, d].
+    """
+    length = q.shape[1]
+    # Heads before positions, so that every product below is a plain batch of matrices.
+    q, k, v = (jnp.swapaxes(t, 1, 2) for t in (q * q.shape[-1] ** -0.5, k, v))  # [B, n or kv, S, d]
+    step = max(64, -(-length // 8))
+    chunks = [
+        _attend(q[:, :, start:end], k[:, :, :end], v[:, :, :end], segment_ids[:, start:end], segment_ids[:, :end])
+        for start, end in ((start, min(start + step, length)) for start in range(0, length, step))
+    ]
+    return jnp.swapaxes(jnp.concatenate(chunks, axis=2), 1, 2)
+
+
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, q_segment: jax.Array, k_segment: jax.Array) -> jax.Array:
+    """Queries [B, n, s, d] that end where the keys and values [B, kv, e, d] end -> [B, n, s, d]."""
+    batch, _, queries, size = q.shape
+    kv_heads, keys = k.shape[1:3]
+    rows = q.reshape(batch, kv_heads, -1, size)  # the queries of all heads that share a key head: [B, kv, n/kv*s, d]
+    logits = jnp.einsum("bgqd,bgkd->bgqk", rows, k, preferred_element_type=jnp.float32)
+    causal = jnp.arange(keys - queries, keys)[:, None] >= jnp.arange(keys)[None]
+    visible = causal & (q_segment[:, :, None] == k_segment[:, None])  # [B, s, e]; every token sees itself
+    logits = logits.reshape(batch, kv_heads, -1, queries, keys)
+    logits += jnp.where(visible, 0.0, -jnp.inf)[:, None, None]
+    weights = jnp.exp(logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    summed = jnp.einsum("bgqk,bgkd->bgqd", weights.astype(v.dtype).reshape(*rows.shape[:3], keys), v)
+    out = summed.reshape(batch, kv_heads, -1, queries, size) / total
+    return out.reshape(q.shape).astype(q.dtype)
