@@ -1,0 +1,1 @@
+"""Starting and supervising runs on Cloud TPUs and GKE; standard library only, so that a laptop needs just gcloud."""

@@ -1,0 +1,54 @@
+"""The checkout as one file for the workers."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import tarfile
+from pathlib import Path
+
+from dreamer_jax.launching.errors import LaunchError
+
+PARTS = (
+    "dreamer_jax",
+    "pallas_kernels",
+    "configs",
+    "launch",
+    "requirements",
+    "setup.cfg",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+)
+"""What a worker needs of the checkout."""
+
+
+def pack(root: Path, target: Path) -> str:
+    """Write the checkout at `root` to the file `target` (tar, gzip); equal contents make equal files.
+
+    Returns:
+        The SHA-256 of the contents, in hexadecimal: the installation is repeated when it changes.
+
+    Raises:
+        LaunchError: when `root` is no checkout.
+    """
+    absent = [part for part in PARTS if not (root / part).exists()]
+    if absent:
+        raise LaunchError(f"{root} is not a checkout of the repository: {', '.join(absent)} not found")
+    files = [path for part in PARTS for path in sorted([root / part, *(root / part).rglob("*")])]
+    with (
+        open(target, "wb") as raw,
+        gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w") as archive,
+    ):
+        for path in files:
+            if path.is_file() and "__pycache__" not in path.parts:
+                archive.add(path, arcname=str(path.relative_to(root)), filter=_plain)
+    return hashlib.sha256(target.read_bytes()).hexdigest()
+
+
+def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Without what differs between two copies of the same files."""
+    entry.mtime, entry.uid, entry.gid, entry.uname, entry.gname = 0, 0, 0, "", ""
+    entry.mode = 0o755 if entry.mode & 0o100 else 0o644
+    return entry
