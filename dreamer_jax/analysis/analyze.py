@@ -73,7 +73,7 @@ def examine(
     if only_layered and config.model.recurrent:
         raise UserError(f"{run}: --compare needs an LA run, and this is {config.model.variant}")
     opened = open_data(_with_data(config, data))
-    mesh = make_mesh(MeshConfig(data=jax.device_count()))
+    mesh = make_mesh(MeshConfig(data=(jax.device_count(),)))
     seen = 0
 
     def batches():

@@ -14,7 +14,7 @@ from dreamer_jax.analysis.observation import Sums, observe_batch
 from dreamer_jax.config.errors import UserError
 from dreamer_jax.config.schema import ModelConfig
 from dreamer_jax.data.records import Batch
-from dreamer_jax.parallel.mesh import DATA
+from dreamer_jax.parallel import batch_spec
 
 ROWS = 8
 """Rows a device looks at at once."""
@@ -24,9 +24,9 @@ def make_observer(config: ModelConfig, mesh: jax.sharding.Mesh) -> Callable[[Any
     """The jitted (params, balancing, batch) -> sums of `observe_batch`, over all devices of the mesh."""
 
     def observe(params, balancing, batch):
-        return jax.lax.psum(observe_batch(config, params, balancing, batch), DATA)
+        return jax.lax.psum(observe_batch(config, params, balancing, batch), mesh.axis_names)
 
-    sharded = jax.shard_map(observe, mesh=mesh, in_specs=(P(), P(), P(DATA)), out_specs=P(), check_vma=False)
+    sharded = jax.shard_map(observe, mesh=mesh, in_specs=(P(), P(), batch_spec(mesh)), out_specs=P(), check_vma=False)
     return jax.jit(sharded)
 
 
@@ -53,7 +53,7 @@ def collect(
     params, balancing = jax.device_put((params, balancing), NamedSharding(mesh, P()))
     total: Sums | None = None
     for batch in batches:
-        total = add(total, observer(params, balancing, jax.device_put(batch, NamedSharding(mesh, P(DATA)))))
+        total = add(total, observer(params, balancing, jax.device_put(batch, NamedSharding(mesh, batch_spec(mesh)))))
     if total is None:
         raise UserError("there is no held-out sequence to analyse; name some with --data")
     return total

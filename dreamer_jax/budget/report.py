@@ -61,7 +61,7 @@ def _description(model: ModelConfig) -> dict[str, Any]:
 
 def _training(config: Config) -> dict[str, Any]:
     model, length = config.model, config.data.sequence_length
-    rows = config.training.batch_size // config.training.microbatches // config.mesh.data
+    rows = config.training.batch_size // config.training.microbatches // config.mesh.size
     remat = config.training.remat
     context = analytic.average_context(length)
     forward = analytic.total(analytic.matmul_flops(model, context))

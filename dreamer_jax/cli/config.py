@@ -69,7 +69,7 @@ def summary(config: Config) -> str:
         "data": f"{source}, tokenizer {data.tokenizer}",
         "training": f"{training.steps} steps of {training.batch_size} x {data.sequence_length} = {tokens} tokens, "
         f"learning rate {training.learning_rate:g}",
-        "devices": f"{config.mesh.data}",
+        "devices": f"{config.mesh.size}",
         "run": f"{config.run.dir}, seed {config.run.seed}",
     }
     return "\n".join(f"  {name:<9}{text}" for name, text in lines.items())

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from dreamer_jax.config.errors import ConfigError
-from dreamer_jax.config.keys import convert_to, did_you_mean, key_types, nearest_key, sections
+from dreamer_jax.config.keys import INTEGERS, convert_to, did_you_mean, key_types, nearest_key, sections
 
 _PLAIN_TAGS = {
     f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "timestamp", "value", "merge")
@@ -129,8 +129,10 @@ def _read_section(path: Path, section: str, node: yaml.Node) -> dict[str, Settin
 
 
 def scalar(path: Path, key: str, node: yaml.Node, expected: Any) -> Any:
-    """The value of a key that holds one value of the type `expected`; see `keys.convert_to`."""
+    """The value of a key of the type `expected`; see `keys.convert_to`."""
     where = at(path, node)
+    if expected == INTEGERS and isinstance(node, yaml.SequenceNode):
+        return tuple(scalar(path, key, entry, int) for entry in node.value) or _empty(where, key)
     if not isinstance(node, yaml.ScalarNode):
         raise ConfigError(f"{where}: {key}: expected one value, got {describe(node)}", key)
     if node.tag not in _PLAIN_TAGS:
@@ -141,6 +143,10 @@ def scalar(path: Path, key: str, node: yaml.Node, expected: Any) -> Any:
         return convert_to(expected, key, node.value, quoted=node.style is not None)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}", key) from None
+
+
+def _empty(where: str, key: str) -> Any:
+    raise ConfigError(f"{where}: {key}: expected integers such as 2 or [4, 4], got an empty list", key)
 
 
 def _unknown(key: str) -> str:

@@ -14,6 +14,8 @@ from dreamer_jax.config.errors import ConfigError
 from dreamer_jax.config.schema import Config
 
 _INTEGER = re.compile(r"[-+]?[0-9](_?[0-9]){0,17}")  # 18 digits fit in 64 bits
+INTEGERS = tuple[int, ...]
+"""The type of a key that holds one integer or several."""
 
 
 @functools.cache
@@ -82,7 +84,11 @@ def convert(key: str, written: str, quoted: bool = False) -> Any:
 
 
 def convert_to(expected: Any, key: str, written: str, quoted: bool = False) -> Any:
-    """As `convert`, for a key of any other schema: `expected` is a Literal of strings, str, bool, int or float."""
+    """As `convert`, for a key of any other schema.
+
+    `expected` is a Literal of strings, str, bool, int, float, or tuple[int, ...], which is written `2`, `4,4` or
+    `[4, 4]`.
+    """
     problem = f"{key}: expected {{}}, got {written!r}"
     if get_origin(expected) is Literal:
         choices = [str(choice) for choice in get_args(expected)]
@@ -104,6 +110,12 @@ def convert_to(expected: Any, key: str, written: str, quoted: bool = False) -> A
         if _INTEGER.fullmatch(written) and not quoted:
             return int(written)
         raise ConfigError(problem.format("an integer"), key)
+    if expected == INTEGERS:
+        inner = written[1:-1] if written.startswith("[") and written.endswith("]") else written
+        parts = [part.strip() for part in inner.split(",")]
+        if all(_INTEGER.fullmatch(part) for part in parts) and not quoted:
+            return tuple(int(part) for part in parts)
+        raise ConfigError(problem.format("integers such as 2 or [4, 4]"), key)
     if expected is float:
         return _to_float(key, written, quoted, problem)
     raise TypeError(f"the schema's {key} has a type that can't be written in a file: {expected}")

@@ -8,6 +8,7 @@ experts, d head size, r router size, B batch, S sequence.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -197,39 +198,95 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How the devices are used."""
+    """How the devices are used. The product of all three must be the number of devices."""
 
-    data: int = 1
-    """Devices that share a batch; each takes training.batch_size / data rows."""
+    slices: int = 1
+    """TPU slices, connected by the data-centre network; each has a copy of the state's layout."""
+    data: tuple[int, ...] = (1,)
+    """Devices along each axis of a slice's torus that share a batch, such as [4, 4, 4] on a v5p-128, or one number.
+    Weights are gathered and gradients scattered along one axis after the other."""
+    expert: int = 1
+    """Devices, neighbours on the last axis of the torus, that divide the experts among them; each also takes rows of
+    the batch."""
+
+    @property
+    def size(self) -> int:
+        """Devices in all; the rows of a batch are divided over all of them."""
+        return math.prod((self.slices, *self.data, self.expert))
 
     def __post_init__(self) -> None:
         _require_positive(self, "mesh")
+        _require(bool(self.data) and min(self.data) > 0, "mesh.data", f"{self.data}: every axis has one device or more")
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When the state is saved."""
+    """When the state is saved, and what is kept; see docs/checkpoints.md."""
 
     every: int = 500
     """Steps between checkpoints; the last step is always saved."""
     keep: int = 3
-    """Newest checkpoints that are kept."""
+    """Newest checkpoints that are kept; with 1 there is none to fall back to if it is damaged."""
+    keep_every: int = 0
+    """Also keep every checkpoint whose step is a multiple of this, forever (0: none)."""
+    allow: str = ""
+    """Changes of a run's configuration to go on with: learning_rate, depth, or both with a comma between them."""
 
     def __post_init__(self) -> None:
-        _require_positive(self, "checkpoint")
+        _require_positive(self, "checkpoint", allow_zero=("keep_every",))
+        for name in self.allowed:
+            _require(
+                name in ALLOWED_CHANGES,
+                "checkpoint.allow",
+                f"'{name}' is not a change that can be allowed; choose from {', '.join(ALLOWED_CHANGES)}",
+            )
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """The names in `allow`."""
+        return tuple(name.strip() for name in self.allow.split(",") if name.strip())
+
+
+ALLOWED_CHANGES = ("learning_rate", "depth")
+"""What `checkpoint.allow` can name."""
+
+
+@dataclass(frozen=True)
+class SafetyConfig:
+    """What a run does when its numbers or its machines fail."""
+
+    skipped_in_a_row: int = 10
+    """Steps in a row without a finite loss and gradient after which the run goes back to its last good checkpoint."""
+    rollbacks: int = 3
+    """How often a run goes back, each time to other data, before it stops."""
+    stuck_seconds: int = 900
+    """A process that has finished no step, evaluation or checkpoint for this long ends itself (compiling apart)."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "safety", allow_zero=("rollbacks",))
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Held-out loss, perplexity and exact match during training."""
+    """Held-out loss, perplexity and exact match during training, and benchmarks."""
 
     every: int = 500
     """Steps between evaluations; the last step is always evaluated."""
     harder: int = 0
     """Tasks: also evaluate instances of exactly this difficulty (0: don't)."""
+    tasks: str = ""
+    """Benchmarks of `dreamer eval` to go through as well, with commas between them, such as gsm8k,mathqa (empty: none)."""
+    tasks_every: int = 0
+    """Steps between evaluations of the benchmarks (0: as often as `every`); after the last step in any case."""
+    data: str = "data"
+    """Folder of the benchmarks' files, see docs/evaluation.md."""
+    shots: int = 0
+    """Examples before each question of a benchmark."""
+    limit: int = 200
+    """Questions of each benchmark, its first ones (0: all)."""
 
     def __post_init__(self) -> None:
-        _require_positive(self, "evaluation", allow_zero=("harder",))
+        _require_positive(self, "evaluation", allow_zero=("harder", "tasks_every", "shots", "limit"))
 
 
 @dataclass(frozen=True)
@@ -266,6 +323,7 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    safety: SafetyConfig = field(default_factory=SafetyConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     analysis: AnalysisConfig = field(default_factory=AnalysisConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -273,10 +331,15 @@ class Config:
     def __post_init__(self) -> None:
         rows = self.training.batch_size // self.training.microbatches
         _require(
-            rows % self.mesh.data == 0,
+            rows % self.mesh.size == 0,
             "mesh.data",
-            f"{self.mesh.data} does not divide the {rows} rows of a microbatch "
+            f"{self.mesh.size} devices do not divide the {rows} rows of a microbatch "
             "(training.batch_size / training.microbatches)",
+        )
+        _require(
+            self.mesh.expert <= self.model.num_experts,
+            "mesh.expert",
+            f"{self.mesh.expert} devices can't divide the {self.model.num_experts} experts of model.num_experts",
         )
 
 

@@ -49,6 +49,8 @@ def difference(a: Config, b: Config) -> list[str]:
 
 def _scalar(value: Any) -> str:
     """A value as one line of YAML that any YAML reader takes for the same value."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, value))}]"
     if isinstance(value, str):
         if _PLAIN.fullmatch(value) and yaml.safe_load(value) == value:
             return value

@@ -14,7 +14,7 @@ from dreamer_jax.config.errors import UserError
 from dreamer_jax.config.schema import ModelConfig
 from dreamer_jax.model.mixture import Context, Layer
 from dreamer_jax.model.operations import XLA, Operations, resolve_operations
-from dreamer_jax.model.primitives import RMSNorm, input_init
+from dreamer_jax.model.primitives import RMSNorm, embed, input_init
 from dreamer_jax.model.recurrence import depth_scan
 from pallas_kernels.depth_attention import empty_cache
 
@@ -54,9 +54,9 @@ class Dreamer(nn.Module):
         self.embedding = self.param("embedding", init, shape, jnp.float32)
         self.head_weight = self.param("head", init, shape, jnp.float32)
         if config.recurrent:
-            self.layer_params = self.param("layer", self._init_layer)
+            self.layer_params = self._weights("layer", self._init_layer)
         else:
-            self.layer_params = self.param("layers", self._init_stack)
+            self.layer_params = self._weights("layers", self._init_stack)
             self.final_norm = RMSNorm()
         self.bias = self.variable("balancing", "bias", self._init_bias)
 
@@ -99,7 +99,7 @@ class Dreamer(nn.Module):
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
-        x = self.embedding.at[tokens].get(mode="clip").astype(config.dtype)  # [B, S, h]
+        x = embed(self.embedding, tokens, config.dtype)  # [B, S, h]
         cache = None
         if config.depth_attention:
             cache = empty_cache(slots, tokens.size, config.da_kv_heads, config.da_head_size, x.dtype)
@@ -134,6 +134,10 @@ class Dreamer(nn.Module):
         """[..., h] -> logits [..., V] float32."""
         weight = self.head_weight.astype(hidden.dtype)
         return jnp.einsum("...h,vh->...v", hidden, weight, preferred_element_type=jnp.float32)
+
+    def _weights(self, name: str, init: Callable[[jax.Array], Any]) -> Any:
+        """The layer's parameters; given ones may hold other experts than E: that is up to `operations.expert_mlp`."""
+        return self.get_variable("params", name) if self.has_variable("params", name) else self.param(name, init)
 
     def _init_layer(self, key: jax.Array) -> Any:
         config = self.config

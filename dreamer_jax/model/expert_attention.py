@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from dreamer_jax.config.schema import ModelConfig
 from dreamer_jax.model.operations import Operations
-from dreamer_jax.model.primitives import input_init, output_init
+from dreamer_jax.model.primitives import Initializer, input_init, output_init
 from dreamer_jax.model.routing import Router, select, usage
 
 
@@ -25,9 +25,9 @@ class ExpertAttention(nn.Module):
         experts, size, hidden = config.num_experts, config.expert_size, config.hidden_size
         axes = ("expert", "mlp", "hidden")
         attentions = 3 if config.depth_attention else 2
-        gate_up = self.param("gate_up", input_init(hidden, axes), (experts, 2 * size, hidden), jnp.float32)
+        gate_up = self._weight("gate_up", input_init(hidden, axes), (experts, 2 * size, hidden))
         down_init = output_init(hidden, config.depth, attentions, axes)
-        down = self.param("down", down_init, (experts, size, hidden), jnp.float32)
+        down = self._weight("down", down_init, (experts, size, hidden))
 
         flat = x.reshape(-1, hidden)  # [T, h]
         logits = Router(config, experts, name="router")(flat, depth, context.total_depth)
@@ -35,3 +35,9 @@ class ExpertAttention(nn.Module):
         weights = scores / jnp.sum(scores, axis=-1, keepdims=True)
         out = self.operations.expert_mlp(flat, indices, weights, gate_up.astype(x.dtype), down.astype(x.dtype))
         return out.reshape(x.shape), usage(indices, experts, context.real)
+
+    def _weight(self, name: str, init: Initializer, shape: tuple[int, ...]) -> jax.Array:
+        """A parameter; a given one may hold other experts than E: that is up to `operations.expert_mlp`."""
+        if self.has_variable("params", name):
+            return self.get_variable("params", name)
+        return self.param(name, init, shape, jnp.float32)

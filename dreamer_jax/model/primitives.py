@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,28 @@ EPSILON = 1e-6
 
 Initializer = Callable[..., Any]
 """(key, shape, dtype) -> an array boxed with the names of its axes."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def embed(table: jax.Array, tokens: jax.Array, dtype: str) -> jax.Array:
+    """Rows of the embedding: [V, h] float32, [B, S] int32 -> [B, S, h] in `dtype`; numbers out of range are clipped.
+
+    The table is cast before the look-up, so that one gathered in `dtype` is never widened. Its gradient is summed
+    over the occurrences of a token in float32 all the same.
+    """
+    return table.astype(dtype).at[tokens].get(mode="clip")
+
+
+def _embed_forward(table, tokens, dtype):
+    return embed(table, tokens, dtype), (table, tokens)
+
+
+def _embed_backward(dtype, residuals, d_out):
+    table, tokens = residuals
+    return jnp.zeros_like(table).at[jnp.clip(tokens, 0, len(table) - 1)].add(d_out.astype(table.dtype)), None
+
+
+embed.defvjp(_embed_forward, _embed_backward)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:

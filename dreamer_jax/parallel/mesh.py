@@ -1,29 +1,73 @@
-"""The device mesh of a configuration."""
+"""The device mesh of a configuration.
+
+Axes, in this order and always all present: `slice`, `data0`, `data1`, ... (one for every axis of the torus that
+`mesh.data` names) and `expert`. The rows of a batch are divided over all of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 from dreamer_jax.config.errors import ConfigError
 from dreamer_jax.config.schema import MeshConfig
 
-DATA = "data"
-"""Name of the mesh axis over which the rows of a batch are divided."""
+SLICE = "slice"
+EXPERT = "expert"
 
 
-def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
-    """A mesh over the first `config.data` devices.
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh that a configuration describes.
+
+    Devices are ordered by slice, then by their coordinates in the torus where they have some, so that the axes of the
+    mesh follow those of the torus.
+
+    Args:
+        config: the sizes of the axes.
+        devices: all devices of the mesh, such as those of a topology. None: those that jax sees; a configuration of
+            one device takes the first of them.
 
     Raises:
-        ConfigError: if there are fewer devices.
+        ConfigError: the product of the axes isn't the number of devices, or the slices aren't as many.
     """
-    devices = jax.devices()
-    if config.data > len(devices):
-        kind = devices[0].platform
+    found = list(jax.devices() if devices is None else devices)
+    if devices is None and config.size == 1 and jax.process_count() == 1:
+        found = found[:1]
+    if config.size != len(found):
+        slices = f"{config.slices} slices x " if config.slices > 1 else ""
+        experts = f" x expert {config.expert}" if config.expert > 1 else ""
+        data = " x ".join(map(str, config.data))
         raise ConfigError(
-            f"mesh.data: {config.data} devices asked for, but jax sees {len(devices)} ({kind}); "
-            f"use --mesh.data {len(devices)} or less",
+            f"mesh.data: {config.size} devices asked for ({slices}data {data}{experts}), but there are {len(found)} "
+            f"({found[0].platform}); the product must be {len(found)}" + (", or 1" if devices is None else ""),
             key="mesh.data",
         )
-    return jax.sharding.Mesh(np.array(devices[: config.data]), (DATA,))
+    ordered = sorted(found, key=_place)
+    slices = {_slice(device) for device in ordered}
+    if len(slices) > 1 and len(slices) != config.slices:
+        raise ConfigError(f"mesh.slices: {config.slices}, but the devices form {len(slices)} slices", key="mesh.slices")
+    shape = (config.slices, *config.data, config.expert)
+    return Mesh(np.array(ordered).reshape(shape), axis_names(len(config.data)))
+
+
+def axis_names(data_axes: int) -> tuple[str, ...]:
+    """The names of the mesh's axes, for that many axes of data."""
+    return (SLICE, *(f"data{i}" for i in range(data_axes)), EXPERT)
+
+
+def batch_spec(mesh: Mesh) -> PartitionSpec:
+    """How the rows of a batch [B, ...] are divided: over every axis."""
+    return PartitionSpec(mesh.axis_names)
+
+
+def _slice(device: Any) -> int:
+    return getattr(device, "slice_index", None) or 0
+
+
+def _place(device: Any) -> tuple:
+    coordinates = tuple(getattr(device, "coords", None) or ())
+    return _slice(device), coordinates, getattr(device, "core_on_chip", None) or 0, device.id

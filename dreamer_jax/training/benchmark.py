@@ -11,13 +11,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from dreamer_jax.budget import analytic
 from dreamer_jax.config.errors import UserError
 from dreamer_jax.config.schema import Config
-from dreamer_jax.parallel import chip_of, make_mesh
-from dreamer_jax.parallel.mesh import DATA
+from dreamer_jax.parallel import batch_spec, chip_of, make_mesh
 from dreamer_jax.training import peer
 from dreamer_jax.training.metrics import model_flop_utilisation
 from dreamer_jax.training.state import create_state
@@ -40,8 +39,8 @@ class OurStep:
 
     def __init__(self, config: Config):
         mesh = make_mesh(config.mesh)
-        self._rows = NamedSharding(mesh, PartitionSpec(DATA))
-        self._state = jax.device_put(create_state(config), NamedSharding(mesh, PartitionSpec()))
+        self._rows = NamedSharding(mesh, batch_spec(mesh))
+        self._state = create_state(config, mesh)
         batch = self._place(*random_batch(config, 0))
         began = time.perf_counter()
         self._step = make_train_step(config, mesh).lower(self._state, batch).compile()

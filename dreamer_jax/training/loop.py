@@ -10,15 +10,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from dreamer_jax.analysis.sampling import Sampler
 from dreamer_jax.config import LoadedConfig
 from dreamer_jax.config.errors import UserError
 from dreamer_jax.config.schema import Config
 from dreamer_jax.data import open_data
-from dreamer_jax.parallel import chip_of, make_mesh
-from dreamer_jax.parallel.mesh import DATA
+from dreamer_jax.parallel import batch_spec, chip_of, make_mesh
 from dreamer_jax.training import metrics as measure
 from dreamer_jax.training.checkpoints import Checkpoints
 from dreamer_jax.training.console import Console
@@ -44,8 +43,7 @@ def train(loaded: LoadedConfig) -> int:
     directory = open_run(loaded)
     console.say(f"run {directory}: {config.model.variant}, depth {config.model.depth}; {data.summary}")
 
-    replicated = NamedSharding(mesh, PartitionSpec())
-    state = jax.device_put(create_state(config), replicated)
+    state = create_state(config, mesh)
     meta = {"data": data.fingerprint, "tokenizer": data.tokenizer.fingerprint}
     checkpoints = Checkpoints(directory, config.checkpoint, meta)
     try:
@@ -70,7 +68,7 @@ class _Loop:
     def __init__(self, config: Config, console: Console, mesh, data, directory: Path, checkpoints, start: int):
         self.config, self.console, self.data, self.checkpoints = config, console, data, checkpoints
         self.start, self.stop = start, config.training.steps
-        self.rows = NamedSharding(mesh, PartitionSpec(DATA))
+        self.rows = NamedSharding(mesh, batch_spec(mesh))
         self.train_step = make_train_step(config, mesh)
         self.evaluation_step = make_evaluation_step(config, mesh)
         self.sampler = Sampler(config, mesh) if config.analysis.every else None

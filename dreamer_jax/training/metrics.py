@@ -65,7 +65,7 @@ def model_flop_utilisation(config: Config, tokens_per_second: float, chip: Chip 
     if chip is None:
         return None
     flops, _ = analytic.training_flops(config.model, config.data.sequence_length)
-    return flops * tokens_per_second / (chip.peak_flops * config.mesh.data)
+    return flops * tokens_per_second / (chip.peak_flops * config.mesh.size)
 
 
 class MetricsWriter:

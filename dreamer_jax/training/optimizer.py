@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -14,10 +16,14 @@ def learning_rate(config: TrainingConfig, step: jax.typing.ArrayLike) -> jax.Arr
     return config.learning_rate * jnp.minimum(1.0, jnp.asarray(step) / max(1, config.warmup_steps))
 
 
-def make_optimizer(config: TrainingConfig) -> optax.GradientTransformation:
-    """AdamW on float32 weights; decoupled decay on matrices only, never on norm scales."""
+def make_optimizer(config: TrainingConfig) -> optax.GradientTransformationExtraArgs:
+    """AdamW on float32 weights; decoupled decay on matrices only, never on norm scales.
+
+    `update` takes the keyword `gradient_norm`: the true global norm, which a device that has a part of the gradient
+    can't compute by itself.
+    """
     return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
+        _clip(config.clip_norm),
         optax.adamw(
             lambda count: learning_rate(config, count + 1),
             b1=config.beta1,
@@ -27,6 +33,14 @@ def make_optimizer(config: TrainingConfig) -> optax.GradientTransformation:
             mask=_matrices,
         ),
     )
+
+
+def _clip(largest: float) -> optax.GradientTransformationExtraArgs:
+    def update(gradients: Any, state: Any, params: Any = None, *, gradient_norm: jax.Array, **_: Any):
+        scale = jnp.minimum(1.0, largest / gradient_norm)
+        return jax.tree.map(lambda gradient: gradient * scale, gradients), state
+
+    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
 
 
 def _matrices(params):

@@ -46,7 +46,7 @@ def check_comparable(config: Config) -> None:
         f"model.variant {config.model.variant}: Qwen3-MoE has distinct layers, as LA has": config.model.variant != "LA",
         f"model.dtype {config.model.dtype}: both sides compute in float32": config.model.dtype != "float32",
         f"training.microbatches {config.training.microbatches}: use 1": config.training.microbatches != 1,
-        f"mesh.data {config.mesh.data}: use 1": config.mesh.data != 1,
+        f"{config.mesh.size} devices in the mesh: use 1": config.mesh.size != 1,
     }
     for problem, wrong in problems.items():
         if wrong:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import jax
-
 from dreamer_jax.config import load_config
+from dreamer_jax.parallel import make_mesh
 from dreamer_jax.training.checkpoints import Checkpoints
 from dreamer_jax.training.run_directory import open_run
 from dreamer_jax.training.state import create_state
@@ -27,6 +26,6 @@ def make_run(directory: Path, variant: str) -> Path:
     written.write_text(CONFIG.format(variant=variant, directory=directory), encoding="utf-8")
     loaded = load_config(written)
     checkpoints = Checkpoints(open_run(loaded), loaded.config.checkpoint, {"data": "", "tokenizer": ""})
-    checkpoints.save(jax.device_put(create_state(loaded.config), jax.devices()[0]))
+    checkpoints.save(create_state(loaded.config, make_mesh(loaded.config.mesh)))
     checkpoints.close()
     return directory

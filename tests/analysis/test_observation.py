@@ -19,7 +19,7 @@ from dreamer_jax.parallel import make_mesh
 from tests.analysis.brute_force import statistics
 from tests.model.cases import POSITIONS, SEGMENT_IDS, random_tokens, random_weights, small_config
 
-ONE, EIGHT = make_mesh(MeshConfig(data=1)), make_mesh(MeshConfig(data=8))
+ONE, EIGHT = make_mesh(MeshConfig(data=(1,))), make_mesh(MeshConfig(data=(8,)))
 
 
 def make_batch(config, seed: int = 0) -> dict[str, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
@@ -19,13 +20,13 @@ from tests.training.cases import random_batch, tiny_config
 
 
 def test_samples_the_first_row_of_every_device():
-    config = tiny_config(mesh__data=4)
-    mesh = make_mesh(MeshConfig(data=4))
-    sampler, batch, state = Sampler(config, mesh), random_batch(0), create_state(config)
+    config = tiny_config(mesh__data=(4,))
+    mesh = make_mesh(config.mesh, jax.devices()[:4])
+    sampler, batch, state = Sampler(config, mesh), random_batch(0), create_state(config, mesh)
     sample = sampler.sample(batch)
     np.testing.assert_array_equal(sample["tokens"], batch["tokens"][[0, 2, 4, 6]])
     values = sampler.scalars(sampler.observer(state.params, state.balancing, sample), state.balancing)
-    one = collect(config.model, state.params, state.balancing, [sample], make_mesh(MeshConfig(data=1)))
+    one = collect(config.model, state.params, state.balancing, [sample], make_mesh(MeshConfig(data=(1,))))
     expected = scalars(summarise(config.model, one, state.balancing))
     assert values == pytest.approx(expected, abs=1e-6)
     assert values["analysis/depth_attention/on_itself/0"] == pytest.approx(1)

@@ -99,7 +99,7 @@ MISTAKES = {
     "bad value": ("model:\n  sa_head_size: 33\n", "a.yaml:2: model.sa_head_size: 33 is odd"),
     "heads": ("model: {sa_heads: 8,\n  sa_kv_heads: 3}\n", "a.yaml:2: model.sa_kv_heads: 3 does not divide"),
     "against a default": ("model:\n  num_experts: 3\n", "a.yaml:2: model.experts_per_token: 4 is more than"),
-    "across sections": ("training: {batch_size: 8}\nmesh: {data: 3}\n", "a.yaml:2: mesh.data: 3 does not divide the 8"),
+    "across sections": ("training: {batch_size: 8}\nmesh: {data: 3}\n", "a.yaml:2: mesh.data: 3 devices do not divide"),
     "negative": ("run: {seed: -1}\n", "a.yaml:1: run.seed: -1 is negative"),
     "zero": ("training: {steps: 0}\n", "a.yaml:1: training.steps: 0 is too small"),
     "base missing": ("base: abc.yaml\n", "a.yaml:1: base: no such file"),

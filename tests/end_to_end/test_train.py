@@ -209,7 +209,7 @@ def test_a_diverging_run_stops(config, tmp_path, capsys):
     [
         (["--run.dir", "FILE/run"], "run.dir: can't write to"),
         (["--run.dir", "FILE"], "run.dir: can't write to"),
-        (["--mesh.data=16", "--training.batch_size=16"], "mesh.data: 16 devices asked for, but jax sees 8"),
+        (["--mesh.data=16", "--training.batch_size=16"], "mesh.data: 16 devices asked for (data 16), but there are 8"),
         (["--model.vocab_size", "258"], "model.vocab_size: 258 is too small"),
         (["--model.implementation", "pallas"], "model.implementation"),
         (["--data.source=jsonl", "--data.path=nowhere.jsonl"], "nowhere.jsonl"),

@@ -18,6 +18,7 @@ from dreamer_jax.export import modeling_file, safetensors_files
 from dreamer_jax.export.description import read_description
 from dreamer_jax.export.reading import import_run
 from dreamer_jax.export.writing import export
+from dreamer_jax.parallel import make_mesh
 from dreamer_jax.training.checkpoints import Checkpoints, load_run
 from dreamer_jax.training.leaves import open_model
 from dreamer_jax.training.state import create_state
@@ -272,7 +273,7 @@ def test_a_folder_without_its_run_is_imported_with_defaults(copy: Path, tmp_path
 def test_a_run_resumes_from_an_import_with_a_fresh_optimizer(exported: Path, tmp_path: Path) -> None:
     import_run(exported, tmp_path / "back")
     model = load_run(tmp_path / "back")
-    fresh = create_state(model.config)
+    fresh = create_state(model.config, make_mesh(model.config.mesh))
     checkpoints = Checkpoints(tmp_path / "back", model.config.checkpoint, model.meta)
     try:
         state = checkpoints.restore(fresh)

@@ -1,22 +1,66 @@
 """The mesh of a configuration, and the table of chips."""
 
+import dataclasses
+
 import jax
 import pytest
+from jax.sharding import PartitionSpec
 
 from dreamer_jax.config.errors import ConfigError
 from dreamer_jax.config.schema import MeshConfig
-from dreamer_jax.parallel import chip_of, make_mesh
+from dreamer_jax.parallel import batch_spec, chip_of, make_mesh
 
 
-def test_mesh_takes_the_first_devices():
-    mesh = make_mesh(MeshConfig(data=4))
-    assert dict(mesh.shape) == {"data": 4}
-    assert list(mesh.devices.flat) == jax.devices()[:4]
+def test_axes_and_their_order():
+    mesh = make_mesh(MeshConfig(slices=2, data=(2, 1), expert=2))
+    assert dict(mesh.shape) == {"slice": 2, "data0": 2, "data1": 1, "expert": 2}
+    assert list(mesh.devices.flat) == jax.devices()
+    assert batch_spec(mesh) == PartitionSpec(("slice", "data0", "data1", "expert"))
 
 
-def test_more_devices_than_there_are():
-    with pytest.raises(ConfigError, match=r"mesh.data: 9 devices asked for, but jax sees 8 \(cpu\); use --mesh.data 8"):
-        make_mesh(MeshConfig(data=9))
+def test_one_device_is_the_first_of_many():
+    assert list(make_mesh(MeshConfig()).devices.flat) == jax.devices()[:1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """As much of a TPU device as a mesh asks for."""
+
+    id: int
+    coords: tuple[int, int, int]
+    slice_index: int = 0
+    core_on_chip: int = 0
+    platform: str = "tpu"
+
+
+def test_axes_follow_the_torus():
+    """Devices are numbered with the first coordinate fastest; neighbours along an axis differ in one coordinate."""
+    devices = [Device(x + 2 * y + 8 * z, (x, y, z)) for z in range(2) for y in range(4) for x in range(2)]
+    mesh = make_mesh(MeshConfig(data=(2, 4), expert=2), devices)
+    places = {(x, y, z): mesh.devices[0, x, y, z].coords for x in range(2) for y in range(4) for z in range(2)}
+    assert all(place == coordinates for place, coordinates in places.items())
+
+
+def test_slices_stay_together():
+    devices = [Device(i, (i // 2, 0, 0), slice_index=i % 2) for i in range(8)]
+    mesh = make_mesh(MeshConfig(slices=2, data=(4,)), devices)
+    assert [device.slice_index for device in mesh.devices.flat] == [0, 0, 0, 0, 1, 1, 1, 1]
+    with pytest.raises(ConfigError, match=r"mesh.slices: 1, but the devices form 2 slices"):
+        make_mesh(MeshConfig(data=(8,)), devices)
+
+
+@pytest.mark.parametrize(
+    ("config", "asked"),
+    [
+        (MeshConfig(data=(9,)), r"9 devices asked for \(data 9\)"),
+        (MeshConfig(data=(4,)), r"4 devices asked for \(data 4\)"),
+        (MeshConfig(data=(4, 4)), r"16 devices asked for \(data 4 x 4\)"),
+        (MeshConfig(slices=2, data=(2,), expert=4), r"16 devices asked for \(2 slices x data 2 x expert 4\)"),
+    ],
+)
+def test_the_product_must_be_the_number_of_devices(config, asked):
+    with pytest.raises(ConfigError, match=rf"mesh.data: {asked}, but there are 8 \(cpu\); the product must be 8, or 1"):
+        make_mesh(config)
 
 
 @pytest.mark.parametrize(

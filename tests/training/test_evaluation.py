@@ -18,7 +18,7 @@ from dreamer_jax.training.train_step import make_evaluation_step
 from tests.training.cases import tiny_config
 
 LENGTH = 24
-CONFIG = tiny_config(data__sequence_length=LENGTH, mesh__data=2)
+CONFIG = tiny_config(data__sequence_length=LENGTH, mesh__data=(2,))
 ALPHABET = "abcdefghijklmnopqrst"
 TOKENIZER = SimpleNamespace(
     bos=20,
@@ -73,7 +73,7 @@ def batches(records):
 
 @pytest.fixture(scope="module")
 def metrics(state, batches):
-    step = make_evaluation_step(CONFIG, make_mesh(CONFIG.mesh))
+    step = make_evaluation_step(CONFIG, make_mesh(CONFIG.mesh, jax.devices()[:2]))
     data = SimpleNamespace(heldout_batches=lambda: iter(batches), harder_batches=lambda: iter(()))
     return evaluate(step, lambda batch: batch, state, data)  # type: ignore[arg-type]
 

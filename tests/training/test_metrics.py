@@ -76,7 +76,7 @@ def test_utilisation_by_hand():
     experts = 2 * (3 * 2 * 8 * 6)
     router = 2 * 8 * 4 + 2 * 4 * 5
     forward = 2 * (projections + attention + experts + router) + 2 * 8 * 10
-    config = Config(model=model, data=DataConfig(sequence_length=7), mesh=MeshConfig(data=4))
+    config = Config(model=model, data=DataConfig(sequence_length=7), mesh=MeshConfig(data=(4,)))
     chip = Chip("chip", peak_flops=1e6, bandwidth=1.0, memory=1.0)
     assert model_flop_utilisation(config, 50.0, chip) == pytest.approx(3 * forward * 50 / 4e6)
     assert model_flop_utilisation(config, 50.0, None) is None

@@ -17,12 +17,13 @@ VARIANTS = ("LA", "DR+DA")
 @functools.cache
 def fresh(variant: str) -> TrainState:
     """On the host: the step donates its state, and a donated array can't be used twice."""
-    return jax.device_get(create_state(tiny_config(model__variant=variant)))
+    config = tiny_config(model__variant=variant)
+    return jax.device_get(create_state(config, make_mesh(config.mesh)))
 
 
 @functools.cache
 def compiled(variant: str, microbatches: int = 1, devices: int = 1):
-    config = tiny_config(model__variant=variant, training__microbatches=microbatches, mesh__data=devices)
+    config = tiny_config(model__variant=variant, training__microbatches=microbatches, mesh__data=(devices,))
     return make_train_step(config, make_mesh(config.mesh))
 
 

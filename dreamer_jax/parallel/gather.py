@@ -1,0 +1,114 @@
+"""Parameters to the devices that compute with them, once a step, and their gradients back. Inside a shard_map."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from dreamer_jax.model.recurrence import cast_weights
+from dreamer_jax.parallel.layout import Layout
+from dreamer_jax.parallel.mesh import SLICE
+
+
+def gather(params: Any, layouts: Any, dtype: jnp.dtype) -> Any:
+    """The device's share of the stored parameters -> what it computes with.
+
+    Matrices are cast to `dtype` before they travel; what doesn't travel keeps its type, and the model casts it.
+
+    Args:
+        params: float32, each leaf this device's part by `Layout.spec`.
+        layouts: of `parameter_layouts`.
+        dtype: compute dtype.
+
+    Returns:
+        Every parameter in the model's shape; expert matrices with padding, and only the device's own under expert
+        parallelism.
+    """
+    cast = cast_weights(params, dtype)
+    return jax.tree.map(lambda leaf, small, layout: _gather(leaf, small, layout), params, cast, layouts)
+
+
+def _gather(stored: jax.Array, cast: jax.Array, layout: Layout) -> jax.Array:
+    travels = any(part.stored is not None for part in layout.parts)
+    x = cast if travels else stored
+    if any(part.moved for part in layout.parts):
+        x = _to_experts(x, layout)
+    for part in reversed(layout.parts):
+        if part.computed is not None:
+            x = jax.lax.all_gather(x, part.axis, axis=part.computed, tiled=True)
+    return x
+
+
+def scatter(gradients: Any, layouts: Any, mesh: Mesh) -> Any:
+    """Gradients of what `gather` returned, each device's own -> their sum over all devices, divided as the parameters.
+
+    Args:
+        gradients: float32, of the shapes that `gather` returned.
+        layouts: of `parameter_layouts`.
+        mesh: the shard_map's.
+    """
+
+    def one(gradient: jax.Array, layout: Layout) -> jax.Array:
+        x = gradient
+        for part in layout.parts:
+            if part.computed is not None:
+                x = jax.lax.psum_scatter(x, part.axis, scatter_dimension=part.computed, tiled=True)
+        if any(part.moved for part in layout.parts):
+            x = _from_experts(x, layout)
+        everywhere = [part.axis for part in layout.parts if part.stored is None and not part.moved]
+        everywhere += [SLICE] if mesh.shape[SLICE] > 1 else []
+        return jax.lax.psum(x, tuple(everywhere)) if everywhere else x
+
+    return jax.tree.map(one, gradients, layouts)
+
+
+def squared_norm(gradients: Any, layouts: Any, mesh: Mesh) -> jax.Array:
+    """Sum of the squares of a divided tree, each number counted once: scalar float32."""
+
+    def one(gradient: jax.Array, layout: Layout) -> jax.Array:
+        copies = math.prod(part.size for part in layout.parts if part.stored is None) * mesh.shape[SLICE]
+        return jnp.sum(jnp.square(gradient)) / copies
+
+    squares = jax.tree.leaves(jax.tree.map(one, gradients, layouts))
+    return sum_over(mesh, jnp.sum(jnp.stack(squares)))
+
+
+def sum_over(mesh: Mesh, values: Any, axes: Sequence[str] | None = None) -> Any:
+    """Sums over the devices of a mesh, along all its axes or the named ones."""
+    names = tuple(name for name in (axes or mesh.axis_names) if mesh.shape[name] > 1)
+    return jax.lax.psum(values, names) if names else values
+
+
+def _to_experts(x: jax.Array, layout: Layout) -> jax.Array:
+    """Expert matrices divided over other dimensions -> whole experts, padded with empty ones."""
+    dim = layout.expert_dim
+    assert dim is not None
+    padding = [(0, layout.padded - x.shape[dim] if d == dim else 0) for d in range(x.ndim)]
+    x = jnp.pad(x, padding)
+    for part in layout.parts:
+        if not part.moved:
+            continue
+        if part.stored is None:
+            size = x.shape[dim] // part.size
+            x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(part.axis) * size, size, dim)
+        else:
+            x = jax.lax.all_to_all(x, part.axis, split_axis=dim, concat_axis=part.stored, tiled=True)
+    return x
+
+
+def _from_experts(x: jax.Array, layout: Layout) -> jax.Array:
+    dim = layout.expert_dim
+    assert dim is not None
+    for part in reversed(layout.parts):
+        if not part.moved:
+            continue
+        if part.stored is None:
+            x = jax.lax.all_gather(x, part.axis, axis=dim, tiled=True)
+        else:
+            x = jax.lax.all_to_all(x, part.axis, split_axis=part.stored, concat_axis=dim, tiled=True)
+    return jax.lax.slice_in_dim(x, 0, layout.shape[dim], axis=dim)

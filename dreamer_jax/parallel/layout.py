@@ -1,0 +1,144 @@
+"""Where every parameter lives between steps, and which way it takes to the devices that compute with it.
+
+Between steps a parameter has the model's shape and is divided over all devices of a slice. For a step it is gathered
+along one torus axis after the other; its gradient is scattered the same way back. On a TPU a gather or scatter is
+genuine (not a full all-reduce, no copy of the whole array) when the last gather and the first scatter run along
+the array's first dimension, and the others along dimensions that are cut at tiles. The rules below see to that.
+
+The number of experts rarely divides anything (1097 is a prime). Expert matrices are then stored divided over their
+other dimensions, and inside the step padded with empty experts and exchanged by a small all-to-all into whole
+experts. Neither checkpoints nor the router ever see the padding.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.model import Dreamer
+from dreamer_jax.parallel.mesh import EXPERT, SLICE
+
+ROWS, LANES = 8, 128
+"""A TPU tile: the last two dimensions should be cut at multiples of these."""
+MOST_PADDING = 1.5
+"""Expert matrices are padded to at most this many times their experts; further axes divide other dimensions."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one mesh axis has of a parameter.
+
+    Attributes:
+        axis: its name.
+        size: devices along it; more than one.
+        stored: the dimension it divides between steps; None: every device along it has the same.
+        computed: the dimension it is gathered along; None: it isn't stored divided, or its devices compute with
+            different experts.
+        moved: whether `stored` differs from the dimension of the experts, which this axis divides inside the step.
+    """
+
+    axis: str
+    size: int
+    stored: int | None
+    computed: int | None
+    moved: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The way of one parameter.
+
+    Attributes:
+        shape: the model's shape.
+        parts: from the outermost axis to the innermost; gathered in reverse order.
+        expert_dim: the dimension of the experts, for expert matrices.
+        padded: experts inside the step, for expert matrices.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    expert_dim: int | None = None
+    padded: int = 0
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """How it is divided between steps."""
+        # Innermost is what is undone first: moves, from the outermost axis on, then gathers, from the innermost on.
+        undone_last = [part for part in self.parts if not part.moved]
+        undone_first = [part for part in reversed(self.parts) if part.moved]
+        dims: list[Any] = []
+        for dim in range(len(self.shape)):
+            dims.append(tuple(part.axis for part in undone_last + undone_first if part.stored == dim) or None)
+        return PartitionSpec(*dims)
+
+
+def parameter_layouts(config: ModelConfig, mesh: Mesh) -> Any:
+    """The tree of `Layout`, one for each parameter of the model."""
+    key, tokens = jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
+    boxed = jax.eval_shape(Dreamer(config, remat="none").init, key, tokens)["params"]
+    axes = {name: size for name, size in mesh.shape.items() if size > 1 and name != SLICE}
+
+    def layout(box) -> Layout:
+        shape, names = box.value.shape, box.names
+        if "norm" in names:
+            return Layout(shape, tuple(Part(name, size, None, None) for name, size in axes.items()))
+        if "expert" in names:
+            return _expert_layout(shape, names.index("expert"), axes)
+        return Layout(shape, _divide(list(shape), axes))
+
+    return jax.tree.map(layout, boxed, is_leaf=lambda leaf: isinstance(leaf, nn.meta.AxisMetadata))
+
+
+def _divide(rest: list[int], axes: dict[str, int]) -> tuple[Part, ...]:
+    """Every axis divides the first dimension of `rest` if it can, best at tiles, else another one."""
+    rest, parts = list(rest), []
+    for name, size in axes.items():
+        dim = _best_dimension(rest, size)
+        if dim is not None:
+            rest[dim] //= size
+        parts.append(Part(name, size, dim, dim))
+    return tuple(parts)
+
+
+def _best_dimension(rest: list[int], size: int) -> int | None:
+    possible = [dim for dim, length in enumerate(rest) if length % size == 0]
+
+    def at_tiles(dim: int) -> bool:
+        tile = {len(rest) - 1: LANES, len(rest) - 2: ROWS}.get(dim, 1)
+        return rest[dim] // size % tile == 0
+
+    return next((dim for dim in possible if at_tiles(dim)), possible[0] if possible else None)
+
+
+def _expert_layout(shape: tuple[int, ...], expert_dim: int, axes: dict[str, int]) -> Layout:
+    """[E, ...] or, in LA, [L, E, ...]: the axis `expert` divides whole experts; in DR as many others as it takes."""
+    experts = shape[expert_dim]
+    ordered = {EXPERT: axes[EXPERT]} if EXPERT in axes else {}
+    ordered |= {name: size for name, size in axes.items() if name != EXPERT}
+    by_experts: dict[str, int] = {}
+    for name, size in ordered.items():
+        product = size * math.prod(by_experts.values())
+        padded = -(-experts // product) * product
+        if name == EXPERT or (expert_dim == 0 and (not by_experts or padded <= MOST_PADDING * experts)):
+            by_experts[name] = size
+        else:
+            break
+    others = {name: size for name, size in ordered.items() if name not in by_experts}
+    product = math.prod(by_experts.values())
+    moved = experts % product != 0
+    parts, rest = [], list(shape)
+    rest[expert_dim] = 1 if moved else experts // product
+    for name, size in by_experts.items():
+        stored = _best_dimension(rest, size) if moved else expert_dim
+        if moved and stored is not None:
+            rest[stored] //= size
+        parts.append(Part(name, size, stored, None if name == EXPERT else expert_dim, moved))
+    padded = -(-experts // product) * product
+    return Layout(shape, (*parts, *_divide(rest, others)), expert_dim, padded)

@@ -1,0 +1,113 @@
+"""The step on eight devices: loss, every gradient and three updates are those of one device, whatever the mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from dreamer_jax.config.schema import Config, MeshConfig
+from dreamer_jax.parallel import batch_spec, make_mesh, parameter_layouts
+from dreamer_jax.parallel.gather import gather, scatter, sum_over
+from dreamer_jax.training.state import TrainState, create_state, state_specs
+from dreamer_jax.training.train_step import make_loss_and_gradient, make_train_step
+from tests.training.cases import random_batch, tiny_config
+
+MESHES = {
+    "data": MeshConfig(data=(8,)),
+    "torus": MeshConfig(data=(4, 2)),
+    "expert": MeshConfig(expert=8),
+    "mixed": MeshConfig(data=(2, 2), expert=2),
+    "slices": MeshConfig(slices=2, data=(2,), expert=2),
+}
+
+
+@functools.cache
+def case(variant: str, experts: int, hot: int | None = None) -> tuple[Config, TrainState]:
+    """A model of 11 experts; where `hot` is given, its bias draws every token, and another's repels every one."""
+    config = tiny_config(model__variant=variant, model__num_experts=experts)
+    state = jax.device_get(create_state(config, make_mesh(config.mesh)))
+    if hot is not None:
+        bias = np.zeros_like(state.balancing["expert_attention"])
+        bias[..., hot], bias[..., (hot + 1) % experts] = 100, -100
+        state = state.replace(balancing={**state.balancing, "expert_attention": bias})
+    return config, state
+
+
+def loss_and_gradients(config: Config, state: TrainState, mesh_config: MeshConfig) -> Any:
+    """((loss sum, counts), gradients) of a batch, in the model's shapes, on the host."""
+    config = dataclasses.replace(config, mesh=mesh_config)
+    mesh = make_mesh(mesh_config)
+    layouts = parameter_layouts(config.model, mesh)
+    specs = state_specs(config, mesh).params
+    local = make_loss_and_gradient(config, mesh)
+
+    def gradient(params, balancing, batch):
+        sums, gradients = local(gather(params, layouts, np.dtype("float32")), balancing, batch)
+        return sum_over(mesh, sums), scatter(gradients, layouts, mesh)
+
+    specs_in = (specs, P(), batch_spec(mesh))
+    sharded = jax.shard_map(gradient, mesh=mesh, in_specs=specs_in, out_specs=(P(), specs), check_vma=False)
+    return jax.device_get(jax.jit(sharded)(state.params, state.balancing, random_batch(1)))
+
+
+@functools.cache
+def expected(variant: str, experts: int, hot: int | None) -> Any:
+    return loss_and_gradients(*case(variant, experts, hot), MeshConfig())
+
+
+def assert_close(actual: Any, wanted: Any, tolerance: float = 1e-5) -> None:
+    """Every leaf to `tolerance` of its largest magnitude."""
+
+    def check(path, a, b):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max(), err_msg=jax.tree_util.keystr(path))
+
+    jax.tree_util.tree_map_with_path(check, actual, wanted)
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("variant", ["LA", "DR+DA"])
+def test_loss_and_gradients_are_those_of_one_device(variant, mesh):
+    """Eleven experts: a prime, divided by no axis."""
+    assert_close(loss_and_gradients(*case(variant, 11), mesh), expected(variant, 11, None))
+
+
+@pytest.mark.parametrize("mesh", ["expert", "mixed"])
+def test_an_expert_with_everything_and_one_with_nothing(mesh):
+    (_, counts), _ = wanted = expected("DR+DA", 11, 10)
+    tokens = int((random_batch(1)["segment_ids"] > 0).sum())
+    assert list(counts["expert_attention"][:, 10]) == [tokens] * 2 and not counts["expert_attention"][:, 0].any()
+    assert_close(loss_and_gradients(*case("DR+DA", 11, 10), MESHES[mesh]), wanted)
+
+
+@functools.cache
+def three_steps(mesh: MeshConfig) -> Any:
+    config, state = case("DR+DA", 11)
+    config = dataclasses.replace(config, mesh=mesh)
+    step = make_train_step(config, make_mesh(mesh))
+    for seed in (1, 2, 3):
+        state, metrics = step(state, random_batch(seed))
+    return jax.device_get((state, metrics))
+
+
+@pytest.mark.parametrize("mesh", ["torus", "mixed", "slices"])
+def test_three_steps_give_the_same_weights(mesh):
+    assert_close(three_steps(MESHES[mesh]), three_steps(MeshConfig()), 2e-5)
+
+
+def test_the_state_is_divided_over_all_devices():
+    """And its numbers are those of one device, bit by bit."""
+    config, state = case("DR+DA", 8)
+    mesh = make_mesh(MESHES["mixed"])
+    divided = create_state(dataclasses.replace(config, mesh=MESHES["mixed"]), mesh)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(divided), state)
+    for tree in (divided.params, divided.optimizer):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if leaf.ndim > 1 and path[-1].key != "scale" and leaf.shape[0] % 8 == 0:
+                assert leaf.addressable_shards[0].data.size == leaf.size // 8, jax.tree_util.keystr(path)
