@@ -23,6 +23,7 @@ COMMANDS = {
     "bench": ("dreamer_jax.cli.bench", "measure speed, e.g. `dreamer bench train`"),
     "budget": ("dreamer_jax.cli.budget", "parameters, FLOPs per token and memory of a model"),
     "match": ("dreamer_jax.cli.match", "give a model the cost of another, or make a matched family"),
+    "eval": ("dreamer_jax.cli.eval", "benchmarks: GSM8K, MATH, MMLU, MathQA, perplexity of any text"),
     "compare": ("dreamer_jax.cli.compare", "cost and held-out results of runs, side by side"),
     "analyze": ("dreamer_jax.cli.analyze", "what depth attention and the experts do: statistics, figures, a report"),
     "export": ("dreamer_jax.cli.export", "a trained model as a folder for PyTorch, verified"),
@@ -31,7 +32,7 @@ COMMANDS = {
 }
 """Command -> (module with `run(arguments) -> exit code`, summary)."""
 
-HEAVY = [["train"], ["bench"]]
+HEAVY = [["train"], ["bench"], ["eval"]]
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 

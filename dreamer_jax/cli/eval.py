@@ -1,0 +1,80 @@
+"""`dreamer eval RUN`: benchmarks by the rules of lm-evaluation-harness, from local files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from dreamer_jax.cli.budget import Parser, positive
+
+
+def run(arguments: list[str]) -> int:
+    """Evaluate a checkpoint and print its table; returns the exit code."""
+    try:
+        options = _parser().parse_args(arguments)
+    except SystemExit:  # --help has been printed
+        return 0
+    from dreamer_jax.evaluation.evaluate import Settings, choose_tasks, evaluate
+    from dreamer_jax.evaluation.language_model import load_language_model, locate
+    from dreamer_jax.evaluation.report import table
+
+    tasks = choose_tasks(options.tasks)  # a wrong name shows before anything is loaded
+    settings = Settings(options.data, options.shots, options.max_tokens, options.text, options.template, options.window)
+    place = locate(options.run, options.depth, options.dtype)
+    model = load_language_model(
+        options.run,
+        depth=options.depth,
+        dtype=options.dtype,
+        tokenizer=options.tokenizer,
+        max_length=options.max_length,
+        batch_size=options.batch_size,
+    )
+    folder = Path(options.out) if options.out else place.folder
+    results = evaluate(
+        model,
+        tasks,
+        settings,
+        folder,
+        place.source,
+        place.row_length,
+        limit=options.limit,
+        fresh=options.fresh,
+        say=lambda line: None if options.json else print(line, flush=True),
+    )
+    print(json.dumps(results, indent=1) if options.json else f"\n{table(results)}\n\nrecords {folder}")
+    return 0
+
+
+def _shots(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is not an integer of 0 or more")
+    return int(text)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="dreamer eval",
+        description="Evaluate a trained model on benchmarks, by the rules of lm-evaluation-harness.",
+        epilog="Files, rules and what is written: docs/evaluation.md.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("run", metavar="RUN", help="a run directory, or one checkpoint in it (RUN/checkpoints/500)")
+    add("--tasks", default="gsm8k,math,mmlu_math,mathqa,ppl", help="of these, with commas between them (all)")
+    add("--data", default="data", help="folder of the benchmarks: gsm8k/test.jsonl, math/test.jsonl, ... (data)")
+    add("--shots", type=_shots, default=0, help="examples before each question (0)")
+    add("--limit", type=positive, help="only the first questions of each task; can be extended later")
+    add("--batch-size", type=positive, default=16, help="rows computed at once (16)")
+    add("--max-tokens", type=positive, help="most tokens of an answer (gsm8k 256, math 512)")
+    add("--max-length", type=positive, help="most tokens of prompt and answer (2048, or the run's row length if more)")
+    add("--text", default="", help="task ppl: a text file, or JSONL (GSM8K's solved test questions)")
+    add("--template", default="{text}", help="task ppl: what is read of a JSONL record ({text})")
+    add("--window", type=positive, help="task ppl: tokens the model sees at once (the run's row length)")
+    add("--depth", type=positive, help="depths to apply, instead of the trained number")
+    add("--dtype", choices=("bfloat16", "float32"), help="compute precision, instead of the run's")
+    add("--tokenizer", help="where the run's tokenizer is now, if it was moved")
+    add("--out", metavar="DIR", help="folder of records and results (RUN/evaluation/step-N)")
+    add("--fresh", action="store_true", help="discard earlier records")
+    add("--json", action="store_true", help="print the results as JSON")
+    return parser

@@ -1,0 +1,170 @@
+"""Tasks through a model: in batches, with progress, resumable, ending in numbers with standard errors."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dreamer_jax.config.errors import UserError
+from dreamer_jax.evaluation.language_model import LanguageModel
+from dreamer_jax.evaluation.records import Records
+from dreamer_jax.evaluation.scoring import Estimate
+from dreamer_jax.evaluation.tasks import TASKS, Settings, Task
+
+CHUNK = 4
+"""Batches of a model between two writings of records."""
+
+Results = dict[str, dict[str, Any]]
+"""Label of a task -> `questions`, `shots`, `metrics` and `subjects`, as results.json holds it."""
+
+
+def choose_tasks(names: str) -> list[Task]:
+    """The tasks that a list with commas names, each once.
+
+    Raises:
+        UserError: a name isn't one, or there is none.
+    """
+    chosen = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    unknown = [name for name in chosen if name not in TASKS]
+    if unknown or not chosen:
+        problem = f"'{unknown[0]}' is not a task" if unknown else "no task is named"
+        raise UserError(f"{problem}; choose from {', '.join(TASKS)}")
+    return [TASKS[name] for name in chosen]
+
+
+def evaluate(
+    model: LanguageModel,
+    tasks: Sequence[Task],
+    settings: Settings,
+    folder: Path,
+    source: Mapping[str, Any],
+    row_length: int,
+    *,
+    limit: int | None = None,
+    fresh: bool = False,
+    say: Callable[[str], None] = print,
+) -> Results:
+    """Evaluate a model and write `LABEL.jsonl` (a record a line) and `results.json` into the folder.
+
+    What the folder already holds of the same evaluation is not computed again, so an interrupted one goes on, and one
+    with a limit can be extended.
+
+    Args:
+        model: see `load_language_model`.
+        tasks: see `choose_tasks`.
+        settings: what is asked and how.
+        folder: where records and results go.
+        source: what is evaluated (run, checkpoint step, depth, ...); records are used again only for an equal one.
+        row_length: S of the run, the window of the task ppl.
+        limit: only the first questions (windows) of each task.
+        fresh: discard earlier records.
+        say: gets lines of progress.
+
+    Returns:
+        The results of these tasks.
+    """
+    results: Results = {}
+    for task in tasks:
+        label = label_of(task, settings)
+        items = task.items(settings, model.tokenizer, row_length)
+        identity = {**source, "task": label, "max_length": model.max_length, "items": task.identity(items, settings)}
+        records = Records(folder / f"{label}.jsonl", identity, fresh)
+        wanted = items[:limit]
+        _answer(task, label, wanted, records, settings, model, say)
+        results[label] = _result(task, settings, [records.done[i] for i in range(len(wanted))])
+        _write(folder / "results.json", dict(source), {label: results[label]})
+    return results
+
+
+def label_of(task: Task, settings: Settings) -> str:
+    """How a task is called in files and tables: gsm8k, gsm8k-5shot, ppl, ppl-shakespeare (of a file of that name)."""
+    if task.name == "ppl":
+        return f"ppl-{Path(settings.text).name.partition('.')[0]}" if settings.text else "ppl"
+    return f"{task.name}-{settings.shots}shot" if settings.shots else task.name
+
+
+def _answer(
+    task: Task,
+    label: str,
+    items: Sequence[Any],
+    records: Records,
+    settings: Settings,
+    model: LanguageModel,
+    say: Callable[[str], None],
+) -> None:
+    missing = [i for i in range(len(items)) if i not in records.done]
+    if len(missing) < len(items):
+        say(f"{label}: {len(items) - len(missing):,} of {len(items):,} are already there")
+    if not missing:
+        return
+    missing.sort(key=lambda i: -task.size(items[i]))  # the longest first: what is left goes faster than it seems
+    amount = CHUNK * model.batch_size
+    progress = _Progress(label, len(items), len(items) - len(missing), say)
+    with task.answerer(settings, model) as answer:
+        for first in range(0, len(missing), amount):
+            part = missing[first : first + amount]
+            records.add(answer([items[i] for i in part]))
+            progress.done(len(part), last=first + amount >= len(missing))
+
+
+class _Progress:
+    """A line now and then: how far, how long still."""
+
+    EVERY = 10.0
+
+    def __init__(self, label: str, total: int, before: int, say: Callable[[str], None]):
+        self._label, self._total, self._count, self._before, self._say = label, total, before, before, say
+        self._began = self._said = time.perf_counter()
+
+    def done(self, amount: int, last: bool) -> None:
+        self._count += amount
+        now = time.perf_counter()
+        if now - self._said < self.EVERY and not last:
+            return
+        self._said = now
+        spent = now - self._began
+        left = spent / (self._count - self._before) * (self._total - self._count)
+        state = f"in {_clock(spent)}" if last else f"eta {_clock(left)}"
+        self._say(f"{self._label}: {self._count:,}/{self._total:,} {self._count / self._total:4.0%}  {state}")
+
+
+def _clock(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
+def _result(task: Task, settings: Settings, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {"task": task.name, "questions": len(records)}
+    if task.name != "ppl":
+        result["shots"] = settings.shots
+    result["metrics"] = _numbers(task.estimates(records))
+    subjects = sorted({record.get("subject", "") for record in records} - {""})
+    if subjects:
+        result["subjects"] = {
+            subject: _numbers(task.estimates([record for record in records if record["subject"] == subject]))
+            for subject in subjects
+        }
+    return result
+
+
+def _numbers(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
+    return {
+        name: {"value": value, "standard_error": None if math.isnan(error) else error}
+        for name, (value, error) in estimates.items()
+    }
+
+
+def _write(path: Path, source: dict[str, Any], results: Results) -> None:
+    """Add results to those that the file has of the same source."""
+    known: Results = {}
+    if path.is_file():
+        content = json.loads(path.read_text(encoding="utf-8"))
+        known = content["tasks"] if content.get("source") == source else {}
+    text = json.dumps({"source": source, "tasks": known | results}, indent=1) + "\n"
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,57 @@
+"""Records of an evaluation in a JSONL file: what is there need not be computed again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dreamer_jax.config.errors import UserError
+
+
+class Records:
+    """The records of one task, by index. The file's first line says what they are answers to.
+
+    Args:
+        path: the file; an existing one is read, and a last line cut short by a kill is dropped.
+        identity: what must be equal for records to be used again.
+        fresh: discard an existing file.
+
+    Raises:
+        UserError: the file holds records of another evaluation, or can't be read or written.
+    """
+
+    def __init__(self, path: Path, identity: dict[str, Any], fresh: bool = False):
+        self._path = path
+        self.done: dict[int, dict[str, Any]] = {}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = b"" if fresh or not path.exists() else path.read_bytes()
+            whole = content[: content.rfind(b"\n") + 1]
+            if whole:
+                self._read(whole, identity)
+            if whole != content or not whole:
+                path.write_bytes(whole or (json.dumps(identity) + "\n").encode())
+        except OSError as error:
+            raise UserError(f"can't keep records in {path}: {error.strerror}; choose a folder with --out") from error
+
+    def _read(self, content: bytes, identity: dict[str, Any]) -> None:
+        lines = content.splitlines()
+        try:
+            header, *records = (json.loads(line) for line in lines)
+            self.done = {record["index"]: record for record in records}
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{self._path} is not a file of records; move it away or start anew with --fresh") from None
+        if header != identity:
+            names = sorted(name for name in {*header, *identity} if header.get(name) != identity.get(name))
+            raise UserError(
+                f"{self._path} holds {len(self.done)} records of another evaluation (another {', '.join(names)}); "
+                "keep both with --out DIR, or start anew with --fresh"
+            )
+
+    def add(self, records: Sequence[dict[str, Any]]) -> None:
+        """Append records; they are on disk when this returns."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(record, ensure_ascii=True) + "\n" for record in records)
+        self.done |= {record["index"]: record for record in records}

@@ -1,0 +1,304 @@
+"""What is done with the questions of each benchmark: how a model answers, what is recorded, how it is summed up."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from dreamer_jax.config.errors import UserError
+from dreamer_jax.data.jsonl import Broken, Template, parse_object
+from dreamer_jax.data.tokenizers import Tokenizer
+from dreamer_jax.evaluation import benchmarks, scoring
+from dreamer_jax.evaluation.benchmarks import Question
+from dreamer_jax.evaluation.language_model import Answer, LanguageModel, rolling_windows
+from dreamer_jax.evaluation.math_judge import MathJudge
+from dreamer_jax.evaluation.scoring import Estimate
+
+Record = dict[str, Any]
+"""One line of a records file: `index`, what was asked and answered, and a number for each metric."""
+
+SOLVED_TEXT = "Question: {question}\nAnswer: {answer}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked and how; a changed value is another evaluation.
+
+    Attributes:
+        data: folder of the benchmarks' files, see benchmarks.py.
+        shots: examples before each question.
+        max_tokens: most tokens of a generated answer; None takes the task's own.
+        text: file of the task ppl: plain text, or JSONL; "" takes GSM8K's solved test questions.
+        template: what is read of a JSONL record.
+        window: tokens the model sees at once in the task ppl; None takes the run's row length.
+    """
+
+    data: str = "data"
+    shots: int = 0
+    max_tokens: int | None = None
+    text: str = ""
+    template: str = "{text}"
+    window: int | None = None
+
+
+class Task(Protocol):
+    """A benchmark. `metrics` names the numbers that a record holds; the first is the one to quote."""
+
+    name: str
+    metrics: tuple[str, ...]
+
+    def items(self, settings: Settings, tokenizer: Tokenizer, row_length: int) -> Sequence[Any]:
+        """All that is to be answered, in order; `items[i]` becomes the record with index i."""
+        ...
+
+    def size(self, item: Any) -> int:
+        """How much work an item is, roughly: items are done in this order."""
+        ...
+
+    def identity(self, items: Sequence[Any], settings: Settings) -> str:
+        """Changes whenever the records of an earlier evaluation could not be used any more."""
+        ...
+
+    def answerer(
+        self, settings: Settings, model: LanguageModel
+    ) -> contextlib.AbstractContextManager[Callable[[Sequence[Any]], list[Record]]]:
+        """A function from items to their records."""
+        ...
+
+    def estimates(self, records: Sequence[Record]) -> dict[str, Estimate]:
+        """The metrics over records."""
+        ...
+
+
+class _Asking:
+    """What free answers and choices have in common."""
+
+    name: str
+    metrics: tuple[str, ...]
+    _load: Callable[[Path, int], list[Question]]
+
+    def items(self, settings: Settings, tokenizer: Tokenizer, row_length: int) -> list[Question]:
+        """The benchmark's questions."""
+        return self._load(Path(settings.data), settings.shots)
+
+    def size(self, item: Question) -> int:
+        """Characters of the prompt."""
+        return len(item.prompt)
+
+    def estimates(self, records: Sequence[Record]) -> dict[str, Estimate]:
+        """Means over the questions."""
+        return {name: scoring.mean([float(record[name]) for record in records]) for name in self.metrics}
+
+
+class Generation(_Asking):
+    """Questions that are answered freely, by greedy decoding."""
+
+    def __init__(
+        self,
+        name: str,
+        load: Callable[[Path, int], list[Question]],
+        grader: Callable[[], contextlib.AbstractContextManager[Callable[[str, str], Record]]],
+        metrics: tuple[str, ...],
+        stops: tuple[str, ...],
+        max_tokens: int,
+    ):
+        self.name, self.metrics = name, metrics
+        self._load, self._grader, self._stops, self._max_tokens = load, grader, stops, max_tokens
+
+    def identity(self, items: Sequence[Question], settings: Settings) -> str:
+        """Hash of the questions and of the length of answers."""
+        return _digest([self._limit(settings), *([item.prompt, item.gold] for item in items)])
+
+    @contextlib.contextmanager
+    def answerer(self, settings: Settings, model: LanguageModel) -> Iterator[Callable]:
+        """See `Task`."""
+        with self._grader() as grade:
+
+            def answer(items: Sequence[Question]) -> list[Record]:
+                answers = model.generate([item.prompt for item in items], self._stops, self._limit(settings))
+                return [self._record(item, its, grade) for item, its in zip(items, answers, strict=True)]
+
+            yield answer
+
+    def _limit(self, settings: Settings) -> int:
+        return settings.max_tokens or self._max_tokens
+
+    @staticmethod
+    def _record(item: Question, answer: Answer, grade: Callable[[str, str], Record]) -> Record:
+        graded = grade(answer.text, item.gold)
+        asked = {"index": item.index, "subject": item.subject, "prompt": item.prompt, "gold": item.gold}
+        return {**asked, "answer": answer.text, "finish": answer.finish, **graded}
+
+
+class Choice(_Asking):
+    """Questions with choices, answered by the likelihood of each choice after the prompt."""
+
+    def __init__(self, name: str, load: Callable[[Path, int], list[Question]], metrics: tuple[str, ...]):
+        self.name, self.metrics, self._load = name, metrics, load
+
+    def identity(self, items: Sequence[Question], settings: Settings) -> str:
+        """Hash of the questions."""
+        return _digest([[item.prompt, item.choices, item.right] for item in items])
+
+    @contextlib.contextmanager
+    def answerer(self, settings: Settings, model: LanguageModel) -> Iterator[Callable]:
+        """See `Task`."""
+
+        def answer(items: Sequence[Question]) -> list[Record]:
+            pairs = [(item.prompt, " " + choice) for item in items for choice in item.choices]
+            found = iter(model.likelihoods(pairs))
+            return [self._record(item, [next(found).logprob for _ in item.choices]) for item in items]
+
+        yield answer
+
+    @staticmethod
+    def _record(item: Question, logprobs: list[float]) -> Record:
+        normal = scoring.chosen(logprobs, [len(choice) for choice in item.choices])
+        asked = {"index": item.index, "subject": item.subject, "prompt": item.prompt, "choices": list(item.choices)}
+        graded = {"acc": int(scoring.chosen(logprobs) == item.right), "acc_norm": int(normal == item.right)}
+        return {**asked, "right": item.right, "logprobs": logprobs, **graded}
+
+
+@dataclass(frozen=True)
+class Window:
+    """A piece of a text: tokens to predict, what is given before them, and its share of the text's bytes."""
+
+    index: int
+    document: int
+    context: list[int]
+    tokens: list[int]
+    bytes: float
+
+
+class Perplexity:
+    """Perplexity of texts, per token and per byte; every token is predicted once, the end of a text is not."""
+
+    name = "ppl"
+    metrics = ("token_perplexity", "byte_perplexity")
+
+    def items(self, settings: Settings, tokenizer: Tokenizer, row_length: int) -> list[Window]:
+        """Windows of the texts; each text begins anew."""
+        windows: list[Window] = []
+        for document, text in enumerate(_documents(settings)):
+            parts = rolling_windows(tokenizer, text, settings.window or row_length)
+            count = sum(len(tokens) for _, tokens in parts)
+            size = len(text.encode("utf-8", errors="replace"))
+            for context, tokens in parts:
+                windows.append(Window(len(windows), document, context, tokens, size * len(tokens) / count))
+        if not windows:
+            raise UserError(f"{settings.text}: holds no text")
+        return windows
+
+    def size(self, item: Window) -> int:
+        """Tokens in all."""
+        return len(item.context) + len(item.tokens)
+
+    def identity(self, items: Sequence[Window], settings: Settings) -> str:
+        """Hash of the tokens."""
+        return _digest([[item.context, item.tokens] for item in items])
+
+    @contextlib.contextmanager
+    def answerer(self, settings: Settings, model: LanguageModel) -> Iterator[Callable]:
+        """See `Task`."""
+
+        def answer(items: Sequence[Window]) -> list[Record]:
+            found = model.token_likelihoods([(item.context, item.tokens) for item in items])
+            return [
+                {
+                    "index": item.index,
+                    "document": item.document,
+                    "logprob": its.logprob,
+                    "tokens": len(item.tokens),
+                    "bytes": item.bytes,
+                }
+                for item, its in zip(items, found, strict=True)
+            ]
+
+        yield answer
+
+    def estimates(self, records: Sequence[Record]) -> dict[str, Estimate]:
+        """Perplexities; documents are the samples of the standard error, or windows where there is one document."""
+        unit = "document" if len({record["document"] for record in records}) > 1 else "index"
+        sums: dict[int, list[float]] = {}
+        for record in records:
+            total = sums.setdefault(record[unit], [0.0, 0.0, 0.0])
+            for i, name in enumerate(("logprob", "tokens", "bytes")):
+                total[i] += record[name]
+        logprobs, tokens, sizes = (list(column) for column in zip(*sums.values(), strict=True))
+        return {
+            "token_perplexity": scoring.perplexity(logprobs, tokens),
+            "byte_perplexity": scoring.perplexity(logprobs, sizes),
+        }
+
+
+@contextlib.contextmanager
+def _gsm8k_grader() -> Iterator[Callable[[str, str], Record]]:
+    def grade(text: str, gold: str) -> Record:
+        strict, flexible = scoring.strict_number(text), scoring.flexible_number(text)
+        right = {"strict": strict, "flexible": flexible}
+        return {name: int(scoring.same_number(number, gold)) for name, number in right.items()}
+
+    yield grade
+
+
+@contextlib.contextmanager
+def _math_grader() -> Iterator[Callable[[str, str], Record]]:
+    with MathJudge() as judge:
+
+        def grade(text: str, gold: str) -> Record:
+            before = judge.timeouts
+            boxed = judge.boxed_is(text, gold)
+            anywhere = boxed or judge.text_has(text, gold)
+            return {"boxed": int(boxed), "anywhere": int(anywhere), "timeout": judge.timeouts > before}
+
+        yield grade
+
+
+def _documents(settings: Settings) -> list[str]:
+    """The texts of the task ppl."""
+    default = Path(settings.data) / "gsm8k" / "test.jsonl"
+    path, template = (Path(settings.text), settings.template) if settings.text else (default, SOLVED_TEXT)
+    content = benchmarks.read(path)
+    if ".jsonl" not in path.name:
+        return [content.decode("utf-8", errors="replace")]
+    filled = Template(template, "--template")
+    texts = []
+    for number, line in enumerate(content.splitlines(), start=1):
+        if line.strip():
+            try:
+                texts.append(filled.fill(parse_object(line)))
+            except Broken as broken:
+                raise UserError(f"{path}: line {number}: {broken}") from None
+    return texts
+
+
+def _digest(parts: Sequence[Any]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(json.dumps(part).encode() + b"\n")
+    return digest.hexdigest()
+
+
+TASKS: Mapping[str, Task] = {
+    task.name: task
+    for task in (
+        Generation(
+            "gsm8k",
+            benchmarks.gsm8k,
+            _gsm8k_grader,
+            ("strict", "flexible"),
+            stops=("Question:", "</s>", "<|im_end|>"),
+            max_tokens=256,
+        ),
+        Generation("math", benchmarks.math, _math_grader, ("boxed", "anywhere"), stops=("Problem:",), max_tokens=512),
+        Choice("mmlu_math", benchmarks.mmlu_math, ("acc",)),
+        Choice("mathqa", benchmarks.mathqa, ("acc", "acc_norm")),
+        Perplexity(),
+    )
+}
+"""The tasks by the name that --tasks gives."""

@@ -1,0 +1,61 @@
+"""Benchmarks during training: what `dreamer eval` does, every now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dreamer_jax.config.errors import UserError
+from dreamer_jax.config.schema import Config
+from dreamer_jax.data.tokenizers import load_tokenizer
+from dreamer_jax.evaluation.evaluate import Settings, choose_tasks, evaluate
+from dreamer_jax.evaluation.language_model import LONGEST_INPUT, LanguageModel, place_of
+
+Benchmarks = Callable[[int, Any, Any], dict[str, float]]
+"""(step, params, balancing) -> metrics by name, `eval/gsm8k/strict` and so on."""
+
+
+def during_training(config: Config) -> Benchmarks:
+    """What the training loop calls every `evaluation.tasks_every` steps, by the section `evaluation`.
+
+    Records and results lie where `dreamer eval` would put them, so that it can extend them to all questions.
+
+    Raises:
+        UserError: a task or its files are missing; here already, rather than at the first evaluation.
+    """
+    import jax
+
+    if jax.process_count() > 1:
+        raise UserError(
+            "evaluation.tasks: benchmarks during training need a run of one process; leave it empty and use "
+            "`dreamer eval RUN/checkpoints/STEP` (checkpoint.keep_every keeps checkpoints)"
+        )
+    chosen = choose_tasks(config.evaluation.tasks)
+    settings = Settings(data=config.evaluation.data, shots=config.evaluation.shots)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    length = max(LONGEST_INPUT, config.data.sequence_length)
+
+    def benchmarks(step: int, params: Any, balancing: Any) -> dict[str, float]:
+        from dreamer_jax.inference import Engine, fold
+
+        model = LanguageModel(Engine(fold(config.model, params, balancing)), tokenizer, length)
+        place = place_of(config, Path(config.run.dir), step)
+        results = evaluate(
+            model,
+            chosen,
+            settings,
+            place.folder,
+            place.source,
+            place.row_length,
+            limit=config.evaluation.limit or None,
+        )
+        return {
+            f"eval/{label}/{name}": number["value"]
+            for label, result in results.items()
+            for name, number in result["metrics"].items()
+        }
+
+    for task in chosen:  # reads the files
+        task.items(settings, tokenizer, config.data.sequence_length)
+    return benchmarks
