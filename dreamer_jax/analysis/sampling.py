@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import numpy as np
 
 from dreamer_jax.analysis.collection import add, make_observer
 from dreamer_jax.analysis.summary import scalars, summarise
@@ -23,13 +22,12 @@ class Sampler:
 
     def __init__(self, config: Config, mesh: jax.sharding.Mesh):
         self._model = config.model
-        share = config.training.batch_size // mesh.size
-        self._rows = np.arange(mesh.size) * share
+        self._share = config.training.batch_size // mesh.size
         self.observer = make_observer(config.model, mesh)
 
     def sample(self, batch: Batch) -> Batch:
-        """The first row of every device's part of a batch, [devices, S]."""
-        return {name: values[self._rows] for name, values in batch.items()}
+        """The first row of every device's part of a batch, or of a process's rows of it: [devices, S]."""
+        return {name: values[:: self._share] for name, values in batch.items()}
 
     def scalars(self, sums: Any, balancing: Any) -> dict[str, float]:
         """What `scalars` makes of the observer's sums."""

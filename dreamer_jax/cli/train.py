@@ -1,15 +1,78 @@
-"""`dreamer train CONFIG`: train a model, or go on with the run in `run.dir`."""
+"""`dreamer train CONFIG`: train a model, or go on with the run in `run.dir`; alone or as one of several processes."""
 
 from __future__ import annotations
 
+import os
+import sys
+import traceback
+
 from dreamer_jax.cli.arguments import read_config
+from dreamer_jax.config import LoadedConfig, UserError
+from dreamer_jax.config.errors import RESTART_EXIT_CODE
+
+FLAGS = ("--coordinator", "--processes", "--process")
+PROCESSES = """\
+Several processes (one a host) find each other by themselves on TPU VMs, GKE and SLURM; elsewhere name them:
+  --coordinator HOST:PORT --processes N --process I      process I of N, from 0; HOST is that of process 0
+
+Exit codes: 0 the run is complete; 2 a person must act; 75 asked to stop or another process was lost: start again.
+"""
 
 
 def run(arguments: list[str]) -> int:
     """Train by the configuration that the words name; returns the exit code."""
-    loaded = read_config("train", arguments)
+    words, flags = _split_flags(arguments)
+    loaded = read_config("train", words)
     if loaded is None:
+        print(PROCESSES)
         return 0
-    from dreamer_jax.training.loop import train  # after the checks: importing jax takes a second
+    from dreamer_jax.parallel.distributed import named_processes, start_processes  # after the checks: jax is slow
 
-    return train(loaded)
+    start_processes(named_processes(*flags) if flags else None)
+    import jax
+
+    from dreamer_jax.training.loop import train
+
+    return train(loaded) if jax.process_count() == 1 else _train_together(loaded)
+
+
+def _train_together(loaded: LoadedConfig) -> int:
+    """Train as one of several processes. An error ends this one at once, and by that the others.
+
+    A regular exit would first wait minutes for processes that wait for this one.
+    """
+    import jax
+
+    from dreamer_jax.training.loop import train
+
+    try:
+        return train(loaded)
+    except UserError as error:
+        print(f"dreamer: error: process {jax.process_index()}: {error}", file=sys.stderr)
+        code = 2
+    except jax.errors.JaxRuntimeError as error:
+        code = 1 if "RESOURCE_EXHAUSTED" in str(error) else RESTART_EXIT_CODE
+        print(f"dreamer: error: process {jax.process_index()} lost the others, or a device: {error}", file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _split_flags(arguments: list[str]) -> tuple[list[str], list[str] | None]:
+    """(the other words, values of FLAGS or None if there are none)."""
+    words, values = [], {}
+    remaining = list(arguments)
+    while remaining:
+        word = remaining.pop(0)
+        name, equals, value = word.partition("=")
+        if name not in FLAGS:
+            words.append(word)
+        elif equals or remaining:
+            values[name] = value if equals else remaining.pop(0)
+    if values and len(values) < len(FLAGS):
+        missing = " and ".join(flag for flag in FLAGS if flag not in values)
+        raise UserError(f"train: several processes need {', '.join(FLAGS)}; {missing} is missing")
+    return words, [values[flag] for flag in FLAGS] if values else None

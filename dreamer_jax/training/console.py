@@ -12,11 +12,16 @@ from dreamer_jax.config.schema import Config
 
 
 class Console:
-    """Prints the progress of one run."""
+    """Prints the progress of one run.
 
-    def __init__(self, config: Config):
+    Args:
+        config: of the run.
+        quiet: print nothing: another process of the job does.
+    """
+
+    def __init__(self, config: Config, quiet: bool = False):
         self._steps = config.training.steps
-        self._out = RichConsole(highlight=False, soft_wrap=True)
+        self._out = RichConsole(highlight=False, soft_wrap=True, quiet=quiet)
 
     def say(self, text: str) -> None:
         """A plain line."""
@@ -30,6 +35,8 @@ class Console:
             f"[bold]loss {record['loss']:.4f}[/bold]  lr {record['learning_rate']:.2e}  "
             f"grad {record['gradient_norm']:.3f}  {record['time/tokens_per_second']:,.0f} tokens/s"
         )
+        if record.get("skipped"):
+            line += f"  skipped {record['skipped']:.0f}"
         if "time/model_flop_utilisation" in record:
             line += f"  MFU {record['time/model_flop_utilisation']:.1%}"
         self._out.print(line)

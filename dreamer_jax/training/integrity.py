@@ -34,6 +34,11 @@ def write_manifest(step: epath.Path, process: int = 0, processes: int = 1) -> No
     unfinished.replace(path)
 
 
+def manifests(step: epath.Path) -> list[epath.Path]:
+    """The manifests of a step, sorted."""
+    return sorted(path for path in step.iterdir() if path.name.startswith(_PREFIX) and path.suffix == ".json")
+
+
 def is_complete(step: epath.Path) -> bool:
     """Whether all manifests are there: the step was saved to its end. Cheap; says nothing of damage."""
     return _problem_of_manifests(step)[0] is None
@@ -78,7 +83,7 @@ def _problem_of_manifests(step: epath.Path) -> tuple[str | None, dict[str, Any]]
     expected: dict[str, Any] = {}
     found: list[epath.Path] = []
     try:
-        found = sorted(path for path in step.iterdir() if path.name.startswith(_PREFIX) and path.suffix == ".json")
+        found = manifests(step)
         for path in found:
             digest, _, body = path.read_bytes().partition(b"\n")
             if digest.decode("ascii", "replace") != _digest(body.decode("utf-8", "replace")):

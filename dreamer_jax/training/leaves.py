@@ -17,9 +17,11 @@ import tensorstore as ts
 
 from dreamer_jax.config import Config, LoadedConfig, to_yaml
 from dreamer_jax.config.errors import UserError
-from dreamer_jax.training.checkpoints import Checkpoints, locate_run
+from dreamer_jax.training.checkpoints import Checkpoints, fingerprints, locate_run
 from dreamer_jax.training.optimizer import make_optimizer
+from dreamer_jax.training.run_directory import place_of
 from dreamer_jax.training.state import TrainState
+from dreamer_jax.training.step_folders import StepFolders
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ def open_model(path: str | Path, step: int | None = None) -> StoredModel:
         UserError: if there is no run, no checkpoint, or not the step asked for.
     """
     directory, config, chosen = locate_run(path, step)
-    meta = json.loads((directory / "checkpoints" / str(chosen) / "meta" / "metadata").read_text(encoding="utf-8"))
-    return StoredModel(directory, config, chosen, meta)
+    meta = StepFolders(place_of(directory)).meta(chosen)
+    return StoredModel(directory, config, chosen, fingerprints(meta))
 
 
 def write_run(

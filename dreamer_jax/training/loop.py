@@ -2,115 +2,193 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import math
 import time
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from dreamer_jax.analysis.sampling import Sampler
 from dreamer_jax.config import LoadedConfig
 from dreamer_jax.config.errors import UserError
 from dreamer_jax.config.schema import Config
-from dreamer_jax.data import open_data
+from dreamer_jax.data import Data, open_data
 from dreamer_jax.parallel import batch_spec, chip_of, make_mesh
+from dreamer_jax.parallel.distributed import is_primary, place_rows, rows_of_devices
 from dreamer_jax.training import metrics as measure
 from dreamer_jax.training.checkpoints import Checkpoints
 from dreamer_jax.training.console import Console
 from dreamer_jax.training.evaluation import answer, evaluate
 from dreamer_jax.training.figures import draw_figures
-from dreamer_jax.training.run_directory import open_run, save_configuration
-from dreamer_jax.training.state import TrainState, create_state
+from dreamer_jax.training.heartbeat import Heartbeat
+from dreamer_jax.training.preemption import StopRequest
+from dreamer_jax.training.recovery import Place, Recovery, recorded_config
+from dreamer_jax.training.run_directory import RunFolder, open_run, save_configuration, write_atomically
+from dreamer_jax.training.stability import SkipCounter, Unstable
+from dreamer_jax.training.state import TrainState
 from dreamer_jax.training.train_step import make_evaluation_step, make_train_step
 
 EXAMPLES = 3
 
 
-def train(loaded: LoadedConfig) -> int:
+Benchmarks = Callable[[int, Any, Any], Mapping[str, float]]
+"""(step, params, balancing) -> numbers to record."""
+
+
+def train(loaded: LoadedConfig, benchmarks: Benchmarks | None = None) -> int:
     """Train by a configuration, or go on with the run in `run.dir`; returns the exit code.
 
+    0: the run is complete. RESTART_EXIT_CODE: it was asked to stop and has saved its state. With several processes
+    every one of them calls this.
+
+    Args:
+        loaded: the configuration.
+        benchmarks: run every `evaluation.tasks_every` steps, beside the evaluation, and after the last step.
     Raises:
         UserError: for anything a person can mend: data, run directory, mesh, or a loss that isn't finite.
     """
     config = loaded.config
-    console = Console(config)
-    mesh = make_mesh(config.mesh)
-    data = open_data(config)
-    directory = open_run(loaded)
-    console.say(f"run {directory}: {config.model.variant}, depth {config.model.depth}; {data.summary}")
-
-    state = create_state(config, mesh)
-    meta = {"data": data.fingerprint, "tokenizer": data.tokenizer.fingerprint}
-    checkpoints = Checkpoints(directory, config.checkpoint, meta)
-    try:
-        if checkpoints.latest is not None:
-            state = checkpoints.restore(state)
-            console.say(f"resumed from checkpoint {checkpoints.latest}")
-        save_configuration(loaded)
-        start = int(state.step)
-        if start >= config.training.steps:
-            console.say(f"the run is complete: {start} steps of {config.training.steps}")
-        else:
-            state = _Loop(config, console, mesh, data, directory, checkpoints, start).run(state)
-    finally:
-        checkpoints.close()
-    _finish(config, console, directory, state, data)
+    console = Console(config, quiet=not is_primary())
+    with StopRequest(console.say) as stop_request, Heartbeat(config.safety.stuck_seconds) as heartbeat:
+        with heartbeat.suspended():
+            mesh = make_mesh(config.mesh)
+            data = open_data(config)
+            folder = open_run(loaded, recorded_config)
+        console.say(f"run {folder.place}: {config.model.variant}, depth {config.model.depth}; {data.summary}")
+        recovery = Recovery(loaded, data, mesh, console.say)
+        try:
+            with heartbeat.suspended():
+                state, place = recovery.resume()
+            if is_primary():
+                save_configuration(loaded, folder)
+            start = int(state.step)
+            if start >= config.training.steps:
+                console.say(f"the run is complete: {start} steps of {config.training.steps}")
+            else:
+                loop = _Loop(config, console, mesh, data, folder, recovery, heartbeat, stop_request)
+                loop.benchmarks = benchmarks
+                state = loop.run(state, place)
+                if loop.stopped:
+                    return stop_request.exit_code
+        finally:
+            recovery.checkpoints.close()
+        with heartbeat.suspended():
+            _finish(config, console, folder, state, data)
     return 0
 
 
 class _Loop:
     """What stays the same from step to step."""
 
-    def __init__(self, config: Config, console: Console, mesh, data, directory: Path, checkpoints, start: int):
-        self.config, self.console, self.data, self.checkpoints = config, console, data, checkpoints
-        self.start, self.stop = start, config.training.steps
-        self.rows = NamedSharding(mesh, batch_spec(mesh))
-        self.train_step = make_train_step(config, mesh)
-        self.evaluation_step = make_evaluation_step(config, mesh)
+    def __init__(
+        self,
+        config: Config,
+        console: Console,
+        mesh: Mesh,
+        data: Data,
+        folder: RunFolder,
+        recovery: Recovery,
+        heartbeat: Heartbeat,
+        stop_request: StopRequest,
+    ):
+        self.config, self.console, self.data, self.folder = config, console, data, folder
+        self.recovery, self.heartbeat, self.stop_request = recovery, heartbeat, stop_request
+        self.checkpoints: Checkpoints = recovery.checkpoints
+        self.last_step = config.training.steps
+        self.sharding = NamedSharding(mesh, batch_spec(mesh))
+        self.rows = rows_of_devices(config.training.batch_size, self.sharding)
+        self.mesh = mesh
+        self.train_step: Any = make_train_step(config, mesh)
+        self.evaluation_step: Any = make_evaluation_step(config, mesh)
         self.sampler = Sampler(config, mesh) if config.analysis.every else None
-        self.writer = measure.MetricsWriter(directory, start)
         self.chip = chip_of(mesh.devices.flat[0].device_kind)
+        self.compiled = False
+        self.benchmarks: Benchmarks | None = None
+        self.writer: measure.MetricsWriter | None = None
+        self.stopped = False
+        """Whether the run was asked to stop, and did."""
 
-    def run(self, state: TrainState) -> TrainState:
-        """Train from the start step to the last one; returns the final state."""
-        batches = self.data.training_batches(self.start, self.stop)
+    def run(self, state: TrainState, place: Place) -> TrainState:
+        """Train from the state's step to the last one, or until the run is asked to stop; returns the state."""
+        step = int(state.step)
+        if is_primary():
+            self.writer = measure.MetricsWriter(self.folder.local, step, self.console.say)
+        try:
+            while True:
+                try:
+                    return self._stretch(state, place)
+                except Unstable as failure:
+                    del state  # the device may not have room for two
+                    with self.heartbeat.suspended():
+                        state, place = self.recovery.roll_back(failure.step, self._here())
+                    if self.writer:
+                        self.writer.rewind(int(state.step))
+        finally:
+            if self.writer:
+                self.writer.close()
+            self._publish()
+
+    def _stretch(self, state: TrainState, place: Place) -> TrainState:
+        """Train on until the end, a request to stop, or `Unstable`."""
+        start = int(state.step)
+        self.place = place
+        self.counter = SkipCounter(self.config.safety.skipped_in_a_row, place.skipped, place.streak)
+        offset = place.offset
+        batches = self.data.training_batches(start + offset, self.last_step + offset, self.rows)
         try:
             first = next(batches)
-            step_function = self._compile("train step", self.train_step, state, self._place(first[1]))
-            self.evaluation_step = self._compile(
-                "evaluation", self.evaluation_step, state.params, state.balancing, self._place(first[1])
-            )
-            if self.sampler:
-                sample = self._place(self.sampler.sample(first[1]))
-                observer = (self.sampler.observer, state.params, state.balancing, sample)
-                self.sampler.observer = self._compile("analysis", *observer)
-            since, seconds = self.start, time.perf_counter()
-            for step, batch in _chain(first, batches):
-                state, step_metrics = step_function(state, self._place(batch))
-                done = step + 1
-                last = done == self.stop
+            self._compile_all(state, first[1])
+            since, seconds = start, time.perf_counter()
+            for position, batch in _chain(first, batches):
+                state, step_metrics = self.train_step(state, self._place(batch))
+                done = position + 1 - offset
+                self.counter.add(done, step_metrics.pop("skipped"))
+                self.heartbeat.beat()
+                last = done == self.last_step
+                self.stopped = self.stop_request.reached() and not last
                 if done % self.config.training.log_every == 0 or last or done == 1:
                     self._log(done, step_metrics, state, (done - since), seconds)
+                    self.checkpoints.settle()
                     since, seconds = done, time.perf_counter()
                 if self.sampler and done % self.config.analysis.every == 0:
                     seconds += self._analyze(done, state, batch)
-                evaluate_now = done % self.config.evaluation.every == 0 or last
-                save_now = done % self.config.checkpoint.every == 0 or last
-                if evaluate_now or save_now:
-                    self._check(done, step_metrics)
-                if evaluate_now:
+                if done % self.config.evaluation.every == 0 or last:
                     self._evaluate(done, state)
                     seconds = time.perf_counter()
-                if save_now:
-                    self.checkpoints.save(state)
+                if self.benchmarks and (done % self._benchmarks_every == 0 or last):
+                    with self.heartbeat.suspended():
+                        self._write(done, dict(self.benchmarks(done, state.params, state.balancing)))
+                    seconds = time.perf_counter()
+                if last or self.stopped:
+                    self._save_at_the_end(state, done)
+                    return state
+                if self.recovery.is_due(done):
+                    self._save(state, done)
         finally:
             batches.close()
-            self.writer.close()
-        return state
+        raise AssertionError("the data ended before the last step")
+
+    @property
+    def _benchmarks_every(self) -> int:
+        return self.config.evaluation.tasks_every or self.config.evaluation.every
+
+    def _compile_all(self, state: TrainState, batch: dict[str, np.ndarray]) -> None:
+        if self.compiled:
+            return
+        placed = self._place(batch)
+        with self.heartbeat.suspended():
+            self.train_step = self._compile("train step", self.train_step, state, placed)
+            self.evaluation_step = self._compile(
+                "evaluation", self.evaluation_step, state.params, state.balancing, placed
+            )
+            if self.sampler:
+                observer = (self.sampler.observer, state.params, state.balancing, self._sample(batch))
+                self.sampler.observer = self._compile("analysis", *observer)
+        self.compiled = True
 
     def _compile(self, name: str, function, *arguments):
         """Compile ahead of time: a later call with other shapes or types is an error, never a silent recompilation."""
@@ -121,65 +199,114 @@ class _Loop:
         return compiled
 
     def _place(self, batch: dict[str, np.ndarray]) -> Any:
-        return jax.device_put(batch, self.rows)
+        """This process's rows of a training batch onto its devices."""
+        return place_rows(batch, self.rows, self.config.training.batch_size, self.sharding)
+
+    def _place_whole(self, batch: dict[str, np.ndarray]) -> Any:
+        """A batch of which every process has all rows."""
+        self.heartbeat.beat()
+        total = self.config.training.batch_size
+        return place_rows(batch, range(total), total, self.sharding)
+
+    def _sample(self, batch: dict[str, np.ndarray]) -> Any:
+        assert self.sampler is not None
+        share = self.config.training.batch_size // self.mesh.size
+        rows = range(self.rows.start // share, self.rows.stop // share)
+        return place_rows(self.sampler.sample(batch), rows, self.mesh.size, self.sharding)
 
     def _log(self, step: int, step_metrics: dict[str, Any], state: TrainState, steps: int, since: float) -> None:
         values = jax.device_get({**step_metrics, "balancing": state.balancing})  # waits for the step
         elapsed = time.perf_counter() - since
+        self.counter.catch_up()
         counts, balancing = values.pop("counts"), values.pop("balancing")
-        self._check(step, values)
         record = {name: float(value) for name, value in values.items()}
-        tokens = self.config.training.batch_size * self.config.data.sequence_length
         record |= measure.expert_use(counts, self.config.model.recurrent)
         record |= measure.bias_range(balancing)
+        tokens = self.config.training.batch_size * self.config.data.sequence_length
         record["tokens"] = step * tokens
+        record["skipped"] = self.counter.total
+        record["rollbacks"] = self.place.rollbacks
         record["time/tokens_per_second"] = rate = tokens * steps / elapsed
         utilisation = measure.model_flop_utilisation(self.config, rate, self.chip)
         if utilisation is not None:
             record["time/model_flop_utilisation"] = utilisation
-        self.writer.write(step, record)
-        self.console.progress(step, record, elapsed / steps * (self.stop - step))
+        self._write(step, record)
+        self.console.progress(step, record, elapsed / steps * (self.last_step - step))
+
+    def _write(self, step: int, record: dict[str, float]) -> None:
+        if self.writer:
+            self.writer.write(step, record)
 
     def _analyze(self, step: int, state: TrainState, batch: dict[str, np.ndarray]) -> float:
         """Write the statistics of a few rows; returns the seconds that took, which are not the train step's."""
         assert self.sampler is not None
         jax.block_until_ready(state)
         began = time.perf_counter()
-        sums = self.sampler.observer(state.params, state.balancing, self._place(self.sampler.sample(batch)))
-        self.writer.write(step, self.sampler.scalars(sums, state.balancing))
+        sums = self.sampler.observer(state.params, state.balancing, self._sample(batch))
+        self._write(step, self.sampler.scalars(sums, state.balancing))
         return time.perf_counter() - began
 
-    def _check(self, step: int, step_metrics: dict[str, Any]) -> None:
-        """Stop a run that has diverged, before anything of it is written or saved."""
-        loss, norm = float(step_metrics["loss"]), float(step_metrics["gradient_norm"])
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise UserError(
-                f"the loss is {loss} and the gradient norm {norm} at step {step}: training has diverged; start again "
-                "with a lower --training.learning_rate and another --run.dir"
-            )
-
     def _evaluate(self, step: int, state: TrainState) -> None:
-        record = evaluate(self.evaluation_step, self._place, state, self.data)
+        self.counter.catch_up()
+        record = evaluate(self.evaluation_step, self._place_whole, state, self.data)
         if record:
-            self.writer.write(step, record)
+            self._write(step, record)
             self.console.evaluation(step, record)
+        self._publish()
+
+    def _save(self, state: TrainState, done: int) -> None:
+        """Save, unless the last steps were skipped: the run may have to go back behind them."""
+        self.counter.catch_up()
+        if self.counter.streak == 0:
+            if self.writer:
+                self.writer.flush()
+            self.recovery.save(state, done, self._here())
+            self._publish()
+
+    def _save_at_the_end(self, state: TrainState, done: int) -> None:
+        """Save and wait for it."""
+        self.counter.catch_up()
+        if self.writer:
+            self.writer.flush()
+        with self.heartbeat.suspended():
+            self.recovery.save_now(state, done, self._here(), tries=2 if self.stopped else 5)
+        if self.stopped:
+            self.console.say(f"asked to stop: saved step {self.checkpoints.saved}; start the same command to go on")
+
+    def _here(self) -> Place:
+        return dataclasses.replace(self.place, skipped=self.counter.total, streak=self.counter.streak)
+
+    def _publish(self) -> None:
+        """Copy the small files to the bucket, where the run lies on one; failure is only said."""
+        try:
+            self.folder.publish()
+        except Exception as error:  # whatever a bucket raises; the next attempt copies everything
+            self.console.say(f"the metrics can't be copied to {self.folder.place}: {error}; trying again later")
 
 
-def _chain(first, rest):
+def _chain(first, rest) -> Iterator:
     yield first
     yield from rest
 
 
-def _finish(config: Config, console: Console, directory: Path, state: TrainState, data) -> None:
+def _finish(config: Config, console: Console, folder: RunFolder, state: TrainState, data: Data) -> None:
     """Summary, figures and worked examples of a complete run."""
+    if not is_primary():
+        return
     last: dict[str, float] = {}
-    for record in measure.read_metrics(directory):
+    for record in measure.read_metrics(folder.local):
         last |= record
-    (directory / "summary.json").write_text(json.dumps(last, indent=1) + "\n", encoding="utf-8")
-    for kind, records in (("held-out", data.heldout_records(EXAMPLES)), ("harder", data.harder_records(EXAMPLES))):
-        if records and any(record.prompt for record in records):
-            answers = answer(config, state, data, records)
-            console.examples(f"{kind} examples", records, answers)
-    for path in draw_figures(directory):
+    try:
+        write_atomically(folder.local / "summary.json", json.dumps(last, indent=1) + "\n")
+        figures = draw_figures(folder.local)
+        folder.publish()
+    except OSError as error:
+        raise UserError(f"the run is trained and saved, but its summary can't be written: {error}") from error
+    if jax.process_count() == 1:  # a model over several hosts can't answer on one
+        for kind, records in (("held-out", data.heldout_records(EXAMPLES)), ("harder", data.harder_records(EXAMPLES))):
+            if records and any(record.prompt for record in records):
+                answers = answer(config, state, data, records)
+                console.examples(f"{kind} examples", records, answers)
+    for path in figures:
         console.say(f"figure {path}")
-    console.say(f"done: {directory}")
+    console.say(f"done: {folder.place}")

@@ -1,50 +1,177 @@
-"""A run is a directory: config.yaml, metrics.jsonl, TensorBoard events, checkpoints/, figures/, summary.json."""
+"""A run is a directory: config.yaml, metrics.jsonl, TensorBoard events, checkpoints/, figures/, summary.json.
+
+It may lie on a bucket (gs://...). Checkpoints then go there directly; the small files are written to a local folder
+and copied, because a bucket can't append to a file.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from dreamer_jax.config import LoadedConfig, difference, load_config, to_yaml
-from dreamer_jax.config.errors import UserError
+from etils import epath
 
-CHANGEABLE = ("training.steps", "training.log_every", "mesh.", "checkpoint.", "evaluation.", "analysis.", "run.dir")
+from dreamer_jax.config import Config, LoadedConfig, difference, load_config, to_yaml
+from dreamer_jax.config.errors import UserError
+from dreamer_jax.parallel.distributed import is_primary, wait_for_all
+
+CHANGEABLE = (
+    "training.steps",
+    "training.log_every",
+    "mesh.",
+    "checkpoint.",
+    "safety.",
+    "evaluation.",
+    "analysis.",
+    "run.dir",
+)
 """Keys that may change when a run is resumed: they don't alter what a step computes."""
 
+ALLOWED = {"learning_rate": ("training.learning_rate", "training.warmup_steps"), "depth": ("model.depth",)}
+"""Name of a change that `checkpoint.allow` permits -> the keys it is about."""
 
-def open_run(loaded: LoadedConfig) -> Path:
+SMALL_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "figures/*.png", "events.out.tfevents.*")
+"""What is copied to a bucket, and back when the run goes on."""
+
+
+def place_of(directory: str | Path) -> epath.Path:
+    """A run's directory as an absolute path; also of a bucket.
+
+    Raises:
+        UserError: a bucket is named and the packages for it are missing.
+    """
+    text = os.fspath(directory)
+    if "://" not in text:
+        return epath.Path(text).absolute()
+    try:
+        path = epath.Path(text)
+        path.exists()
+    except ImportError as error:
+        raise UserError(
+            f"{text}: reading a bucket needs gcsfs; in the checkout: pip install -e '.[gcs]' ({error})"
+        ) from None
+    return path
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where the files of a run are.
+
+    Attributes:
+        local: the folder for everything but checkpoints; the run directory itself unless that is on a bucket.
+        place: the run directory, which holds `checkpoints/`.
+    """
+
+    local: Path
+    place: epath.Path
+
+    @property
+    def remote(self) -> bool:
+        """Whether the run lies on a bucket."""
+        return "://" in os.fspath(self.place)
+
+    def publish(self) -> None:
+        """Copy the small files to the bucket, if the run lies on one. Raises what the bucket raises."""
+        if self.remote and is_primary():
+            for pattern in SMALL_FILES:
+                for path in self.local.glob(pattern):
+                    target = self.place / path.relative_to(self.local).as_posix()
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_bytes(path.read_bytes())
+
+
+def folder_of(directory: str | Path) -> RunFolder:
+    """The folder of a run; what is on a bucket is copied to a local one first."""
+    place = place_of(directory)
+    if "://" not in os.fspath(place):
+        return RunFolder(Path(directory), place)
+    key = hashlib.sha256(os.fspath(place).encode()).hexdigest()[:16]
+    local = Path(tempfile.gettempdir()) / f"dreamer-run-{os.getuid()}-{key}-{os.getpid()}"
+    local.mkdir(parents=True, exist_ok=True)
+    for pattern in SMALL_FILES:
+        for path in place.glob(pattern):
+            target = local / path.relative_to(place)
+            target.parent.mkdir(exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    return RunFolder(local, place)
+
+
+def open_run(loaded: LoadedConfig, recorded: Callable[[epath.Path], Config | None] = lambda _: None) -> RunFolder:
     """Create the run directory with its configuration, or check that an existing one holds the same run.
 
+    Args:
+        loaded: the configuration.
+        recorded: run directory -> the configuration of its newest checkpoint; asked where config.yaml is missing.
     Raises:
         UserError: if it holds another configuration (the differences are shown) or can't be written.
     """
-    directory = Path(loaded.config.run.dir)
-    saved = directory / "config.yaml"
-    if saved.exists():
-        changed = [
-            line for line in difference(load_config(saved).config, loaded.config) if not line.startswith(CHANGEABLE)
-        ]
-        if changed:
-            raise UserError(
-                f"{directory} holds a run with another configuration:\n  "
-                + "\n  ".join(changed)
-                + "\nUse another directory (--run.dir NAME), or the old values to go on with that run"
-            )
-        return directory
-    save_configuration(loaded)
-    return directory
+    folder = folder_of(loaded.config.run.dir)
+    saved = folder.local / "config.yaml"
+    before = load_config(saved).config if saved.is_file() else recorded(folder.place)
+    if before is not None:
+        _refuse_other(folder.place, before, loaded.config)
+    elif is_primary():
+        save_configuration(loaded, folder)
+    wait_for_all("run directory")
+    return folder
 
 
-def save_configuration(loaded: LoadedConfig) -> None:
-    """Write config.yaml, which a run that goes on may change where `CHANGEABLE` lets it.
+def save_configuration(loaded: LoadedConfig, folder: RunFolder) -> None:
+    """Write config.yaml, which a run that goes on may change where `CHANGEABLE` and `checkpoint.allow` let it.
 
     Raises:
         UserError: if the directory can't be written.
     """
-    directory = Path(loaded.config.run.dir)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.yaml").write_text(to_yaml(loaded), encoding="utf-8")
+        folder.local.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder.local / "config.yaml", to_yaml(loaded))
+        folder.publish()
     except OSError as error:
         raise UserError(
-            f"run.dir: can't write to {directory}: {error.strerror}; choose another with --run.dir"
+            f"run.dir: can't write to {folder.place}: {error.strerror or error}; choose another with --run.dir"
         ) from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file in one go: whoever is killed meanwhile leaves the old or the new one, never half of it."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+
+
+def config_of_text(text: str) -> Config:
+    """The configuration that a YAML text holds."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(text, encoding="utf-8")
+        return load_config(path).config
+
+
+def _refuse_other(place: epath.Path, before: Config, now: Config) -> None:
+    allowed = tuple(key for name in now.checkpoint.allowed for key in ALLOWED[name])
+    changed = [line for line in difference(before, now) if not line.startswith(CHANGEABLE)]
+    refused = [line for line in changed if not line.startswith(allowed)] if allowed else changed
+    if "depth" in now.checkpoint.allowed and before.model.depth != now.model.depth and not now.model.recurrent:
+        raise UserError(
+            f"model.depth: {place} holds an LA model of {before.model.depth} layers, which can't be given another "
+            "depth; only depth-recurrent models (DR) can"
+        )
+    if not refused:
+        return
+    names = [name for name, keys in ALLOWED.items() if any(line.startswith(keys) for line in refused)]
+    names = [name for name in names if name != "depth" or now.model.recurrent]
+    hint = f", or add --checkpoint.allow {','.join((*now.checkpoint.allowed, *names))} to change that" if names else ""
+    raise UserError(
+        f"{place} holds a run with another configuration:\n  "
+        + "\n  ".join(refused)
+        + f"\nUse another directory (--run.dir NAME), or the old values to go on with that run{hint}"
+    )

@@ -1,0 +1,187 @@
+"""Where a run is, and how it gets back there: resuming, saving with retries, and going back from diverged steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from etils import epath
+from jax.sharding import Mesh
+
+from dreamer_jax.config import Config, LoadedConfig, to_yaml
+from dreamer_jax.config.errors import UserError
+from dreamer_jax.data import Data
+from dreamer_jax.parallel.distributed import is_primary, wait_for_all
+from dreamer_jax.training.checkpoints import Checkpoints
+from dreamer_jax.training.run_directory import config_of_text
+from dreamer_jax.training.state import TrainState, abstract_state, create_state
+from dreamer_jax.training.step_folders import StepFolders
+
+SECONDS_BETWEEN_TRIES = (1.0, 5.0, 15.0, 30.0)
+"""Between attempts to save at the end of a run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a run is, beside its step and its arrays.
+
+    Attributes:
+        offset: step s (from 0) trains on batch s + offset of the data order: how many batches were left out when the
+            run went back, because it had diverged on them.
+        skipped: steps so far whose loss or gradient wasn't finite; they changed nothing.
+        streak: how many of the last steps were such.
+        rollbacks: how often the run has gone back.
+    """
+
+    offset: int = 0
+    skipped: int = 0
+    streak: int = 0
+    rollbacks: int = 0
+
+
+class Recovery:
+    """Resumes, saves and goes back. With several processes all of them call every method at the same point.
+
+    Args:
+        loaded: the run's configuration.
+        data: of the run; its fingerprint goes into every checkpoint.
+        mesh: the devices that the state is restored to.
+        say: gets a line for everything out of the ordinary.
+    """
+
+    def __init__(self, loaded: LoadedConfig, data: Data, mesh: Mesh, say: Callable[[str], None]):
+        self._config, self._mesh, self._say = loaded.config, mesh, say
+        meta = {"data": data.fingerprint, "tokenizer": data.tokenizer.fingerprint, "config": to_yaml(loaded.config)}
+        self.checkpoints = Checkpoints(loaded.config.run.dir, loaded.config.checkpoint, meta, say)
+        if is_primary():
+            self.checkpoints.folders.remove_unfinished()
+        wait_for_all("unfinished checkpoints")
+        self._every = loaded.config.checkpoint.every
+        self._retry_at: int | None = None
+        self._retry_after = 0
+
+    def resume(self) -> tuple[TrainState, Place]:
+        """The state of the newest good checkpoint, or a fresh one."""
+        step = self.checkpoints.newest_good()
+        if step is None:
+            if self.checkpoints.folders.all():
+                self._say("no checkpoint can be used: starting from step 0")
+            return create_state(self._config, self._mesh), Place()
+        state = self._restore(step)
+        self._say(f"resumed from checkpoint {step}")
+        return state, self._place_at(step)
+
+    def is_due(self, done: int) -> bool:
+        """Whether a checkpoint should be started after this step: it is time, or the last one failed a while ago."""
+        if self.checkpoints.failed and self._retry_at is None:
+            self._retry_after = min(self._every, max(1, self._every // 10, 2 * self._retry_after))
+            self._retry_at = done + self._retry_after
+        return done % self._every == 0 or (self._retry_at is not None and done >= self._retry_at)
+
+    def save(self, state: TrainState, done: int, place: Place) -> None:
+        """Save in the background. A failure is said and tried again some steps later."""
+        self._retry_at = None
+        if not self.checkpoints.failed:
+            self._retry_after = 0
+        self.checkpoints.save(state, self._notes(done, place))
+
+    def save_now(self, state: TrainState, done: int, place: Place, tries: int) -> None:
+        """Save and wait.
+
+        Raises:
+            UserError: no attempt succeeded.
+        """
+        for number in range(tries):
+            self.checkpoints.save(state, self._notes(done, place))
+            self.checkpoints.settle(wait=True)
+            if self.checkpoints.saved == done:
+                return
+            if number + 1 < tries:
+                time.sleep(SECONDS_BETWEEN_TRIES[number])
+        before = f"step {self.checkpoints.saved}" if self.checkpoints.saved else "the start"
+        raise UserError(
+            f"step {done} could not be saved in {tries} attempts; make {self.checkpoints.folders.path} writable and "
+            f"run the same command again, which repeats everything after {before}"
+        )
+
+    def roll_back(self, failed: int, place: Place) -> tuple[TrainState, Place]:
+        """The last good state; it goes on with the batches after those it has diverged on.
+
+        Args:
+            failed: the step at which too many in a row had been skipped.
+            place: where the run was then.
+        Raises:
+            UserError: it has gone back often enough.
+        """
+        in_a_row = self._config.safety.skipped_in_a_row
+        what = f"{in_a_row} steps in a row, up to step {failed}, had no finite loss and gradient"
+        if place.rollbacks >= self._config.safety.rollbacks:
+            raise UserError(
+                f"{what}, and the run had gone back {place.rollbacks} times already: training has diverged; start "
+                "again with a lower --training.learning_rate and another --run.dir"
+            )
+        self.checkpoints.settle(wait=True)
+        step = self.checkpoints.newest_good(lambda step: self._place_at(step).streak == 0)
+        state = create_state(self._config, self._mesh) if step is None else self._restore(step)
+        step = step or 0
+        if is_primary():  # else a restart before the next checkpoint would resume from one of them
+            self.checkpoints.folders.remove_after(step)
+        wait_for_all("later checkpoints")
+        offset = place.offset + failed - step
+        self._say(f"{what}: going back to step {step}, which goes on with batch {step + offset} of the data")
+        return state, dataclasses.replace(place, offset=offset, streak=0, rollbacks=place.rollbacks + 1)
+
+    def _notes(self, done: int, place: Place) -> dict[str, Any]:
+        # All randomness is a function of the seed, the step and the position in the data.
+        notes = dataclasses.asdict(place) | {"position": done + place.offset, "seed": self._config.run.seed}
+        del notes["offset"]
+        return notes
+
+    def _place_at(self, step: int) -> Place:
+        notes = self.checkpoints.folders.meta(step).get("run", {})
+        kept = {name: notes[name] for name in ("skipped", "streak", "rollbacks") if name in notes}
+        return Place(offset=notes.get("position", step) - step, **kept)
+
+    def _restore(self, step: int) -> TrainState:
+        like = abstract_state(self._config, self._mesh)
+        text = self.checkpoints.folders.meta(step).get("config")
+        saved = config_of_text(text) if text else self._config
+        if saved.model.depth == self._config.model.depth or not self._config.model.recurrent:
+            return self.checkpoints.restore(like, step)
+        model = dataclasses.replace(self._config.model, depth=saved.model.depth)
+        old = self.checkpoints.restore(abstract_state(dataclasses.replace(self._config, model=model), self._mesh), step)
+        self._say(f"depth {saved.model.depth} of checkpoint {step} becomes {self._config.model.depth}")
+        return with_other_depth(old, create_state(self._config, self._mesh))
+
+
+def with_other_depth(old: TrainState, fresh: TrainState) -> TrainState:
+    """The state of a DR model at another depth.
+
+    Depth decides how many experts the attention MoEs have, and nothing else. The ones that both have keep what they
+    learned; further ones come from `fresh`, with empty moments.
+
+    Args:
+        old: at its own depth.
+        fresh: of the same model at the new depth.
+    """
+
+    def fit(ours: jax.Array, new: jax.Array) -> jax.Array:
+        if ours.shape == new.shape:
+            return ours
+        experts = min(ours.shape[0], new.shape[0])
+        put = jax.jit(lambda ours, new: new.at[:experts].set(ours[:experts]), out_shardings=new.sharding)
+        return put(ours, new)
+
+    return jax.tree.map(fit, old, fresh)
+
+
+def recorded_config(place: epath.Path) -> Config | None:
+    """The configuration in a run's newest complete checkpoint, or None: for a run whose config.yaml is gone."""
+    folders = StepFolders(place)
+    for step in reversed(folders.complete()):
+        if text := folders.meta(step).get("config"):
+            return config_of_text(text)
+    return None

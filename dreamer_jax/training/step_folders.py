@@ -1,0 +1,103 @@
+"""The folders of a run's checkpoints: which are there, which are whole, which go. No arrays are read here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from etils import epath
+
+from dreamer_jax.parallel.distributed import largest
+from dreamer_jax.training.integrity import is_complete, manifests, problem_of
+
+
+class StepFolders:
+    """`checkpoints/` of a run, with one folder for each saved step.
+
+    Args:
+        place: the run directory.
+    """
+
+    def __init__(self, place: epath.Path):
+        self.path = place / "checkpoints"
+
+    def __getitem__(self, step: int) -> epath.Path:
+        return self.path / str(step)
+
+    def all(self) -> list[int]:
+        """Every step that has a folder, also those cut short, in order."""
+        try:
+            return sorted(int(path.name) for path in self.path.iterdir() if path.name.isdigit())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def complete(self) -> list[int]:
+        """The steps that were saved to their end, in order; see `is_complete`."""
+        return [step for step in self.all() if is_complete(self[step])]
+
+    def newest_good(
+        self, say: Callable[[str], None], items: Sequence[str] = (), usable: Callable[[int], bool] = lambda _: True
+    ) -> int | None:
+        """The newest step whose files are as they were written, or None.
+
+        Every file of it has been read. All processes of a job must call this together: each reads a share.
+
+        Args:
+            say: gets a line for every newer step that is not used, with the reason.
+            items: look at these parts only.
+            usable: a further condition.
+        """
+        together = jax.process_index(), jax.process_count()
+        for step in reversed(self.all()):
+            problem = problem_of(self[step], items, *together)
+            if largest(problem is not None):
+                reason = problem or "another process found it damaged"
+                say(f"checkpoint {step} can't be used: {reason}; falling back to the one before")
+            elif usable(step):
+                return step
+        return None
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """What a step says of itself beside its arrays."""
+        return json.loads((self[step] / "meta" / "metadata").read_text())
+
+    def remove(self, step: int) -> None:
+        """Remove a step. Its manifests go first: cut short, this leaves a step that is not complete."""
+        for path in manifests(self[step]):
+            path.unlink()
+        self[step].rmtree()
+
+    def remove_after(self, step: int) -> None:
+        """Remove all later steps."""
+        for later in self.all():
+            if later > step:
+                self.remove(later)
+
+    def prune(self, keep: int, keep_every: int) -> list[int]:
+        """Remove what needn't be kept; returns the steps that went.
+
+        The newest `keep` complete steps stay, and every multiple of `keep_every`. Steps cut short go if there is a
+        complete one after them.
+        """
+        complete = self.complete()
+        if not complete:
+            return []
+        kept = set(complete[-keep:]) | {step for step in complete if keep_every and step % keep_every == 0}
+        gone = [step for step in self.all() if step < complete[-1] and step not in kept]
+        for step in gone:
+            self.remove(step)
+        return gone
+
+    def unfinished(self) -> list[epath.Path]:
+        """Folders that a save which was cut short has left under a temporary name."""
+        try:
+            return sorted(path for path in self.path.iterdir() if ".orbax-checkpoint-tmp" in path.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def remove_unfinished(self) -> None:
+        """Remove what `unfinished` finds; nobody may be saving."""
+        for path in self.unfinished():
+            path.rmtree(missing_ok=True)
