@@ -1,0 +1,129 @@
+"""The train step compiled for a topology in a process of its own, and what the compiled program says.
+
+A process of its own because libtpu wants its environment set at start, prints warnings about machines that aren't
+there, and may crash while writing a program as text; what was found before the crash is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dreamer_jax.config import Config, to_yaml
+from dreamer_jax.config.errors import UserError
+from dreamer_jax.planning.collectives import Collective
+from dreamer_jax.planning.memory import Buffer
+from dreamer_jax.planning.topology import Topology, child_environment, require_libtpu
+
+TIMEOUT = 3600
+"""Seconds after which a compilation is given up."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What compiling a train step told.
+
+    Attributes:
+        fits: whether the program fits the chip's HBM.
+        message: the compiler's, when it doesn't fit.
+        seconds: CPU seconds of tracing and of compiling.
+        memory: bytes a chip: arguments, outputs, aliased (outputs that lie in arguments), temp, code.
+        collectives: of the program; None when its text could not be had.
+        buffers: the largest values alive at the fullest moment.
+        named_bytes: all values alive then, by the program's text.
+        weight_all_reduces: large arrays, gradients or parts of them, that are summed in full on every chip.
+        weight_copies: copies within HBM with the shape of a weight.
+        problem: why a part is missing, if one is.
+    """
+
+    fits: bool
+    message: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+    collectives: tuple[Collective, ...] | None = None
+    buffers: tuple[Buffer, ...] = ()
+    named_bytes: int = 0
+    weight_all_reduces: tuple[str, ...] = ()
+    weight_copies: tuple[str, ...] = ()
+    problem: str = ""
+
+    @property
+    def total(self) -> int:
+        """Bytes of HBM a chip needs: arguments, what of the results doesn't lie in them, temporaries and code."""
+        its = self.memory
+        return its["arguments"] + its["outputs"] - its["aliased"] + its["temp"] + its["code"] if its else 0
+
+
+def compile_step(config: Config, topology: Topology, keep_text: Path | None = None) -> Compiled:
+    """Compile the train step of a configuration for a topology.
+
+    Args:
+        config: its mesh must take every chip.
+        topology: the chips.
+        keep_text: write the compiled program (HLO) there too.
+
+    Raises:
+        UserError: libtpu is missing, or the step can't be built for that mesh; the message says why.
+    """
+    require_libtpu()
+    check_mesh(config, topology)
+    with tempfile.TemporaryDirectory() as folder:
+        settings, result = Path(folder) / "config.yaml", Path(folder) / "result.jsonl"
+        settings.write_text(to_yaml(config))
+        command = [sys.executable, "-m", "dreamer_jax.planning.worker", str(settings), str(result)]
+        command += [topology.name, str(topology.slices), str(keep_text or "")]
+        child = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=TIMEOUT)
+        told: dict[str, Any] = {}
+        if result.exists():
+            for line in result.read_text().splitlines():
+                told.update(json.loads(line))
+    if "user_error" in told:
+        raise UserError(told["user_error"])
+    if "error" in told:
+        raise RuntimeError(f"compiling for {topology.name} failed: {told['error']}")
+    if "fits" not in told:
+        tail = "\n".join(child.stderr.splitlines()[-15:])
+        raise RuntimeError(f"the compiler for {topology.name} stopped with code {child.returncode}:\n{tail}")
+    return _compiled(told, child.returncode)
+
+
+def check_mesh(config: Config, topology: Topology) -> None:
+    """Raises UserError unless the mesh of the configuration takes every chip; other bad meshes are the schema's."""
+    mesh = config.mesh
+    if mesh.size != topology.chips or mesh.slices != topology.slices:
+        per_slice = mesh.size // mesh.slices
+        sides = ",".join(map(str, topology.shape))
+        raise UserError(
+            f"mesh: {mesh.slices} x {per_slice} devices (slices x data {'x'.join(map(str, mesh.data))} x expert "
+            f"{mesh.expert}), but {topology.name}{f' x {topology.slices} slices' if topology.slices > 1 else ''} has "
+            f"{topology.slices} x {topology.chips // topology.slices}; use e.g. --mesh.slices {topology.slices} "
+            f"--mesh.data {sides} --mesh.expert 1"
+        )
+
+
+def _compiled(told: dict[str, Any], returncode: int) -> Compiled:
+    collectives = told.get("collectives")
+    if collectives is not None:
+        collectives = tuple(
+            Collective(**{k: tuple(v) if isinstance(v, list) else v for k, v in one.items()}) for one in collectives
+        )
+    problem = told.get("problem", "")
+    if told["fits"] and collectives is None and not problem:
+        problem = f"the compiler crashed while writing the program as text (code {returncode})"
+    return Compiled(
+        fits=told["fits"],
+        message=told.get("message", ""),
+        seconds=told.get("seconds", {}),
+        memory=told.get("memory", {}),
+        collectives=collectives,
+        buffers=tuple(Buffer(**one) for one in told.get("buffers", ())),
+        named_bytes=told.get("named_bytes", 0),
+        weight_all_reduces=tuple(told.get("weight_all_reduces", ())),
+        weight_copies=tuple(told.get("weight_copies", ())),
+        problem=problem,
+    )
