@@ -12,13 +12,13 @@ from typing import Any
 import jax
 
 import pallas_kernels.attention_moe.reference
+import pallas_kernels.attention_moe.xla
 import pallas_kernels.depth_attention.xla
 import pallas_kernels.expert_mlp.reference
+import pallas_kernels.expert_mlp.xla
 import pallas_kernels.sequence_attention.xla
 from dreamer_jax.config.errors import UserError
 from dreamer_jax.config.schema import Implementation
-from pallas_kernels.attention_moe import expert_linear
-from pallas_kernels.expert_mlp import expert_mlp
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Operations:
         depth_attention: (q, k, v, cache, depth, tape) -> (out, cache).
         expert_mlp: (x, indices, weights, gate_up, down) -> out.
         expert_linear: (x, index, score, routed, shared) -> out.
-        depth_tape: (cache, heads) -> the empty tape of this depth attention.
+        depth_tape: (cache, heads, size) -> the empty tape of this depth attention.
     """
 
     sequence_attention: Callable[..., jax.Array]
@@ -43,8 +43,8 @@ class Operations:
 XLA = Operations(
     pallas_kernels.sequence_attention.xla.sequence_attention,
     pallas_kernels.depth_attention.xla.depth_attention,
-    expert_mlp,
-    expert_linear,
+    pallas_kernels.expert_mlp.xla.expert_mlp,
+    pallas_kernels.attention_moe.xla.expert_linear,
 )
 """Runs everywhere; what `auto` takes where no kernel is faster."""
 

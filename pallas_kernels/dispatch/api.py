@@ -12,6 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import tiles
+from pallas_kernels.dispatch import tpu
+
 
 class Dispatch(NamedTuple):
     """Where each (token, choice) pair goes. N blocks of b slots; a slot no pair fills is padding.
@@ -47,46 +50,85 @@ def block_size_for(pairs: int, num_experts: int) -> int:
     return max(smallest, min(256, 1 << max(0, (mean // 3).bit_length() - 1)))
 
 
-def plan_dispatch(indices: jax.Array, num_experts: int, block_size: int) -> Dispatch:
+def plan_dispatch(indices: jax.Array, num_experts: int, block_size: int, multiple: int = 1) -> Dispatch:
     """Sort the (token, choice) pairs by expert into blocks.
 
+    On a TPU by counting (a general sort takes the compiler most of a minute there), elsewhere by one sort.
+
     Args:
-        indices: [T, k] int32, the experts each token selected.
+        indices: [T, k] int32, the experts each token selected. E stands for no expert here (expert parallelism: the
+            pair is another device's); such a pair gets the last slot, which then is always a padding slot.
         num_experts: E.
         block_size: b, rows of a block.
+        multiple: N is rounded up to one of it.
 
     Returns:
         The plan, with N = (T*k + E*(b-1)) // b blocks: enough for any distribution, so nothing is ever dropped.
     """
     pairs = indices.size
-    expert = indices.reshape(-1)
+    total = -(-((pairs + num_experts * (block_size - 1)) // block_size) // multiple) * multiple
+    slots = _slots_by_counting if tiles.generation() else _slots_by_sorting
+    return plan_from(*slots(indices.reshape(-1), num_experts, block_size), indices.shape, total, block_size)
+
+
+def plan_from(
+    slot: jax.Array, num_blocks: jax.Array, shape: tuple[int, int], total: int, block_size: int
+) -> Dispatch:
+    """The whole plan from the pairs' slots.
+
+    Args:
+        slot: [T*k] int32, the slot of each pair, anything past the last for pairs without an expert.
+        num_blocks: [E] int32, blocks of each expert.
+        shape: (T, k).
+        total: N.
+        block_size: b.
+    """
+    pairs, size = slot.size, total * block_size
+    pair = jnp.arange(pairs, dtype=jnp.int32)
+    outside = slot >= size
+    source = jnp.full(size, pairs, jnp.int32).at[jnp.where(outside, size + pair, slot)]
+    ends = jnp.cumsum(num_blocks)
+    block_expert = jnp.searchsorted(ends, jnp.arange(total, dtype=jnp.int32), side="right")
+    return Dispatch(
+        slot=jnp.minimum(slot, size - 1).reshape(shape),
+        source=source.set(pair, mode="drop", unique_indices=True).reshape(total, block_size),
+        block_expert=jnp.minimum(block_expert, num_blocks.size - 1).astype(jnp.int32),
+        first_block=ends - num_blocks,
+        num_blocks=num_blocks,
+    )
+
+
+NOWHERE = jnp.iinfo(jnp.int32).max
+"""The slot of a pair without an expert, before the plan gives it the last one."""
+
+
+def _slots_by_sorting(expert: jax.Array, num_experts: int, block_size: int) -> tuple[jax.Array, jax.Array]:
+    """[T*k] experts -> their slots [T*k], and the blocks of each expert [E]."""
+    pairs = expert.size
     # One sort of a single packed key is several times faster than a stable argsort of (expert, pair).
     bits = max(1, (pairs - 1).bit_length())
-    if bits + max(1, (num_experts - 1).bit_length()) > 32:
+    if bits + num_experts.bit_length() > 32:
         raise ValueError(f"{pairs} pairs times {num_experts} experts don't fit a 32-bit sort key; use microbatches")
     packed = jnp.sort((expert.astype(jnp.uint32) << bits) | jnp.arange(pairs, dtype=jnp.uint32))
     order = (packed & ((1 << bits) - 1)).astype(jnp.int32)
     sorted_expert = (packed >> bits).astype(jnp.int32)
 
     bounds = jnp.searchsorted(sorted_expert, jnp.arange(num_experts + 1, dtype=jnp.int32)).astype(jnp.int32)
-    counts = jnp.diff(bounds)
-    num_blocks = (counts + block_size - 1) // block_size
-    last_block = jnp.cumsum(num_blocks)
-    first_block = last_block - num_blocks
+    num_blocks = (jnp.diff(bounds) + block_size - 1) // block_size
+    first_block = jnp.cumsum(num_blocks) - num_blocks
+    shift = jnp.append(first_block * block_size, 0) - bounds  # slot - rank in the sorted order
+    sorted_slot = jnp.arange(pairs, dtype=jnp.int32) + shift[sorted_expert]
+    sorted_slot = jnp.where(sorted_expert < num_experts, sorted_slot, NOWHERE)
+    return jnp.zeros(pairs, jnp.int32).at[order].set(sorted_slot, unique_indices=True), num_blocks
 
-    rank = jnp.arange(pairs, dtype=jnp.int32) - bounds[sorted_expert]
-    sorted_slot = first_block[sorted_expert] * block_size + rank
-    total = (pairs + num_experts * (block_size - 1)) // block_size
-    slot = jnp.zeros(pairs, jnp.int32).at[order].set(sorted_slot, unique_indices=True)
-    source = jnp.full(total * block_size, pairs, jnp.int32).at[sorted_slot].set(order, unique_indices=True)
-    block_expert = jnp.searchsorted(last_block, jnp.arange(total, dtype=jnp.int32), side="right")
-    return Dispatch(
-        slot=slot.reshape(indices.shape),
-        source=source.reshape(total, block_size),
-        block_expert=jnp.minimum(block_expert, num_experts - 1).astype(jnp.int32),
-        first_block=first_block,
-        num_blocks=num_blocks,
-    )
+
+def _slots_by_counting(expert: jax.Array, num_experts: int, block_size: int) -> tuple[jax.Array, jax.Array]:
+    """As `_slots_by_sorting`, without a sort."""
+    counts = jnp.sum(expert[:, None] == jnp.arange(num_experts, dtype=jnp.int32), axis=0, dtype=jnp.int32)
+    num_blocks = (counts + block_size - 1) // block_size
+    first_slot = (jnp.cumsum(num_blocks) - num_blocks) * block_size
+    slot = tpu.slots(expert, first_slot, interpret=tiles.generation() is None)
+    return jnp.where(expert < num_experts, slot, NOWHERE), num_blocks
 
 
 def blocks_of(x: jax.Array, plan: Dispatch) -> jax.Array:

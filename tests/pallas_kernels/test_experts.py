@@ -9,8 +9,8 @@ import pytest
 
 import pallas_kernels.attention_moe.reference as linear_reference
 import pallas_kernels.expert_mlp.reference as mlp_reference
-from pallas_kernels.attention_moe import expert_linear
-from pallas_kernels.expert_mlp import expert_mlp
+from pallas_kernels.attention_moe.xla import expert_linear
+from pallas_kernels.expert_mlp.xla import expert_mlp
 
 TOKENS, CHOICES, EXPERTS, HIDDEN, SIZE, OUT = 45, 3, 11, 12, 5, 7  # no multiple of a block anywhere
 TOLERANCE = 1e-5  # of the largest element, float32 against float32
