@@ -1,38 +1,98 @@
-"""Linear and MLP experts for any number of tokens: few read their own copies of weights, many are sorted by expert."""
+"""Linear and MLP experts for any number of tokens, forward only.
+
+On a CPU the weights are read where they lie, expert after expert in a loop: gathering them first, as batched products
+need, costs several times more than the products themselves (docs/benchmarks.md). Elsewhere the operations of training
+serve, kernels where there are some.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-import pallas_kernels.expert_mlp.reference
-from pallas_kernels.dispatch import block_size_for, blocks_of, grouped, plan_dispatch, rows_of
-from pallas_kernels.expert_mlp import expert_mlp
+from dreamer_jax.config.schema import Implementation
+from dreamer_jax.model import resolve_operations
+from pallas_kernels.dispatch import blocks_of, plan_dispatch, rows_of
 
-FEW = 4
-"""Tokens up to which each reads its own copy of its experts' weights."""
+BLOCKED = 8
+"""Mean rows of an expert from which on they are computed in blocks; below, one by one."""
+LARGEST_BLOCK = 64
 
 
-def linear(x: jax.Array, index: jax.Array, weight: jax.Array) -> jax.Array:
+def linear(x: jax.Array, index: jax.Array, weight: jax.Array, implementation: Implementation = "auto") -> jax.Array:
     """x times the matrix of each row's expert.
 
     Args:
         x: [T, a].
         index: [T] int32, or a scalar for all rows.
         weight: [G, a, b].
+        implementation: as of `ModelConfig`.
 
     Returns:
         [T, b].
     """
     if index.ndim == 0:
-        return x @ jax.lax.dynamic_index_in_dim(weight, index, 0, keepdims=False)
-    if x.shape[0] <= FEW:
-        return jnp.einsum("ta,tab->tb", x, weight.at[index].get(mode="promise_in_bounds"))
-    plan = plan_dispatch(index[:, None], weight.shape[0], block_size_for(index.size, weight.shape[0]))
-    return rows_of(grouped.down(blocks_of(x, plan), weight, plan), plan)[:, 0]
+        return x @ _at(weight, index)
+    if jax.default_backend() != "cpu":
+        ones, nothing = jnp.ones(x.shape[0], jnp.float32), jnp.zeros(weight.shape[1:], weight.dtype)
+        return resolve_operations(implementation).expert_linear(x, index, ones, weight, nothing)
+    return _by_expert(x, index[:, None], weight.shape[0], weight.shape[2], lambda rows, e: rows @ _at(weight, e))[:, 0]
 
 
-def mlp(x: jax.Array, indices: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-    """Same contract as `pallas_kernels.expert_mlp.expert_mlp`."""
-    few = x.shape[0] <= FEW
-    return (pallas_kernels.expert_mlp.reference.expert_mlp if few else expert_mlp)(x, indices, weights, gate_up, down)
+def mlp(
+    x: jax.Array,
+    indices: jax.Array,
+    weights: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """Same contract as `pallas_kernels.expert_mlp.expert_mlp`; `implementation` as of `ModelConfig`."""
+    if jax.default_backend() != "cpu":
+        return resolve_operations(implementation).expert_mlp(x, indices, weights, gate_up, down)
+
+    def expert(rows: jax.Array, e: jax.Array) -> jax.Array:
+        gate, up = jnp.split(rows @ _at(gate_up, e).T, 2, axis=-1)
+        return (jax.nn.silu(gate) * up) @ _at(down, e)
+
+    values = _by_expert(x, indices, gate_up.shape[0], x.shape[1], expert)
+    return jnp.sum(values * weights.astype(x.dtype)[..., None], axis=1)
+
+
+def _by_expert(
+    x: jax.Array, indices: jax.Array, num_experts: int, size: int, expert: Callable[[jax.Array, jax.Array], jax.Array]
+) -> jax.Array:
+    """What the selected experts [T, k] make of each row [T, a]: [T, k, size]; `expert`: ([b, a], number) -> [b, size]."""
+    tokens, active = indices.shape
+    mean = indices.size // num_experts
+    if mean < BLOCKED:
+        return _row_by_row(x, indices, size, expert)
+    plan = plan_dispatch(indices, num_experts, min(LARGEST_BLOCK, 1 << mean.bit_length() - 1))
+    rows = blocks_of(x, plan)  # [N, b, a]
+
+    def block(n: jax.Array, out: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(out, expert(_at(rows, n), plan.block_expert[n]), n, 0)
+
+    empty = jnp.zeros((*rows.shape[:2], size), x.dtype)
+    return rows_of(jax.lax.fori_loop(0, plan.used_blocks, block, empty), plan).reshape(tokens, active, size)
+
+
+def _row_by_row(x: jax.Array, indices: jax.Array, size: int, expert: Callable) -> jax.Array:
+    """`_by_expert` for few rows. Those of one expert come one after the other: its weights stay in the cache."""
+    tokens, active = indices.shape
+    flat = indices.reshape(-1)
+    order = jnp.argsort(flat) if tokens > 1 else jnp.arange(active)
+
+    def pair(n: jax.Array, out: jax.Array) -> jax.Array:
+        row = order[n]
+        value = expert(jax.lax.dynamic_slice_in_dim(x, row // active, 1), flat[row])
+        return jax.lax.dynamic_update_slice_in_dim(out, value, row, 0)
+
+    out = jax.lax.fori_loop(0, flat.size, pair, jnp.zeros((flat.size, size), x.dtype))
+    return out.reshape(tokens, active, size)
+
+
+def _at(rows: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(rows, index, 0, keepdims=False)
