@@ -15,7 +15,7 @@ def run(arguments: list[str]) -> int:
         options = _parser().parse_args(arguments)
     except SystemExit:  # --help has been printed
         return 0
-    from dreamer_jax.evaluation.evaluate import Settings, choose_tasks, evaluate
+    from dreamer_jax.evaluation.runner import Settings, choose_tasks, evaluate
     from dreamer_jax.evaluation.language_model import load_language_model, locate
     from dreamer_jax.evaluation.report import table
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dreamer_jax.evaluation.adapter import LMEvalAdapter
-    from dreamer_jax.evaluation.evaluate import Settings, evaluate
+    from dreamer_jax.evaluation.runner import Settings, evaluate
     from dreamer_jax.evaluation.language_model import LanguageModel, load_language_model
     from dreamer_jax.evaluation.training_hook import during_training
 
 _HOMES = {
     "LMEvalAdapter": "adapter",
     "LanguageModel": "language_model",
-    "Settings": "evaluate",
+    "Settings": "runner",
     "during_training": "training_hook",
-    "evaluate": "evaluate",
+    "evaluate": "runner",
     "load_language_model": "language_model",
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dreamer_jax.evaluation.evaluate import Results
+from dreamer_jax.evaluation.runner import Results
 
 HEADER = ("task", "metric", "value", "standard error", "questions")
 

@@ -9,7 +9,7 @@ from typing import Any
 from dreamer_jax.config.errors import UserError
 from dreamer_jax.config.schema import Config
 from dreamer_jax.data.tokenizers import load_tokenizer
-from dreamer_jax.evaluation.evaluate import Settings, choose_tasks, evaluate
+from dreamer_jax.evaluation.runner import Settings, choose_tasks, evaluate
 from dreamer_jax.evaluation.language_model import LONGEST_INPUT, LanguageModel, place_of
 
 Benchmarks = Callable[[int, Any, Any], dict[str, float]]

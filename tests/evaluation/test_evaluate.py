@@ -1,0 +1,230 @@
+"""Whole evaluations with models whose answers are known: scores, records, resuming, tables, the command."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from dreamer_jax.cli.main import main
+from dreamer_jax.config import UserError
+from dreamer_jax.evaluation import Settings, evaluate
+from dreamer_jax.evaluation.report import table
+from dreamer_jax.evaluation.runner import choose_tasks
+from dreamer_jax.training.checkpoints import load_run
+from tests.evaluation.cases import GSM8K, MATH, MATHQA, Scripted, Successor, model_of, write_benchmarks, write_jsonl
+from tests.export.cases import make_run
+
+SOURCE = {"step": 3, "tokens": 300, "depth": 2, "dtype": "float32"}
+HALF, REST = math.log(1 / 2), math.log(1 / 516)
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_benchmarks(tmp_path / "data")
+
+
+def run(model, names, data, tmp_path, limit=None, fresh=False, said=None, **settings):
+    """Evaluate into tmp_path / "out"."""
+    say = said.append if said is not None else lambda line: None
+    options = {"limit": limit, "fresh": fresh, "say": say}
+    chosen = choose_tasks(names)
+    return evaluate(model, chosen, Settings(str(data), **settings), tmp_path / "out", SOURCE, 8, **options)
+
+
+def records(tmp_path, label):
+    """(header, records by index) of a task."""
+    header, *lines = [json.loads(line) for line in (tmp_path / f"out/{label}.jsonl").read_text().splitlines()]
+    return header, {line["index"]: line for line in lines}
+
+
+def answer_by_question(replies):
+    """A model that answers the question a prompt ends with by the reply of that number."""
+    numbers = {question: i for i, (question, _) in enumerate(GSM8K)}
+
+    def reply(prompt):
+        return replies[numbers[prompt.rpartition("Question: ")[2].removesuffix("\nAnswer:")]]
+
+    return Scripted(reply)
+
+
+REPLIES = [" 3+4=7\n#### 7", " #### $12,500", " it is -3", " about 3.5.", " 18 legs\n#### 18\nQuestion: 5?", ""]
+
+
+def test_gsm8k(data, tmp_path):
+    engine = answer_by_question(REPLIES)
+    result = run(model_of(engine), "gsm8k", data, tmp_path)["gsm8k"]
+    assert result["questions"] == 6 and result["shots"] == 0
+    strict, flexible = result["metrics"]["strict"], result["metrics"]["flexible"]
+    assert strict["value"] == pytest.approx(2 / 6)
+    assert flexible["value"] == pytest.approx(5 / 6)
+    assert strict["standard_error"] == pytest.approx(math.sqrt((2 / 6) * (4 / 6) / 5))
+    assert f"Question: {GSM8K[0][0]}\nAnswer:" in engine.prompts
+    _, kept = records(tmp_path, "gsm8k")
+    assert [kept[i]["strict"] for i in range(6)] == [1, 0, 0, 0, 1, 0]
+    assert kept[4]["answer"] == " 18 legs\n#### 18\n"  # without the stop string
+
+
+def test_few_shot_prompts_hold_solved_examples(data, tmp_path):
+    engine = answer_by_question(REPLIES)
+    run(model_of(engine), "gsm8k", data, tmp_path, shots=2)
+    for prompt in engine.prompts:
+        *examples, asked = prompt.split("\n\n")
+        assert len(examples) == 2 and all("#### " in example for example in examples)
+        assert asked.endswith("\nAnswer:") and "#### " not in asked
+    assert len({tuple(prompt.split("\n\n")[:2]) for prompt in engine.prompts}) > 1  # drawn anew for each
+
+
+def test_math(data, tmp_path):
+    pytest.importorskip("math_verify", reason="extra `eval`")
+    replies = dict(
+        zip(
+            (problem for problem, _, _ in MATH),
+            (" $\\boxed{2.0}$", " it is $\\frac{3}{2}$", " \\boxed{(3,\\pi/2)}", " \\boxed{(A)}"),
+            strict=True,
+        )
+    )
+    engine = Scripted(lambda prompt: replies[prompt.removeprefix("Problem:\n").removesuffix("\n\nSolution:")])
+    result = run(model_of(engine), "math", data, tmp_path)["math"]
+    assert result["metrics"]["boxed"]["value"] == 0.5
+    assert result["metrics"]["anywhere"]["value"] == 0.75
+    assert result["subjects"]["Algebra"]["boxed"]["value"] == 0.5
+
+
+def test_choices_by_hand(tmp_path):
+    # After "Answer:" every choice is improbable but for its inner steps: 1 2 3 is likelier than 9 7 5.
+    rows = [
+        {"problem": "p", "options": "a ) 975 , b ) 123 , c ) 1 , d ) 13579 , e ) 2468", "correct": "c"},
+        {"problem": "p", "options": "a ) 975 , b ) 123 , c ) 1 , d ) 13579 , e ) 2468", "correct": "b"},
+    ]
+    write_jsonl(tmp_path / "data/mathqa/test.jsonl", rows)
+    result = run(model_of(Successor()), "mathqa", tmp_path / "data", tmp_path)["mathqa"]
+    _, kept = records(tmp_path, "mathqa")
+    expected = [4 * REST, 2 * REST + 2 * HALF, 2 * REST, 6 * REST, 5 * REST]  # the space, then byte by byte
+    assert kept[0]["logprobs"] == pytest.approx(expected)
+    # By the sum c is taken; by characters: 8.3, 4.6, 12.5, 7.5 and 7.8 nats each, so b.
+    assert [(kept[i]["acc"], kept[i]["acc_norm"]) for i in range(2)] == [(1, 0), (0, 1)]
+    assert result["metrics"]["acc"]["value"] == 0.5
+
+
+def test_mmlu_prompt_and_subjects(data, tmp_path):
+    result = run(model_of(Scripted()), "mmlu_math", data, tmp_path, shots=1)["mmlu_math-1shot"]
+    assert result["questions"] == 15 and len(result["subjects"]) == 5
+    _, kept = records(tmp_path, "mmlu_math-1shot")
+    assert kept[0]["prompt"] == (
+        "The following are multiple choice questions (with answers) about abstract algebra.\n\n"
+        "What is 0 + 0,\nin dev?\nA. 0\nB. 1\nC. 2\nD. 3\nAnswer: A\n\n"
+        "What is 0 + 0,\nin test?\nA. 0\nB. 1\nC. 2\nD. 3\nAnswer:"
+    )
+    assert [len(kept[0]["logprobs"]), kept[2]["right"]] == [4, 2]
+
+
+def test_perplexity_by_hand(tmp_path):
+    write_jsonl(tmp_path / "t.jsonl", [{"a": "abcdefghij", "b": "x"}, {"a": "aa", "b": "ä"}])
+    settings = {"text": str(tmp_path / "t.jsonl"), "template": "{a}{b}"}
+    result = run(model_of(Successor()), "ppl", "", tmp_path, **settings)["ppl-t"]
+    # abcdefghijx: begin -> a, nine steps, j -> x, in windows of 8; aaä: a, a, and two bytes that don't follow.
+    logprob, tokens = 9 * HALF + 2 * REST + 4 * REST, 11 + 4
+    assert result["metrics"]["token_perplexity"]["value"] == pytest.approx(math.exp(-logprob / tokens))
+    assert result["metrics"]["byte_perplexity"]["value"] == pytest.approx(math.exp(-logprob / 15))
+    assert result["metrics"]["token_perplexity"]["standard_error"] > 0
+    assert len(records(tmp_path, "ppl-t")[1]) == 3
+
+
+def test_plain_text_is_one_document(tmp_path):
+    (tmp_path / "poem.txt").write_text("abc\nabc\n" * 20)
+    result = run(model_of(Successor()), "ppl", "", tmp_path, text=str(tmp_path / "poem.txt"), window=32)["ppl-poem"]
+    assert result["questions"] == 5
+    assert result["metrics"]["token_perplexity"]["value"] == pytest.approx(math.exp(-(HALF + REST) / 2), rel=1e-6)
+
+
+def test_resuming_computes_only_what_is_missing(data, tmp_path):
+    engine = answer_by_question(REPLIES)
+    run(model_of(engine), "gsm8k", data, tmp_path, limit=2)
+    assert len(engine.prompts) == 2
+    path = tmp_path / "out/gsm8k.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"index": 2, "answ')  # killed while writing
+    said: list[str] = []
+    result = run(model_of(engine), "gsm8k", data, tmp_path, said=said)
+    assert len(engine.prompts) == 6 and len(set(engine.prompts)) == 6
+    assert any("2 of 6 are already there" in line for line in said)
+    whole = run(model_of(answer_by_question(REPLIES)), "gsm8k", data, tmp_path / "other")
+    assert result["gsm8k"]["metrics"] == whole["gsm8k"]["metrics"]
+    again = answer_by_question(REPLIES)
+    assert run(model_of(again), "gsm8k", data, tmp_path) == result and not again.prompts
+    # A smaller limit counts its own questions only.
+    assert run(model_of(again), "gsm8k", data, tmp_path, limit=2)["gsm8k"]["metrics"]["strict"]["value"] == 0.5
+
+
+def test_records_of_another_evaluation_are_refused(data, tmp_path):
+    engine = answer_by_question(REPLIES)
+    run(model_of(engine), "gsm8k", data, tmp_path)
+    with pytest.raises(UserError, match=r"another items.*--fresh"):
+        run(model_of(engine), "gsm8k", data, tmp_path, max_tokens=9)
+    run(model_of(engine), "gsm8k", data, tmp_path, max_tokens=9, fresh=True)
+    assert len(engine.prompts) == 12
+    write_jsonl(data / "gsm8k/test.jsonl", [{"question": q, "answer": a} for q, a in GSM8K[:3]])
+    with pytest.raises(UserError, match="another items"):
+        run(model_of(engine), "gsm8k", data, tmp_path, max_tokens=9)
+
+
+def test_results_of_several_tasks_are_kept_together(data, tmp_path):
+    run(model_of(Scripted()), "mathqa", data, tmp_path)
+    run(model_of(answer_by_question(REPLIES)), "gsm8k,ppl", data, tmp_path)
+    content = json.loads((tmp_path / "out/results.json").read_text())
+    assert list(content["tasks"]) == ["mathqa", "gsm8k", "ppl"]
+    assert content["source"] == SOURCE
+    text = table(content["tasks"])
+    assert "33.33%" in text and "21.08%" in text  # strict and its standard error
+
+
+@pytest.mark.parametrize(
+    ("names", "settings", "message"),
+    [
+        ("gsm8k,mathqs", {}, "'mathqs' is not a task; choose from gsm8k, math"),
+        ("", {}, "no task is named"),
+        ("gsm8k", {"data": "nowhere"}, "nowhere/gsm8k/test.jsonl does not exist; --data"),
+        ("gsm8k", {"shots": 99}, "has only 6 examples"),
+        ("mmlu_math", {"shots": 3}, "abstract_algebra_dev.csv has only 2 examples"),
+        ("ppl", {"text": "none.txt"}, "none.txt does not exist"),
+    ],
+)
+def test_mistakes_are_explained(data, tmp_path, names, settings, message):
+    with pytest.raises(UserError, match=message):
+        run(model_of(Scripted()), names, settings.pop("data", data), tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("gsm8k", {"question": "?"}, "line 1: needs a text in the field 'answer'"),
+        ("math", {"problem": "?", "solution": "five"}, "line 1: the solution has no .boxed answer"),
+        ("mathqa", {"problem": "?", "options": MATHQA[0][1], "correct": "f"}, "'f' is none of its 5 options"),
+    ],
+)
+def test_broken_files_are_named(data, tmp_path, name, row, message):
+    write_jsonl(data / name / "test.jsonl", [row])
+    with pytest.raises(UserError, match=message):
+        run(model_of(Scripted()), name, data, tmp_path)
+
+
+def test_the_command(tmp_path, data, capsys):
+    directory = make_run(tmp_path / "run")
+    words = ["eval", str(directory), "--data", str(data), "--max-tokens", "8", "--batch-size", "8"]
+    assert main([*words, "--tasks", "gsm8k,mathqa,ppl", "--limit", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert "gsm8k: 4/4 100%" in shown and "token_perplexity" in shown
+    folder = directory / "evaluation" / "step-7"
+    results = json.loads((folder / "results.json").read_text())
+    depth = load_run(directory).config.model.depth
+    assert results["source"] == {"step": 7, "tokens": 7 * 32 * 32, "depth": depth, "dtype": "float32"}
+    per_token = results["tasks"]["ppl"]["metrics"]["token_perplexity"]["value"]
+    assert per_token == results["tasks"]["ppl"]["metrics"]["byte_perplexity"]["value"] > 100  # random weights, bytes
+
+    assert main([*words, "--tasks", "mathqa", "--depth", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mathqa"]["questions"] == 5
+    assert (directory / "evaluation" / "step-7-depth-1" / "mathqa.jsonl").is_file()
+
+    assert main([*words, "--tasks", "gsm8k", "--tokenizer", str(data / "x.model")]) == 2
+    assert "--tokenizer" in capsys.readouterr().err
