@@ -18,6 +18,7 @@ from dreamer_jax.config.errors import UserError
 
 COMMANDS = {
     "train": ("dreamer_jax.cli.train", "train a model, or go on with a run"),
+    "checkpoint": ("dreamer_jax.cli.checkpoint", "list, verify or prune the checkpoints of a run"),
     "data": ("dreamer_jax.cli.data", "prepare training data, show them, train a tokenizer"),
     "config": ("dreamer_jax.cli.config", "show a resolved configuration, or check one"),
     "bench": ("dreamer_jax.cli.bench", "measure speed, e.g. `dreamer bench train`"),

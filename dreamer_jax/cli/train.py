@@ -31,9 +31,18 @@ def run(arguments: list[str]) -> int:
     start_processes(named_processes(*flags) if flags else None)
     import jax
 
+    return _train(loaded) if jax.process_count() == 1 else _train_together(loaded)
+
+
+def _train(loaded: LoadedConfig) -> int:
     from dreamer_jax.training.loop import train
 
-    return train(loaded) if jax.process_count() == 1 else _train_together(loaded)
+    benchmarks = None
+    if loaded.config.evaluation.tasks:
+        from dreamer_jax.evaluation import during_training
+
+        benchmarks = during_training(loaded.config)
+    return train(loaded, benchmarks)
 
 
 def _train_together(loaded: LoadedConfig) -> int:
@@ -43,10 +52,8 @@ def _train_together(loaded: LoadedConfig) -> int:
     """
     import jax
 
-    from dreamer_jax.training.loop import train
-
     try:
-        return train(loaded)
+        return _train(loaded)
     except UserError as error:
         print(f"dreamer: error: process {jax.process_index()}: {error}", file=sys.stderr)
         code = 2

@@ -16,6 +16,7 @@ from dreamer_jax.config.errors import UserError
 from dreamer_jax.data import Data
 from dreamer_jax.parallel.distributed import is_primary, wait_for_all
 from dreamer_jax.training.checkpoints import Checkpoints
+from dreamer_jax.training.integrity import manifests
 from dreamer_jax.training.run_directory import config_of_text
 from dreamer_jax.training.state import TrainState, abstract_state, create_state
 from dreamer_jax.training.step_folders import StepFolders
@@ -64,12 +65,25 @@ class Recovery:
         self._retry_after = 0
 
     def resume(self) -> tuple[TrainState, Place]:
-        """The state of the newest good checkpoint, or a fresh one."""
+        """The state of the newest good checkpoint, or a fresh one if none was ever saved to its end.
+
+        Raises:
+            UserError: there are checkpoints, and all of them are damaged.
+        """
         step = self.checkpoints.newest_good()
+        folders = self.checkpoints.folders
         if step is None:
-            if self.checkpoints.folders.all():
-                self._say("no checkpoint can be used: starting from step 0")
+            if any(manifests(folders[damaged]) for damaged in folders.all()):
+                raise UserError(
+                    f"all checkpoints in {folders.path} are damaged. Bring them back from a copy, or remove that "
+                    "folder to start from step 0"
+                )
             return create_state(self._config, self._mesh), Place()
+        wait_for_all("chosen")
+        if is_primary():  # else a damaged step would count as one that is kept
+            for damaged in folders.all():
+                if damaged > step:
+                    folders.disqualify(damaged)
         state = self._restore(step)
         self._say(f"resumed from checkpoint {step}")
         return state, self._place_at(step)

@@ -63,10 +63,14 @@ class StepFolders:
         """What a step says of itself beside its arrays."""
         return json.loads((self[step] / "meta" / "metadata").read_text())
 
-    def remove(self, step: int) -> None:
-        """Remove a step. Its manifests go first: cut short, this leaves a step that is not complete."""
+    def disqualify(self, step: int) -> None:
+        """Take a step's manifests away: it counts no longer, and the next checkpoint removes it."""
         for path in manifests(self[step]):
             path.unlink()
+
+    def remove(self, step: int) -> None:
+        """Remove a step. Cut short, this leaves a step that is not complete."""
+        self.disqualify(step)
         self[step].rmtree()
 
     def remove_after(self, step: int) -> None:

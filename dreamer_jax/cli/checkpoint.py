@@ -1,0 +1,88 @@
+"""`dreamer checkpoint list|verify|prune RUN`: what a run has saved, whether it is whole, and less of it."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+
+from dreamer_jax.cli.budget import Parser, positive
+from dreamer_jax.config import UserError, load_config
+
+
+def run(arguments: list[str]) -> int:
+    """Do what the words say; the exit code is 1 if `verify` finds damage."""
+    parser = _parser()
+    try:
+        options = parser.parse_args(arguments)
+    except SystemExit:  # --help has been printed
+        return 0
+    from dreamer_jax.training.run_directory import folder_of  # after the checks: importing jax takes a second
+    from dreamer_jax.training.step_folders import StepFolders
+
+    folder = folder_of(options.run)
+    if not (folder.local / "config.yaml").is_file():
+        raise UserError(f"{options.run} is not a run directory: it has no config.yaml. Train one with `dreamer train`")
+    folders = StepFolders(folder.place)
+    if options.action == "list":
+        return _list(folders)
+    if options.action == "verify":
+        return _verify(folders, options.step)
+    config = load_config(folder.local / "config.yaml").config.checkpoint
+    keep_every = config.keep_every if options.keep_every is None else options.keep_every
+    return _prune(folders, options.keep or config.keep, keep_every)
+
+
+def _list(folders) -> int:
+    from dreamer_jax.training.integrity import bytes_of, is_complete
+
+    steps = folders.all()
+    for step in steps:
+        if is_complete(folders[step]):
+            saved = datetime.datetime.fromtimestamp(folders[step].stat().mtime).isoformat(" ", "seconds")
+            print(f"{step:>10}  {bytes_of(folders[step]) / 1e6:>10,.1f} MB  {saved}")
+        else:
+            print(f"{step:>10}  {'':>13}  not saved to the end")
+    for path in folders.unfinished():
+        print(f"{path.name}  being saved, or left by a save that was cut short")
+    if not steps:
+        print(f"{folders.path}: no checkpoints")
+    return 0
+
+
+def _verify(folders, wanted: int | None) -> int:
+    from dreamer_jax.training.integrity import problem_of
+
+    steps = folders.all()
+    if wanted is not None and wanted not in steps:
+        raise UserError(f"{folders.path} has no step {wanted}; it has {', '.join(map(str, steps)) or 'none'}")
+    damaged = 0
+    for step in steps if wanted is None else [wanted]:
+        problem = problem_of(folders[step])
+        damaged += problem is not None
+        print(f"{step:>10}  {'good' if problem is None else problem}", flush=True)
+    if not steps:
+        print(f"{folders.path}: no checkpoints")
+    return 1 if damaged else 0
+
+
+def _prune(folders, keep: int, keep_every: int) -> int:
+    gone = [str(step) for step in folders.prune(keep, keep_every)]
+    left = ", ".join(map(str, folders.all())) or "none"
+    print(f"removed {', '.join(gone) or 'nothing'}; left: {left}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="dreamer checkpoint", description="The checkpoints of a run. See docs/checkpoints.md.")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list|verify|prune")
+    listing = actions.add_parser("list", help="steps, sizes and times")
+    verify = actions.add_parser("verify", help="read every file and compare it with the manifest; exit code 1 on damage")
+    prune = actions.add_parser("prune", help="remove all but the newest and the regular ones; not during training")
+    for action in (listing, verify, prune):
+        action.add_argument("run", metavar="RUN", help="a run directory")
+    verify.add_argument("--step", type=int, metavar="N", help="only this one")
+    prune.add_argument("--keep", type=positive, metavar="N", help="newest that stay (the run's checkpoint.keep)")
+    prune.add_argument(
+        "--keep-every", type=int, metavar="N", help="multiples of this stay too (the run's checkpoint.keep_every)"
+    )
+    return parser
