@@ -22,6 +22,8 @@ class Generation:
         depth_tokens, depth_slots: tokens and cache slots of a block of depth attention.
         depth_rows: tokens of a block that the inner loop holds in registers.
         sequence_block: queries and keys of a block of sequence attention.
+        expert_rows: (mean rows an expert gets, rows of a block) in ascending order: the last one that is reached
+            counts. A block belongs to one expert; larger ones fill the matrix unit better and waste more padding.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Generation:
     depth_slots: int = 8
     depth_rows: int = 64
     sequence_block: int = 512
+    expert_rows: tuple[tuple[int, int], ...] = ((0, 16), (24, 32), (48, 64), (96, 128))
 
 
 MIB = 1 << 20
@@ -38,7 +41,9 @@ GENERATIONS = {
     "v4": Generation("v4", cores=2, vmem=15 * MIB),
     "v5e": Generation("v5e", cores=1, vmem=100 * MIB),
     "v5p": Generation("v5p", cores=2, vmem=56 * MIB),
-    "v6e": Generation("v6e", cores=1, vmem=100 * MIB),
+    "v6e": Generation(
+        "v6e", cores=1, vmem=100 * MIB, expert_rows=((0, 16), (24, 32), (48, 64), (96, 128), (512, 256))
+    ),
 }
 INTERPRETED = Generation("interpreted", cores=2, vmem=1 << 40)
 

@@ -7,6 +7,7 @@ expert's three matrices fetched ahead of use. Unused blocks at the end are writt
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,50 +16,49 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.dispatch.api import Dispatch
 from pallas_kernels.dispatch.stream import Stream, Walk
+from pallas_kernels.tiles import INTERPRETED, Generation
 
 TRANSPOSED = (((1,), (1,)), ((), ()))
 
 
 def forward(
-    rows: jax.Array, gate_up: jax.Array, down: jax.Array, plan: Dispatch, *, cores: int, keep: bool, interpret
-) -> tuple[jax.Array, ...]:
+    rows: jax.Array, gate_up: jax.Array, down: jax.Array, plan: Dispatch, *, keep: bool, target: Generation
+) -> list[jax.Array]:
     """W_down(silu(W_gate x) * (W_up x)) of every row, by its block's expert.
 
     Args:
         rows: [N b, h], compute dtype.
         gate_up: [E, 2F, h].
         down: [E, F, h].
-        plan: the blocks.
-        cores: cores that share the blocks.
+        plan: the blocks; N is a multiple of the target's cores.
         keep: also return what the backward pass wants.
-        interpret: as `pallas_call` takes it.
+        target: what is compiled for.
 
     Returns:
         values [N b, h], zero in unused blocks, and, with `keep`, (gate, up) [2, N b, F].
     """
     size, hidden = down.shape[1:]
-    blocks, block = plan.source.shape
-    arrays = [gate_up.reshape(-1, 2, size, hidden), down]
+    place = _Places(plan, target)
+    matrices = [gate_up.reshape(-1, 2, size, hidden), down]
     out_shapes = [jax.ShapeDtypeStruct(rows.shape, rows.dtype)]
-    out_specs = [_rows(block, hidden, blocks, cores, out=True)]
+    out_specs = [place.rows(hidden, out=True)]
     if keep:
         out_shapes.append(jax.ShapeDtypeStruct((2, rows.shape[0], size), rows.dtype))
-        out_specs.append(_stacked(2, block, size, blocks, cores, out=True))
+        out_specs.append(place.stacked(2, size, out=True))
     return pl.pallas_call(
-        functools.partial(_forward_kernel, blocks=blocks, cores=cores, keep=keep),
+        functools.partial(_forward_kernel, place=place),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(cores, blocks // cores),
-            in_specs=[_rows(block, hidden, blocks, cores), *[pl.BlockSpec(memory_space=pl.ANY)] * 2],
+            grid=place.grid,
+            in_specs=[place.rows(hidden), *[pl.BlockSpec(memory_space=pl.ANY)] * 2],
             out_specs=out_specs,
-            scratch_shapes=Stream.scratch(arrays),
+            scratch_shapes=Stream.scratch(matrices),
         ),
         out_shape=out_shapes,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        cost_estimate=_cost(rows, down, 1, 3 if keep else 2),
-        interpret=interpret,
+        cost_estimate=_cost(rows, down, 3 if keep else 2),
         name="expert_mlp_forward",
-    )(*_prefetched(plan), rows, *arrays)
+        **_compile(target),
+    )(*_prefetched(plan, 0), rows, *matrices)
 
 
 def input_gradient(
@@ -68,89 +68,101 @@ def input_gradient(
     gate_up: jax.Array,
     down: jax.Array,
     plan: Dispatch,
+    aside: Any,
+    x_rows: jax.Array,
     *,
-    cores: int,
-    interpret,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    target: Generation,
+) -> list[jax.Array]:
     """Gradients of the rows and of their weights, and the factors of the weight gradient.
 
     Args:
         d_rows: [N b, h], the cotangent of each row's token, before the weight.
         gate_and_up: [2, N b, F], kept by `forward`.
         slot_weights: [N, b] float32, zero in padding slots.
-        gate_up, down, plan, cores, interpret: as of `forward`.
+        gate_up, down, plan, target: as of `forward`.
+        aside: `tape.Rows` of several depths into whose next place, in place, the factors go, and with them copies of
+            the other factors, x_rows and d_rows; or None.
+        x_rows: [N b, h], only looked at for `aside`.
 
     Returns:
-        d_x [N b, h]; factors [3, N b, F], the gradients of gate and up and the weighted activation, zero in padding
-        slots; d_weights [N, b] float32.
+        d_x [N b, h]; d_weights [N, b] float32; factors [3, N b, F], the gradients of gate and up and the weighted
+        activation, zero in padding slots. With `aside`, its new factors, x and d_out in place of the factors.
     """
     size, hidden = down.shape[1:]
-    blocks, block = plan.source.shape
-    arrays = [gate_up.reshape(-1, 2, size, hidden), down]
-    weight_spec = functools.partial(_stacked, blocks=blocks, cores=cores, by_block=True)
-    d_x, factors, d_weights = pl.pallas_call(
-        functools.partial(_input_gradient_kernel, blocks=blocks, cores=cores),
+    place = _Places(plan, target)
+    matrices = [gate_up.reshape(-1, 2, size, hidden), down]
+    kept = [] if aside is None else [aside.factors, aside.x, aside.d_out]
+    factors = jax.ShapeDtypeStruct((3, d_rows.shape[0], size), d_rows.dtype)
+    first_block = 0 if aside is None else aside.depth.astype(jnp.int32) * plan.source.shape[0]
+    hbm = pl.BlockSpec(memory_space=pl.ANY)
+    inputs = [d_rows, gate_and_up, slot_weights[:, None], *([x_rows] if kept else [])]
+    d_x, d_weights, *rest = pl.pallas_call(
+        functools.partial(_input_gradient_kernel, place=place, aside=bool(kept)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(cores, blocks // cores),
+            grid=place.grid,
             in_specs=[
-                _rows(block, hidden, blocks, cores),
-                _stacked(2, block, size, blocks, cores),
-                weight_spec(1, 1, block),
-                *[pl.BlockSpec(memory_space=pl.ANY)] * 2,
+                place.rows(hidden),
+                place.stacked(2, size),
+                place.weights(),
+                *([place.rows(hidden)] if kept else []),
+                *[hbm] * (2 + len(kept)),
             ],
             out_specs=[
-                _rows(block, hidden, blocks, cores, out=True),
-                _stacked(3, block, size, blocks, cores, out=True),
-                weight_spec(1, 1, block, out=True),
+                place.rows(hidden, out=True),
+                place.weights(out=True),
+                place.stacked(3, size, out=True),
+                *[place.rows(hidden, out=True, aside=True) for _ in kept[1:]],
             ],
-            scratch_shapes=Stream.scratch(arrays),
+            scratch_shapes=Stream.scratch(matrices),
         ),
         out_shape=[
             jax.ShapeDtypeStruct(d_rows.shape, d_rows.dtype),
-            jax.ShapeDtypeStruct((3, d_rows.shape[0], size), d_rows.dtype),
-            jax.ShapeDtypeStruct((blocks, 1, block), jnp.float32),
+            jax.ShapeDtypeStruct((plan.source.shape[0], 1, place.block), jnp.float32),
+            *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in kept or [factors]),
         ],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        cost_estimate=_cost(d_rows, down, 1, 5),
-        interpret=interpret,
+        input_output_aliases={3 + len(inputs) + 2 + i: 2 + i for i in range(len(kept))},
+        cost_estimate=_cost(d_rows, down, 5 + 2 * len(kept)),
         name="expert_mlp_input_gradient",
-    )(*_prefetched(plan), d_rows, gate_and_up, slot_weights[:, None], *arrays)
-    return d_x, factors, d_weights[:, 0]
+        **_compile(target),
+    )(*_prefetched(plan, first_block), *inputs, *matrices, *kept)
+    return [d_x, d_weights[:, 0], *rest]
 
 
-def _forward_kernel(experts, ends, used, x_ref, gate_up_hbm, down_hbm, *refs, blocks, cores, keep):
-    y_ref, *kept, gate_up_buffer, down_buffer, semaphores, place_ref = refs
-    walk = Walk(used[0], blocks, cores, pl.program_id(0), pl.program_id(1))
-    stream = Stream((gate_up_hbm, down_hbm), (gate_up_buffer, down_buffer), semaphores, place_ref)
+def _forward_kernel(experts, ends, used, x_ref, gate_up_hbm, down_hbm, *refs, place):
+    y_ref, *kept, gate_up_buffer, down_buffer, semaphores, buffer_ref = refs
+    walk = place.walk(pl.program_id(0), pl.program_id(1), used)
+    stream = Stream((gate_up_hbm, down_hbm), (gate_up_buffer, down_buffer), semaphores, buffer_ref)
 
     @pl.when(walk.active)
     def _():
-        place, _ = stream.at(walk, experts, ends)
+        buffer, _ = stream.at(walk, experts, ends)
         x = x_ref[...]
-        gate = _dot_transposed(x, gate_up_buffer[place, 0])
-        up = _dot_transposed(x, gate_up_buffer[place, 1])
+        gate = _dot_transposed(x, gate_up_buffer[buffer, 0])
+        up = _dot_transposed(x, gate_up_buffer[buffer, 1])
         activation = gate * jax.nn.sigmoid(gate) * up
-        y_ref[...] = _dot(activation.astype(x.dtype), down_buffer[place]).astype(y_ref.dtype)
-        if keep:
+        y_ref[...] = _dot(activation.astype(x.dtype), down_buffer[buffer]).astype(y_ref.dtype)
+        if kept:
             kept[0][0] = gate.astype(x.dtype)
             kept[0][1] = up.astype(x.dtype)
 
     _zero_unless(walk.active, y_ref, *kept)
 
 
-def _input_gradient_kernel(
-    experts, ends, used, d_ref, gate_and_up_ref, weight_ref, gate_up_hbm, down_hbm, *refs, blocks, cores
-):
-    d_x_ref, factor_ref, d_weight_ref, gate_up_buffer, down_buffer, semaphores, place_ref = refs
-    walk = Walk(used[0], blocks, cores, pl.program_id(0), pl.program_id(1))
-    stream = Stream((gate_up_hbm, down_hbm), (gate_up_buffer, down_buffer), semaphores, place_ref)
+def _input_gradient_kernel(experts, ends, used, d_ref, gate_and_up_ref, weight_ref, *refs, place, aside):
+    if aside:
+        x_ref, gate_up_hbm, down_hbm, _, _, _, *refs = refs  # what is kept aside is written, never read
+    else:
+        gate_up_hbm, down_hbm, *refs = refs
+    d_x_ref, d_weight_ref, factor_ref, *kept, gate_up_buffer, down_buffer, semaphores, buffer_ref = refs
+    walk = place.walk(pl.program_id(0), pl.program_id(1), used)
+    stream = Stream((gate_up_hbm, down_hbm), (gate_up_buffer, down_buffer), semaphores, buffer_ref)
 
     @pl.when(walk.active)
     def _():
-        place, _ = stream.at(walk, experts, ends)
+        buffer, _ = stream.at(walk, experts, ends)
         dtype = d_ref.dtype
-        d_activation = _dot_transposed(d_ref[...], down_buffer[place])  # before the weight
+        d_activation = _dot_transposed(d_ref[...], down_buffer[buffer])  # before the weight
         gate, up = gate_and_up_ref[0].astype(jnp.float32), gate_and_up_ref[1].astype(jnp.float32)
         sigmoid = jax.nn.sigmoid(gate)
         silu = gate * sigmoid
@@ -161,13 +173,16 @@ def _input_gradient_kernel(
         d_activation = d_activation * weight
         d_gate = (d_activation * up * (sigmoid + silu * (1 - sigmoid))).astype(dtype)
         d_up = (d_activation * silu).astype(dtype)
-        d_x = _dot(d_gate, gate_up_buffer[place, 0]) + _dot(d_up, gate_up_buffer[place, 1])
+        d_x = _dot(d_gate, gate_up_buffer[buffer, 0]) + _dot(d_up, gate_up_buffer[buffer, 1])
         d_x_ref[...] = d_x.astype(dtype)
         factor_ref[0] = d_gate
         factor_ref[1] = d_up
         factor_ref[2] = (activation * weight).astype(dtype)
+        if aside:
+            kept[0][...] = x_ref[...]
+            kept[1][...] = d_ref[...]
 
-    _zero_unless(walk.active, d_x_ref, factor_ref, d_weight_ref)
+    _zero_unless(walk.active, d_x_ref, d_weight_ref, factor_ref, *kept)
 
 
 def _zero_unless(active, *refs):
@@ -208,32 +223,59 @@ def _as_row(column):
     return jnp.sum(jnp.where(_diagonal(size), jnp.broadcast_to(column, (size, size)), 0.0), axis=0, keepdims=True)
 
 
-def _prefetched(plan):
-    ends = plan.first_block + plan.num_blocks
-    return plan.block_expert, ends, plan.used_blocks.reshape(1)
+def _prefetched(plan, first_block):
+    used = jnp.stack([plan.used_blocks, jnp.asarray(first_block, jnp.int32)])
+    return plan.block_expert, plan.first_block + plan.num_blocks, used
 
 
-def _rows(block, width, blocks, cores, out=False):
-    def index(core, step, experts, ends, used):
-        walk = Walk(used[0], blocks, cores, core, step)
-        return (walk.block if out else walk.source), 0
+class _Places:
+    """Grid and block specifications of a walk over the plan's blocks."""
 
-    return pl.BlockSpec((block, width), index)
+    def __init__(self, plan: Dispatch, target: Generation) -> None:
+        self.blocks, self.block = plan.source.shape
+        self.cores = target.cores
+        self.grid = (self.cores, self.blocks // self.cores)
+
+    def walk(self, core, step, used) -> Walk:
+        return Walk(used[0], self.blocks, self.cores, core, step)
+
+    def _index(self, out, aside):
+        def index(core, step, experts, ends, used):
+            walk = self.walk(core, step, used)
+            return (used[1] if aside else 0) + (walk.block if out else walk.source)
+
+        return index
+
+    def rows(self, width, out=False, aside=False) -> pl.BlockSpec:
+        """Of [N b, width]; kept-aside arrays begin at the block that `used` names second."""
+        index = self._index(out, aside)
+        return pl.BlockSpec((self.block, width), lambda *at: (index(*at), 0))
+
+    def stacked(self, lead, width, out=False) -> pl.BlockSpec:
+        """Of [lead, N b, width]; outputs may be kept aside."""
+        index = self._index(out, out)
+        return pl.BlockSpec((lead, self.block, width), lambda *at: (0, index(*at), 0))
+
+    def weights(self, out=False) -> pl.BlockSpec:
+        """Of [N, 1, b]."""
+        index = self._index(out, False)
+        return pl.BlockSpec((1, 1, self.block), lambda *at: (index(*at), 0, 0))
 
 
-def _stacked(lead, block, width, blocks, cores, out=False, by_block=False):
-    def index(core, step, experts, ends, used):
-        walk = Walk(used[0], blocks, cores, core, step)
-        which = walk.block if out else walk.source
-        return (which, 0, 0) if by_block else (0, which, 0)
+def _compile(target):
+    interpreted = target is INTERPRETED
+    return {
+        "compiler_params": pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=None if interpreted else target.vmem
+        ),
+        "interpret": pltpu.InterpretParams() if interpreted else False,
+    }
 
-    return pl.BlockSpec((lead, block, width), index)
 
-
-def _cost(rows, down, products, row_arrays):
+def _cost(rows, down, row_arrays):
     experts, size, hidden = down.shape
-    flops = 6 * products * rows.shape[0] * size * hidden
-    moved = rows.shape[0] * row_arrays * hidden + 3 * experts * size * hidden
     return pl.CostEstimate(
-        flops=flops, bytes_accessed=moved * rows.dtype.itemsize, transcendentals=rows.shape[0] * size
+        flops=6 * rows.shape[0] * size * hidden,
+        bytes_accessed=(rows.shape[0] * row_arrays * hidden + 3 * experts * size * hidden) * rows.dtype.itemsize,
+        transcendentals=rows.shape[0] * size,
     )

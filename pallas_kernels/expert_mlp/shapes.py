@@ -1,0 +1,95 @@
+"""Which shapes the expert-MLP kernels take, their tiles, and what they move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from pallas_kernels.tiles import Generation
+
+LANES = 128
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the kernels cut their work.
+
+    Attributes:
+        block: rows of a block.
+        columns: columns of the weight gradient that are worked on at a time.
+    """
+
+    block: int
+    columns: int
+
+    @classmethod
+    def of(cls, pairs: int, experts: int, size: int, hidden: int, dtype: jnp.dtype, target: Generation) -> Tiles | None:
+        """The tiles for P pairs over E experts of [F, h] on a TPU generation, or None if they don't fit its memory."""
+        mean = pairs / experts
+        block = [rows for reached, rows in target.expert_rows if mean >= reached][-1]
+        if forward_vmem(block, size, hidden, dtype) > target.vmem:
+            return None
+        for parts in range(target.cores, hidden // LANES + 1):
+            columns = hidden // parts
+            fits = hidden % parts == 0 and columns % LANES == 0 and parts % target.cores == 0
+            if fits and gradient_vmem(block, size, columns, dtype) <= target.vmem:
+                return cls(block, columns)
+        return cls(block, LANES) if gradient_vmem(block, size, LANES, dtype) <= target.vmem else None
+
+
+def unsupported(
+    indices: tuple[int, ...], gate_up: tuple[int, ...], dtype: jnp.dtype, target: Generation
+) -> str | None:
+    """Why no kernel takes indices [T, k] and experts [E, 2F, h], or None if one does."""
+    experts, doubled, hidden = gate_up
+    size, pairs = doubled // 2, indices[0] * indices[1]
+    if hidden % LANES:
+        return f"a hidden size of {hidden} is no multiple of {LANES}"
+    if size % 8:
+        return f"an expert size of {size} is no multiple of 8"
+    if pairs + experts * 256 >= 1 << 24:
+        return f"{pairs} (token, choice) pairs are too many to count in float32; use microbatches"
+    if Tiles.of(pairs, experts, size, hidden, dtype, target) is None:
+        return f"experts of {size} x {hidden} in {jnp.dtype(dtype).name} don't fit the vector memory of {target.name}"
+    return None
+
+
+def forward_vmem(block: int, size: int, hidden: int, dtype: jnp.dtype) -> int:
+    """Bytes of vector memory of the forward and the input-gradient kernel: weights and rows twice, and temporaries."""
+    weights = 2 * 3 * size * hidden
+    rows = 2 * block * (3 * hidden + 5 * size)
+    return (weights + rows) * jnp.dtype(dtype).itemsize + 4 * block * (4 * size + hidden)
+
+
+def gradient_vmem(block: int, size: int, columns: int, dtype: jnp.dtype) -> int:
+    """Bytes of vector memory of the weight-gradient kernel: three buffers of totals, factors twice, one product."""
+    totals = 3 * 3 * size * columns
+    rows = 2 * block * (3 * size + 2 * columns)
+    return 4 * (totals + size * columns) + rows * jnp.dtype(dtype).itemsize
+
+
+def forward_bytes(pairs: int, experts: int, size: int, hidden: int, itemsize: int = 2) -> int:
+    """The least a forward call must move: each row in and out, each expert's matrices once."""
+    return itemsize * (2 * pairs * hidden + 3 * experts * size * hidden)
+
+
+def weight_gradient_bytes(
+    pairs: int, experts: int, size: int, hidden: int, depths: int = 1, passes: int = 1, itemsize: int = 2
+) -> float:
+    """What the weight gradient moves for one depth: its factors, and a `depths`-th of reading and writing the totals.
+
+    Args:
+        pairs, experts, size, hidden: P, E, F, h.
+        depths: depths that share one pass over the totals.
+        passes: times the left factors are read, h over the tile's columns.
+        itemsize: of the factors.
+    """
+    rows = pairs * itemsize * (3 * size * passes + 2 * hidden)
+    return rows + 3 * experts * size * hidden * 2 * 4 / depths
+
+
+def autodiff_weight_gradient_bytes(pairs: int, experts: int, size: int, hidden: int, itemsize: int = 2) -> int:
+    """The same by differentiating a scan: the gradient written in compute dtype, read back, added to float32 totals."""
+    rows = pairs * itemsize * (3 * size + 3 * hidden)  # xs for gate and up at once, d_out for down
+    return rows + 3 * experts * size * hidden * (2 * itemsize + 8)

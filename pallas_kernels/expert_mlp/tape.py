@@ -1,0 +1,77 @@
+"""Where the expert matrices' gradients gather during the backward pass of the depth scan.
+
+Differentiating a scan writes a gradient as large as all experts at every depth and adds it to the sum of the others:
+more traffic than the forward pass. Here the sums are float32 totals that the weight-gradient kernel adds to in place,
+either at every depth, or, with rows kept aside, once for several depths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch.accumulate import accumulate, visits_of
+
+
+class Rows(NamedTuple):
+    """The factors of the weight gradient of n depths, side by side. R = N b rows a depth.
+
+    Attributes:
+        factors: [3, n R, F], compute dtype, see `tpu.input_gradient`.
+        x, d_out: [n R, h], compute dtype.
+        num_blocks: [n, E] float32 (whole numbers), blocks of each expert at each depth; zero where there is none yet.
+        depth: scalar float32, how many depths are filled.
+    """
+
+    factors: jax.Array
+    x: jax.Array
+    d_out: jax.Array
+    num_blocks: jax.Array
+    depth: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tape:
+    """Totals of the gradients, and the rows still to be added; all leaves float, so that a tape can be a gradient.
+
+    Attributes:
+        gate_up: [E, 2F, h] float32.
+        down: [E, F, h] float32.
+        rows: None where every depth is added at once.
+    """
+
+    gate_up: jax.Array
+    down: jax.Array
+    rows: Rows | None
+
+    @property
+    def depths(self) -> int:
+        """Depths between two calls of `settle`."""
+        return 1 if self.rows is None else self.rows.num_blocks.shape[0]
+
+    @classmethod
+    def empty(cls, gate_up: tuple[int, ...], depths: int, rows: int, dtype: jnp.dtype) -> Tape:
+        """A tape of zeros for matrices [E, 2F, h]; `rows` is R."""
+        experts, doubled, hidden = gate_up
+        size = doubled // 2
+        totals = jnp.zeros(gate_up, jnp.float32), jnp.zeros((experts, size, hidden), jnp.float32)
+        if depths == 1:
+            return cls(*totals, None)
+        kept = (
+            jnp.zeros((3, depths * rows, size), dtype),
+            *(jnp.zeros((depths * rows, hidden), dtype) for _ in range(2)),
+            jnp.zeros((depths, experts), jnp.float32),
+        )
+        return cls(*totals, Rows(*kept, jnp.float32(0)))
+
+    def add(self, factors, x, d_out, num_blocks, *, block: int, columns: int, interpret) -> Tape:
+        """The totals with the gradient of n depths added: num_blocks [n, E], the rest as of `Rows`."""
+        experts, size, hidden = self.down.shape
+        totals = self.gate_up.reshape(experts, 2, size, hidden), self.down[:, None]
+        visits = visits_of(num_blocks, x.shape[0] // (block * num_blocks.shape[0]))
+        totals = accumulate(totals, factors, (x, d_out), visits, block=block, tile=columns, interpret=interpret)
+        return replace(self, gate_up=totals[0].reshape(self.gate_up.shape), down=totals[1][:, 0])
