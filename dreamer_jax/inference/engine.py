@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from dreamer_jax.config.errors import UserError
-from dreamer_jax.inference import programs
 from dreamer_jax.inference.model import FoldedModel, fold
+from dreamer_jax.inference.placement import place
+from dreamer_jax.inference.programs import BLOCK, Kinds, programs_for
 from dreamer_jax.inference.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -61,23 +63,34 @@ class Engine:
         model: see `fold`.
         exit_distance: a token stops going deeper when its hidden state moves by less than this, relative to its norm
             (see `programs.until_settled`); 0 takes every token through all depths. Prompts always go through all.
+        mesh: devices to share the rows and, along an axis `expert`, the experts (see `placement`); None for one.
 
     Raises:
         UserError: early exit from a model whose depths are different layers.
     """
 
-    def __init__(self, model: FoldedModel, exit_distance: float = 0.0):
+    def __init__(self, model: FoldedModel, exit_distance: float = 0.0, mesh: Mesh | None = None):
         if exit_distance > 0 and not model.config.recurrent:
             raise UserError(f"early exit needs a recurrent model; {model.config.variant} has distinct layers")
+        placement = None
+        if mesh is not None:
+            model, placement = place(model, mesh)
         self.model = model
+        self._programs = programs_for(placement)
+        self._row_shards = 1 if placement is None else placement.row_shards
         self._exit_distance = exit_distance
 
     @classmethod
     def of(
-        cls, trained: TrainedModel, depth: int | None = None, dtype: str | None = None, exit_distance: float = 0.0
+        cls,
+        trained: TrainedModel,
+        depth: int | None = None,
+        dtype: str | None = None,
+        exit_distance: float = 0.0,
+        mesh: Mesh | None = None,
     ) -> Engine:
         """The engine of a checkpoint (`load_run`); `depth` and `dtype` as of `fold`."""
-        return cls(fold(trained.config.model, trained.params, trained.balancing, depth, dtype), exit_distance)
+        return cls(fold(trained.config.model, trained.params, trained.balancing, depth, dtype), exit_distance, mesh)
 
     def generate(
         self,
@@ -116,7 +129,7 @@ class Engine:
         sampling: Sampling | None = None,
         stop_ids: Sequence[int] = (),
         finished: Finished | None = None,
-        block: int = programs.BLOCK,
+        block: int = BLOCK,
         numbers: Sequence[int] | None = None,
     ) -> Iterator[list[Generated]]:
         """Continue one batch of prompts; yields the rows as they grow, the same objects every time.
@@ -131,16 +144,17 @@ class Engine:
         if max_tokens < 1:
             raise UserError(f"max_tokens {max_tokens}: must be 1 or more")
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        size = _bucket(len(prompts), 1)
+        size = self._rows(len(prompts))
         lengths = np.pad(lengths, (0, size - len(prompts)), constant_values=1)
         row_numbers = np.array(range(len(prompts)) if numbers is None else numbers, np.int32)
         row_numbers = np.pad(row_numbers, (0, size - len(prompts)))
         limits = np.where(np.arange(size) < len(prompts), lengths + max_tokens - 1, 0).astype(np.int32)
-        kinds = {"draws": sampling.draws, "ranks": sampling.ranks}
+        kinds = Kinds(sampling.draws, sampling.ranks, self._exit_distance > 0)
         ends = jnp.asarray(list(stop_ids) or [-1], jnp.int32)
 
         hidden, caches = self._prefill(prompts, lengths, _bucket(int(lengths.max()) + max_tokens))
-        progress = programs.first(self.model, hidden, lengths, row_numbers, limits, ends, sampling.numbers(), **kinds)
+        settings = sampling.numbers()
+        progress = self._programs.first(kinds, self.model, hidden, lengths, row_numbers, limits, ends, settings)
         rows = [Generated([], []) for _ in prompts]
         new = np.asarray(progress.last)[:, None]
         taken = np.full_like(new, self.model.total_depth)
@@ -157,16 +171,15 @@ class Engine:
             yield rows
             if np.asarray(progress.done).all():
                 return
-            new, taken, progress, caches = programs.decode(
+            new, taken, progress, caches = self._programs.decode(
+                kinds,
                 self.model,
                 progress,
                 caches,
-                jnp.int32(min(block, programs.BLOCK)),
+                jnp.int32(min(block, BLOCK)),
                 ends,
-                sampling.numbers(),
+                settings,
                 jnp.float32(self._exit_distance),
-                early_exit=self._exit_distance > 0,
-                **kinds,
             )
             new, taken = np.asarray(new), np.asarray(taken)
 
@@ -183,14 +196,16 @@ class Engine:
 
     def _score(self, rows: Sequence[Sequence[int]]) -> list[Scores]:
         longest = max(len(row) for row in rows)
-        size = _bucket(len(rows), 1)
+        size = self._rows(len(rows))
         chunk = _chunk(size, longest)
         tokens = _padded(rows, size, -(-longest // chunk) * chunk + 1)
-        caches = self.model.empty_caches(size, tokens.shape[1] - 1)
+        caches = self._programs.empty_caches(self.model, size, tokens.shape[1] - 1)
         parts = []
         for start in range(0, longest, chunk):
             inputs, targets = tokens[:, start : start + chunk], tokens[:, start + 1 : start + chunk + 1]
-            logprobs, greedy, caches = programs.score(self.model, inputs, targets, jnp.int32(start), caches)
+            logprobs, greedy, caches = self._programs.score(
+                Kinds(), self.model, inputs, targets, jnp.int32(start), caches
+            )
             parts.append((np.asarray(logprobs), np.asarray(greedy)))
         logprobs, greedy = (np.concatenate(part, axis=1) for part in zip(*parts, strict=True))
         return [Scores(logprobs[i, : len(row) - 1], greedy[i, : len(row) - 1]) for i, row in enumerate(rows)]
@@ -199,14 +214,18 @@ class Engine:
         size, longest = len(lengths), int(lengths.max())
         chunk = _chunk(size, longest)
         tokens = _padded(prompts, size, -(-longest // chunk) * chunk)
-        caches = self.model.empty_caches(size, capacity)
+        caches = self._programs.empty_caches(self.model, size, capacity)
         hidden = jnp.zeros((size, self.model.config.hidden_size), self.model.config.dtype)
         for start in range(0, longest, chunk):
             starts = np.full(size, start, np.int32)
-            hidden, caches = programs.prefill(
-                self.model, tokens[:, start : start + chunk], starts, lengths, caches, hidden
+            hidden, caches = self._programs.prefill(
+                Kinds(), self.model, tokens[:, start : start + chunk], starts, lengths, caches, hidden
             )
         return hidden, caches
+
+    def _rows(self, count: int) -> int:
+        """B for this many rows: a bucket that divides over the devices."""
+        return self._row_shards * _bucket(-(-count // self._row_shards), 1)
 
     def _extend(self, rows: list[Generated], new: np.ndarray, taken: np.ndarray, stop_ids: Sequence[int]) -> None:
         """Append what a block brought to rows that haven't stopped."""

@@ -49,7 +49,10 @@ def mlp(
     down: jax.Array,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """Same contract as `pallas_kernels.expert_mlp.expert_mlp`; `implementation` as of `ModelConfig`."""
+    """Same contract as `pallas_kernels.expert_mlp.expert_mlp`; `implementation` as of `ModelConfig`.
+
+    A pair whose index is E has no expert here (another device has it) and contributes nothing.
+    """
     if jax.default_backend() != "cpu":
         return resolve_operations(implementation).expert_mlp(x, indices, weights, gate_up, down)
 
@@ -58,17 +61,21 @@ def mlp(
         return (jax.nn.silu(gate) * up) @ _at(down, e)
 
     values = _by_expert(x, indices, gate_up.shape[0], x.shape[1], expert)
+    weights = jnp.where(indices < gate_up.shape[0], weights, 0)
     return jnp.sum(values * weights.astype(x.dtype)[..., None], axis=1)
 
 
 def _by_expert(
     x: jax.Array, indices: jax.Array, num_experts: int, size: int, expert: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> jax.Array:
-    """What the selected experts [T, k] make of each row [T, a]: [T, k, size]; `expert`: ([b, a], number) -> [b, size]."""
+    """What the selected experts [T, k] make of each row [T, a]: [T, k, size].
+
+    `expert` takes rows [b, a] and the number of their expert to [b, size].
+    """
     tokens, active = indices.shape
     mean = indices.size // num_experts
     if mean < BLOCKED:
-        return _row_by_row(x, indices, size, expert)
+        return _row_by_row(x, indices, num_experts, size, expert)
     plan = plan_dispatch(indices, num_experts, min(LARGEST_BLOCK, 1 << mean.bit_length() - 1))
     rows = blocks_of(x, plan)  # [N, b, a]
 
@@ -79,18 +86,18 @@ def _by_expert(
     return rows_of(jax.lax.fori_loop(0, plan.used_blocks, block, empty), plan).reshape(tokens, active, size)
 
 
-def _row_by_row(x: jax.Array, indices: jax.Array, size: int, expert: Callable) -> jax.Array:
+def _row_by_row(x: jax.Array, indices: jax.Array, num_experts: int, size: int, expert: Callable) -> jax.Array:
     """`_by_expert` for few rows. Those of one expert come one after the other: its weights stay in the cache."""
     tokens, active = indices.shape
     flat = indices.reshape(-1)
-    order = jnp.argsort(flat) if tokens > 1 else jnp.arange(active)
+    order = jnp.argsort(flat)  # pairs without an expert come last
 
     def pair(n: jax.Array, out: jax.Array) -> jax.Array:
         row = order[n]
         value = expert(jax.lax.dynamic_slice_in_dim(x, row // active, 1), flat[row])
         return jax.lax.dynamic_update_slice_in_dim(out, value, row, 0)
 
-    out = jax.lax.fori_loop(0, flat.size, pair, jnp.zeros((flat.size, size), x.dtype))
+    out = jax.lax.fori_loop(0, jnp.sum(flat < num_experts), pair, jnp.zeros((flat.size, size), x.dtype))
     return out.reshape(tokens, active, size)
 
 

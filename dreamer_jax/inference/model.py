@@ -27,6 +27,9 @@ from dreamer_jax.inference.folding import AttentionWeights, Routing, Weights, fo
 from dreamer_jax.model.primitives import depth_rope, rms_norm, rope
 from dreamer_jax.model.routing import select
 
+EXPERT = "expert"
+"""Mesh axis that shares the experts, where there is one (see `placement`)."""
+
 
 class FoldedModel(flax.struct.PyTreeNode):
     """A folded model at a depth; a pytree whose leaves are the weights, so it is passed to jitted functions whole.
@@ -35,11 +38,13 @@ class FoldedModel(flax.struct.PyTreeNode):
         weights: see `folding`.
         config: sizes, variant and compute precision.
         total_depth: L of this model's forward passes, which may differ from the trained `config.depth`.
+        expert_shards: devices along the mesh axis `expert`; more than one only within `placement`.
     """
 
     weights: Weights
     config: ModelConfig = flax.struct.field(pytree_node=False)
     total_depth: int = flax.struct.field(pytree_node=False)
+    expert_shards: int = flax.struct.field(pytree_node=False, default=1)
 
     def empty_caches(self, rows: int, capacity: int) -> Caches:
         """Caches for B = `rows` sequences of at most S = `capacity` tokens."""
@@ -111,6 +116,7 @@ class _Step:
 
     def __init__(self, model: FoldedModel, positions: jax.Array, depths: jax.Array):
         self.config, self.weights, self.total_depth = model.config, model.weights, model.total_depth
+        self.expert_shards = model.expert_shards
         self.positions, self.depths = positions, depths
         self.flat_depths = depths.reshape(-1) if depths.ndim else depths  # [T] or []
 
@@ -178,10 +184,14 @@ class _Step:
         config, weights = self.config, self.weights.experts
         normed = self.norm(x, weights.norm).reshape(-1, x.shape[-1])
         indices, scores = self.route(weights.routing, normed, config.experts_per_token)
-        if not config.recurrent:
-            indices = indices + config.num_experts * (self.flat_depths[:, None] if self.depths.ndim else self.depths)
         shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
-        return experts.mlp(normed, indices, shares, weights.gate_up, weights.down).reshape(x.shape)
+        held = -(-config.num_experts // self.expert_shards)  # of each layer, on this device
+        layer = 0 if config.recurrent else self.flat_depths[:, None] if self.depths.ndim else self.depths
+        rows = layer * held + indices % held
+        if self.expert_shards > 1:  # the number after the last means: another device's
+            rows = jnp.where(indices // held == jax.lax.axis_index(EXPERT), rows, weights.gate_up.shape[0])
+        out = experts.mlp(normed, rows, shares, weights.gate_up, weights.down, config.implementation)
+        return (jax.lax.psum(out, EXPERT) if self.expert_shards > 1 else out).reshape(x.shape)
 
     def heads(self, weights: AttentionWeights, x: jax.Array, heads: int, kv_heads: int, size: int):
         """Pre-norm and fused projection: (expert, score), (q [B, P, n, d], k and v [B, P, kv, d]), q and k normed."""
@@ -203,10 +213,11 @@ class _Step:
 
     def project(self, x: jax.Array, choice: Any, weight: jax.Array) -> jax.Array:
         """[T, a] -> [T, b]: the selected expert scaled by its score (Eq. 8); in LA the matrix of the depth."""
+        config = self.config
         if choice is None:
-            return experts.linear(x, self.flat_depths, weight)
+            return experts.linear(x, self.flat_depths, weight, config.implementation)
         index, score = choice
-        return score.astype(x.dtype)[:, None] * experts.linear(x, index, weight)
+        return score.astype(x.dtype)[:, None] * experts.linear(x, index, weight, config.implementation)
 
     def route(self, routing: Routing, x: jax.Array, active: int) -> tuple[jax.Array, jax.Array]:
         """[T, h] -> indices [T, k] int32 and sigmoid scores [T, k] float32."""
@@ -215,7 +226,7 @@ class _Step:
             matrix = self.own(routing.query)
             query = jnp.matmul(x, matrix, preferred_element_type=jnp.float32)
         else:
-            query = experts.linear(x, self.flat_depths, routing.query).astype(jnp.float32)
+            query = experts.linear(x, self.flat_depths, routing.query, config.implementation).astype(jnp.float32)
         query = rms_norm(query, self.own(routing.query_scale))
         query = depth_rope(query, self.flat_depths, jnp.int32(self.total_depth), config.depth_rope_base)
         keys = self.own(routing.keys)

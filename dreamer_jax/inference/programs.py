@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dreamer_jax.inference.caches import Caches, State, fill_deeper
 from dreamer_jax.inference.model import FoldedModel
+from dreamer_jax.inference.placement import Placement
 from dreamer_jax.inference.sampling import SamplingNumbers, choose
 
 BLOCK = 32
@@ -75,9 +78,27 @@ def until_settled(
     return state, fill_deeper(caches, depths - 1, positions[:, 0]), depths
 
 
-@functools.partial(jax.jit, donate_argnames=("caches", "hidden"))
+class Kinds(NamedTuple):
+    """What decides the code of a program rather than its numbers.
+
+    Attributes:
+        draws, ranks: of `Sampling`.
+        early_exit: whether tokens may stop before the last depth.
+    """
+
+    draws: bool = False
+    ranks: bool = False
+    early_exit: bool = False
+
+
 def prefill(
-    model: FoldedModel, tokens: jax.Array, start: jax.Array, lengths: jax.Array, caches: Caches, hidden: jax.Array
+    kinds: Kinds,
+    model: FoldedModel,
+    tokens: jax.Array,
+    start: jax.Array,
+    lengths: jax.Array,
+    caches: Caches,
+    hidden: jax.Array,
 ) -> tuple[jax.Array, Caches]:
     """One chunk of the prompts.
 
@@ -98,8 +119,8 @@ def prefill(
     return jnp.where(here[:, None], own, hidden), caches
 
 
-@functools.partial(jax.jit, static_argnames=("draws", "ranks"))
 def first(
+    kinds: Kinds,
     model: FoldedModel,
     hidden: jax.Array,
     lengths: jax.Array,
@@ -107,18 +128,16 @@ def first(
     limits: jax.Array,
     stop_ids: jax.Array,
     numbers: SamplingNumbers,
-    draws: bool,
-    ranks: bool,
 ) -> Progress:
     """The first token after prompts of these lengths [B], from the states of their last positions [B, h]."""
     logits = model.readout(State(hidden[:, None], None, None))[:, 0]
-    token = choose(logits, numbers, rows, lengths, draws, ranks)
+    token = choose(logits, numbers, rows, lengths, kinds.draws, kinds.ranks)
     done = jnp.isin(token, stop_ids) | (lengths >= limits)
     return Progress(token, lengths, done, rows, limits)
 
 
-@functools.partial(jax.jit, static_argnames=("draws", "ranks", "early_exit"), donate_argnames=("caches",))
 def decode(
+    kinds: Kinds,
     model: FoldedModel,
     progress: Progress,
     caches: Caches,
@@ -126,9 +145,6 @@ def decode(
     stop_ids: jax.Array,
     numbers: SamplingNumbers,
     distance: jax.Array,
-    draws: bool,
-    ranks: bool,
-    early_exit: bool,
 ) -> tuple[jax.Array, jax.Array, Progress, Caches]:
     """Up to `limit` (at most `BLOCK`) further tokens of every row that isn't done.
 
@@ -140,14 +156,14 @@ def decode(
     def body(carry):
         i, tokens, depths, progress, caches = carry
         state, positions = model.embed(progress.last[:, None]), progress.positions[:, None]
-        if early_exit:
+        if kinds.early_exit:
             state, caches, taken = until_settled(model, state, positions, caches, distance)
         else:
             state, caches = all_depths(model, state, positions, caches)
             taken = jnp.full_like(progress.last, model.total_depth)
         logits = model.readout(state)[:, 0]
         after = progress.positions + 1
-        token = choose(logits, numbers, progress.rows, after, draws, ranks)
+        token = choose(logits, numbers, progress.rows, after, kinds.draws, kinds.ranks)
         token = jnp.where(progress.done, progress.last, token)
         tokens = tokens.at[:, i].set(jnp.where(progress.done, -1, token))
         depths = depths.at[:, i].set(jnp.where(progress.done, -1, taken))
@@ -164,9 +180,8 @@ def decode(
     return tokens, depths, progress, caches
 
 
-@functools.partial(jax.jit, donate_argnames=("caches",))
 def score(
-    model: FoldedModel, tokens: jax.Array, targets: jax.Array, start: jax.Array, caches: Caches
+    kinds: Kinds, model: FoldedModel, tokens: jax.Array, targets: jax.Array, start: jax.Array, caches: Caches
 ) -> tuple[jax.Array, jax.Array, Caches]:
     """Log-probability of each target [B, P] after its position, and whether it is the likeliest token.
 
@@ -187,3 +202,43 @@ def score(
     by_position = jnp.swapaxes(state.hidden, 0, 1), jnp.swapaxes(targets, 0, 1)
     logprobs, greedy = jax.lax.map(of_position, by_position, batch_size=min(rows, tokens.shape[1]))
     return logprobs.T, greedy.T, caches
+
+
+class Programs:
+    """The programs, jitted; the first argument of each is its `Kinds`. Use `programs_for`.
+
+    Args:
+        placement: None for one device.
+    """
+
+    def __init__(self, placement: Placement | None):
+        model = rows = caches = same = PartitionSpec()
+        if placement is not None:
+            model, rows, caches = placement.model, placement.rows, placement.caches
+        self._placement = placement
+        self.prefill = self._jit(prefill, (model, rows, rows, rows, caches, rows), (rows, caches), donate=(5, 6))
+        self.first = self._jit(first, (model, rows, rows, rows, rows, same, same), rows)
+        specs = (model, rows, caches, same, same, same, same)
+        self.decode = self._jit(decode, specs, (rows, rows, rows, caches), donate=(3,))
+        self.score = self._jit(score, (model, rows, rows, same, caches), (rows, rows, caches), donate=(5,))
+        self.empty_caches: Any = jax.jit(
+            FoldedModel.empty_caches,
+            static_argnums=(1, 2),
+            out_shardings=None if placement is None else NamedSharding(placement.mesh, caches),
+        )
+
+    def _jit(self, function: Callable[..., Any], inputs: Any, outputs: Any, donate: tuple[int, ...] = ()) -> Any:
+        def spread(kinds: Kinds, *arguments: Any) -> Any:
+            body = functools.partial(function, kinds)
+            if self._placement is None:
+                return body(*arguments)
+            mesh = self._placement.mesh
+            return jax.shard_map(body, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)(*arguments)
+
+        return jax.jit(spread, static_argnums=0, donate_argnums=donate)
+
+
+@functools.cache
+def programs_for(placement: Placement | None) -> Programs:
+    """The programs of a placement; the same ones every time, so that nothing is compiled twice."""
+    return Programs(placement)
