@@ -23,6 +23,7 @@ COMMANDS = {
     "config": ("dreamer_jax.cli.config", "show a resolved configuration, or check one"),
     "bench": ("dreamer_jax.cli.bench", "measure speed, e.g. `dreamer bench train`"),
     "budget": ("dreamer_jax.cli.budget", "parameters, FLOPs per token and memory of a model"),
+    "plan": ("dreamer_jax.cli.plan", "a TPU slice from a laptop: does a train step fit, and how fast could it be"),
     "match": ("dreamer_jax.cli.match", "give a model the cost of another, or make a matched family"),
     "eval": ("dreamer_jax.cli.eval", "benchmarks: GSM8K, MATH, MMLU, MathQA, perplexity of any text"),
     "compare": ("dreamer_jax.cli.compare", "cost and held-out results of runs, side by side"),

@@ -6,6 +6,7 @@ there, and may crash while writing a program as text; what was found before the 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -16,9 +17,10 @@ from typing import Any
 
 from dreamer_jax.config import Config, to_yaml
 from dreamer_jax.config.errors import UserError
+from dreamer_jax.parallel.chips import CUBES
 from dreamer_jax.planning.collectives import Collective
 from dreamer_jax.planning.memory import Buffer
-from dreamer_jax.planning.topology import Topology, child_environment, require_libtpu
+from dreamer_jax.planning.topology import Topology, child_environment, parse_topology, require_libtpu
 
 TIMEOUT = 3600
 """Seconds after which a compilation is given up."""
@@ -90,6 +92,21 @@ def compile_step(config: Config, topology: Topology, keep_text: Path | None = No
         tail = "\n".join(child.stderr.splitlines()[-15:])
         raise RuntimeError(f"the compiler for {topology.name} stopped with code {child.returncode}:\n{tail}")
     return _compiled(told, child.returncode)
+
+
+def roomier_buffers(config: Config, topology: Topology, failed: Compiled) -> Compiled:
+    """What fills the memory of a step that doesn't fit, from compiling it for chips with more of it.
+
+    libtpu names no buffers when it refuses a program. The same program for as many v5p chips has the same arrays.
+    """
+    for shape in CUBES:
+        roomier = parse_topology(f"v5p:{shape}", topology.slices)
+        if roomier.chips == topology.chips and topology.chip.name != "v5p":
+            other = compile_step(config, roomier)
+            if other.fits:
+                note = f"{failed.message}\nBuffers below: the same step compiled for {roomier.name}, where it fits."
+                return dataclasses.replace(failed, message=note, buffers=other.buffers, named_bytes=other.named_bytes)
+    return failed
 
 
 def check_mesh(config: Config, topology: Topology) -> None:

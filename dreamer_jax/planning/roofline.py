@@ -1,0 +1,166 @@
+"""How fast a train step could be at best on a slice: matrix units, HBM and wires, each operation at its tightest.
+
+The bound is the sum over operations of the longer of (matrix time, HBM time), and the time of the collectives that
+nothing hides. Matrix time counts whole tiles: partly filled blocks of an expert's rows and dimensions that aren't
+multiples of 128. HBM time counts the arrays that each operation reads and writes, once. What isn't counted: vector
+work (softmax, top-k, SwiGLU), latencies, imbalance between experts or chips. So a real step is slower: it is a bound,
+not a prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dreamer_jax.budget import analytic
+from dreamer_jax.config import Config
+from dreamer_jax.parallel.mesh import EXPERT, SLICE
+from dreamer_jax.planning.collectives import Collective
+from dreamer_jax.planning.topology import Topology
+from dreamer_jax.planning.torus import Wires
+from dreamer_jax.planning.work import Operation, operations, rows_per_expert, share_of_tiles
+
+
+@dataclass(frozen=True)
+class Term:
+    """One operation of a step on one chip: FLOPs of whole tiles, bytes of HBM, and the times they take."""
+
+    name: str
+    flops: float
+    bytes: float
+    matrix_seconds: float
+    memory_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """The longer of the two."""
+        return max(self.matrix_seconds, self.memory_seconds)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Collectives of one purpose in a step: bytes a chip, seconds, and whether other work hides them."""
+
+    name: str
+    bytes: float
+    seconds: float
+    hidden: bool = False
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The bound of one configuration on one topology.
+
+    Attributes:
+        terms, exchanges: what it is made of.
+        seconds: of a step, at least.
+        mfu: model FLOPs utilisation, at most.
+        tokens_per_second: a chip, at most.
+        rows_per_expert: of one matrix product, on average.
+        tile_share: part of the experts' matrix tiles that is filled.
+        compiled: whether the collectives are those of the compiled program.
+    """
+
+    terms: tuple[Term, ...]
+    exchanges: tuple[Exchange, ...]
+    seconds: float
+    mfu: float
+    tokens_per_second: float
+    rows_per_expert: float
+    tile_share: float
+    compiled: bool
+
+    def total(self, kind: str) -> float:
+        """Seconds of all matrix products, of all HBM traffic, or of all exchanges that aren't hidden."""
+        if kind == "collective":
+            return sum(e.seconds for e in self.exchanges if not e.hidden)
+        return sum(getattr(term, f"{kind}_seconds") for term in self.terms)
+
+
+def roofline(config: Config, topology: Topology, collectives: Sequence[Collective] | None = None) -> Roofline:
+    """The bound of a configuration.
+
+    Args:
+        config: its mesh takes every chip of the topology.
+        topology: the chips.
+        collectives: those of the compiled program; None estimates them from the configuration.
+    """
+    chip = topology.chip
+    terms = tuple(_term(operation, topology) for operation in operations(config))
+    wires = Wires(config.mesh, topology)
+    exchanges = _expected(config, wires) if collectives is None else _compiled(config, collectives, wires)
+    seconds = sum(term.seconds for term in terms) + sum(e.seconds for e in exchanges if not e.hidden)
+    tokens = config.training.batch_size * config.data.sequence_length / topology.chips
+    useful = analytic.training_flops(config.model, config.data.sequence_length)[0] * tokens
+    return Roofline(
+        terms,
+        exchanges,
+        seconds,
+        useful / (chip.peak_flops * seconds),
+        tokens / seconds,
+        rows_per_expert(config),
+        share_of_tiles(config),
+        collectives is not None,
+    )
+
+
+def _term(operation: Operation, topology: Topology) -> Term:
+    chip = topology.chip
+    matrix, memory = operation.flops / chip.peak_flops, operation.bytes / chip.bandwidth
+    return Term(operation.name, operation.flops, operation.bytes, matrix, memory)
+
+
+def _compiled(config: Config, collectives: Sequence[Collective], wires: Wires) -> tuple[Exchange, ...]:
+    """The program's collectives by purpose; a loop whose count isn't written there is taken for the depth's."""
+    found: dict[tuple[str, bool], list[float]] = {}
+    for one in collectives:
+        times = config.model.depth if one.times is None else one.times
+        if one.loops:
+            name = "expert exchange"
+        elif one.kind in ("all-gather", "all-to-all") and "bf16" in one.arrays[0]:
+            name = "weight gather"
+        else:
+            name = "gradient scatter"
+        sums = found.setdefault((name, one.overlapped and one.kind == "all-gather"), [0.0, 0.0])
+        sums[0] += one.bytes * times
+        sums[1] += wires.seconds(one.kind, one.bytes, one.axes) * times
+    return tuple(Exchange(name, *sums, hidden) for (name, hidden), sums in sorted(found.items()))
+
+
+def _expected(config: Config, wires: Wires) -> tuple[Exchange, ...]:
+    """What the train step will send: each weight once, each gradient once, and the experts' exchange at every depth."""
+    gathered, scattered = _weights_over_axes(config, wires, 2), _weights_over_axes(config, wires, 4)
+    exchanges = [Exchange("weight gather", *gathered), Exchange("gradient scatter", *scattered)]
+    if config.mesh.expert > 1:
+        exchanges.append(_expert_exchange(config, wires))
+    if config.mesh.slices > 1:
+        parameters = analytic.total(analytic.parameters(config.model))
+        share = 4 * parameters / (config.mesh.size // config.mesh.slices)
+        exchanges.append(Exchange("between slices", share, wires.seconds("all-reduce", share, [SLICE])))
+    return tuple(exchange for exchange in exchanges if exchange.seconds)
+
+
+def _weights_over_axes(config: Config, wires: Wires, width: int) -> tuple[float, float]:
+    """(bytes, seconds) of gathering or scattering every weight, one axis after the other, `width` bytes a number."""
+    parameters = analytic.parameters(config.model)
+    experts = parameters["EA"] / config.mesh.expert
+    others = analytic.total(parameters) - parameters["EA"]
+    size = seconds = 0.0
+    data = [axis for axis in wires.sizes if axis.startswith("data")]
+    for numbers, axes in ((experts, data), (others, [*data, EXPERT])):
+        rest = numbers * width
+        for axis in axes:
+            size += rest if wires.sizes[axis] > 1 else 0
+            seconds += wires.seconds("all-gather", rest, [axis])
+            rest /= wires.sizes[axis]
+    return size, seconds
+
+
+def _expert_exchange(config: Config, wires: Wires) -> Exchange:
+    """Tokens of a group to all its chips and the sums back, at every depth: forward, again for remat, and backward."""
+    model = config.model
+    tokens = config.training.batch_size * config.data.sequence_length // config.mesh.size
+    size = config.mesh.expert * tokens * model.hidden_size * 2
+    passes = 4 + (config.training.remat == "full")
+    seconds = wires.seconds("all-gather", size, [EXPERT]) * passes * model.depth
+    return Exchange("expert exchange", size * passes * model.depth, seconds)

@@ -1,0 +1,129 @@
+"""Trying meshes, microbatches and what is kept for the backward pass: ranked by roofline, the best ones compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import get_args, get_type_hints
+
+from dreamer_jax.budget import analytic, memory
+from dreamer_jax.config import Config, ConfigError, UserError
+from dreamer_jax.config.schema import MeshConfig, TrainingConfig
+from dreamer_jax.planning.compiling import Compiled, compile_step
+from dreamer_jax.planning.roofline import Roofline, roofline
+from dreamer_jax.planning.topology import Topology
+
+MOST_EXPERTS = 16
+"""Largest expert axis that is tried."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a configuration on a topology.
+
+    Attributes:
+        config: with its mesh and training settings.
+        bound: its roofline; with the compiled program's collectives once `compiled`.
+        estimate: bytes of HBM a chip will need, roughly.
+        compiled: what the compiler said; None when it wasn't asked.
+    """
+
+    config: Config
+    bound: Roofline
+    estimate: float
+    compiled: Compiled | None = None
+
+
+def sweep(
+    config: Config, topology: Topology, most: int = 3, progress: Callable[[str], None] = lambda _: None
+) -> list[Candidate]:
+    """The candidates, best first: those that were compiled and fit, then the others.
+
+    Args:
+        config: whose mesh, microbatches and rematerialisation are varied.
+        topology: the chips.
+        most: candidates to find that fit; as many again may be compiled in vain.
+        progress: gets a line before each compilation.
+
+    Raises:
+        UserError: no candidate exists, e.g. because the batch has fewer rows than there are chips.
+    """
+    ranked = sorted(candidates(config, topology), key=lambda c: (_hopeless(c, topology), -c.bound.mfu))
+    if not ranked:
+        rows = config.training.batch_size
+        raise UserError(f"training.batch_size: {rows} rows can't be divided over the {topology.chips} chips")
+    fitting = 0
+    for place, candidate in enumerate(ranked[: 2 * most]):
+        if fitting == most:
+            break
+        progress(summary(candidate))
+        compiled = compile_step(candidate.config, topology)
+        bound = roofline(candidate.config, topology, compiled.collectives) if compiled.fits else candidate.bound
+        ranked[place] = dataclasses.replace(candidate, bound=bound, compiled=compiled)
+        fitting += compiled.fits
+    return sorted(ranked, key=lambda c: (not (c.compiled and c.compiled.fits), bool(c.compiled), -c.bound.mfu))
+
+
+def candidates(config: Config, topology: Topology) -> Iterator[Candidate]:
+    """Every mesh of the topology with every setting that the batch allows."""
+    for mesh, changes in itertools.product(meshes(topology), _settings(config.training)):
+        try:
+            training = dataclasses.replace(config.training, **changes)
+            changed = dataclasses.replace(config, mesh=mesh, training=training)
+        except ConfigError:
+            continue  # rows that don't divide, or more chips than experts
+        yield Candidate(changed, roofline(changed, topology), _estimate(changed))
+
+
+def meshes(topology: Topology) -> list[MeshConfig]:
+    """The torus axes as they are, and with the last ones cut off for the experts."""
+    found = []
+    for expert in (2**power for power in range(int(math.log2(MOST_EXPERTS)) + 1)):
+        sides, left = list(topology.shape), expert
+        while left > 1 and sides:
+            taken = math.gcd(left, sides[-1])
+            if taken == 1:
+                break
+            left //= taken
+            sides[-1] //= taken
+            if sides[-1] > 1:
+                break
+            sides.pop()
+        if left == 1:
+            found.append(MeshConfig(slices=topology.slices, data=tuple(sides) or (1,), expert=expert))
+    return found
+
+
+def summary(candidate: Candidate) -> str:
+    """One line: the mesh, the settings, the bound."""
+    mesh, training = candidate.config.mesh, candidate.config.training
+    return (
+        f"data {'x'.join(map(str, mesh.data))}, expert {mesh.expert}, microbatches {training.microbatches}, "
+        f"remat {training.remat}: at most {100 * candidate.bound.mfu:.1f} % MFU"
+    )
+
+
+def _settings(training: TrainingConfig) -> Iterator[dict]:
+    policies = get_args(get_type_hints(TrainingConfig)["remat"])
+    microbatches = [2**power for power in range(4) if training.batch_size % 2**power == 0]
+    for microbatch, policy in itertools.product(microbatches, policies):
+        yield {"microbatches": microbatch, "remat": policy}
+
+
+def _estimate(config: Config) -> float:
+    """Bytes of HBM: the state, a copy of the weights and their gradients, and what is kept for the backward pass."""
+    parameters = analytic.parameters(config.model)
+    whole = analytic.total(parameters)
+    own = whole - parameters["EA"] * (1 - 1 / config.mesh.expert)
+    chips = config.mesh.size // config.mesh.slices
+    rows = config.training.batch_size // (config.mesh.size * config.training.microbatches)
+    kept = "full" if config.training.remat == "full" else "none"
+    activations = memory.activations(config.model, config.data.sequence_length, rows, kept)
+    return 12 * whole / chips + 6 * own + activations
+
+
+def _hopeless(candidate: Candidate, topology: Topology) -> bool:
+    return candidate.estimate > 1.3 * topology.chip.memory
