@@ -29,8 +29,8 @@ class Generation:
     name: str
     cores: int
     vmem: int
-    depth_tokens: int = 512
-    depth_slots: int = 8
+    depth_tokens: int = 1024
+    depth_slots: int = 4
     depth_rows: int = 64
     sequence_block: int = 512
     expert_rows: tuple[tuple[int, int], ...] = ((0, 16), (24, 32), (48, 64), (96, 128))
@@ -38,7 +38,7 @@ class Generation:
 
 MIB = 1 << 20
 GENERATIONS = {
-    "v4": Generation("v4", cores=2, vmem=15 * MIB),
+    "v4": Generation("v4", cores=2, vmem=15 * MIB, depth_tokens=512),
     "v5e": Generation("v5e", cores=1, vmem=100 * MIB),
     "v5p": Generation("v5p", cores=2, vmem=56 * MIB),
     "v6e": Generation(

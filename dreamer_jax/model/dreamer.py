@@ -112,7 +112,9 @@ class Dreamer(nn.Module):
             return step.apply({"params": weights}, x, l, cache, own_bias, context, tape)
 
         def start_tape():
-            return {"depth_attention": operations.depth_tape(cache, config.da_heads)} if cache else {}
+            return (
+                {"depth_attention": operations.depth_tape(cache, config.da_heads, config.da_head_size)} if cache else {}
+            )
 
         layer = observe(layer) if observe else layer
         context = Context(segment_ids, positions, jnp.asarray(depth, jnp.int32))

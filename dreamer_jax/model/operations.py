@@ -6,7 +6,7 @@ The model receives them; it never asks for a platform or a mesh. Expert parallel
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,9 +16,10 @@ import pallas_kernels.attention_moe.xla
 import pallas_kernels.depth_attention.xla
 import pallas_kernels.expert_mlp.reference
 import pallas_kernels.expert_mlp.xla
+import pallas_kernels.sequence_attention.gpu
 import pallas_kernels.sequence_attention.xla
-from dreamer_jax.config.errors import UserError
 from dreamer_jax.config.schema import Implementation
+from pallas_kernels.tiles import generation
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,24 @@ REFERENCE = Operations(
 """The definitions, for tests and for counting: exactly the model's matrix products, far too much memory to train."""
 
 
-def resolve_operations(implementation: Implementation = "auto") -> Operations:
-    """The operations of a backend.
+PALLAS = Operations(
+    pallas_kernels.sequence_attention.sequence_attention,
+    pallas_kernels.depth_attention.depth_attention,
+    pallas_kernels.expert_mlp.expert_mlp,
+    pallas_kernels.attention_moe.expert_linear,
+    pallas_kernels.depth_attention.start_tape,
+)
+"""Kernels; each takes XLA for the shapes and platforms it has none for, with one log line that says why."""
 
-    Raises:
-        UserError: for `pallas`, as long as this version has no kernels for it.
+
+def resolve_operations(implementation: Implementation = "auto") -> Operations:
+    """The operations of a backend, for the platform that the code being traced is for.
+
+    `auto` is `pallas` on a TPU (also one that is compiled for without being there) and `xla` elsewhere; `pallas` on a
+    CPU interprets the kernels, which is for tests.
     """
-    if implementation == "pallas":
-        raise UserError("model.implementation: this version has no Pallas kernels; use auto or xla")
+    if implementation == "pallas" or (implementation == "auto" and generation() is not None):
+        return PALLAS
+    if jax.default_backend() == "gpu":
+        return replace(XLA, sequence_attention=pallas_kernels.sequence_attention.gpu.sequence_attention)
     return XLA

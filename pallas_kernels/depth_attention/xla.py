@@ -28,9 +28,9 @@ def depth_attention(
     return _attend(q, cache, depth), cache
 
 
-def start_tape(cache: DepthCache, heads: int) -> DepthCache:
+def start_tape(cache: DepthCache, heads: int, size: int) -> DepthCache:
     """The float32 gradient of the cache, zero: deeper depths add theirs to the slots of the shallower ones."""
-    del heads  # however many share a slot, its gradient is one
+    del heads, size  # however many heads share a slot, its gradient is one
     return DepthCache(*(jnp.zeros(slots.shape, jnp.float32) for slots in cache))
 
 

@@ -14,6 +14,7 @@ from dreamer_jax.budget import analytic, lowered, program
 from dreamer_jax.config import UserError
 from dreamer_jax.config.schema import Mixing, ModelConfig, Variant
 from dreamer_jax.model import Dreamer, resolve_operations
+from pallas_kernels.depth_attention import DepthCache
 
 
 def array(*shape: int) -> jax.ShapeDtypeStruct:
@@ -88,14 +89,19 @@ def test_the_counted_operations_compute_what_the_shipped_ones_do() -> None:
     choices = np.array([[0, 3], [3, 1], [2, 0], [1, 2], [3, 2]])
     arguments = {
         "sequence_attention": (normal(2, 7, 4, 8), normal(2, 7, 2, 8), normal(2, 7, 2, 8), documents),
-        "depth_attention": (normal(5, 4, 8), normal(3, 5, 2, 8), normal(3, 5, 2, 8), np.int32(1)),
+        "depth_attention": (
+            *(normal(5, heads, 8) for heads in (4, 2, 2)),
+            DepthCache(normal(3, 5, 16), normal(3, 5, 16)),
+            np.int32(1),
+        ),
         "expert_mlp": (normal(5, 8), choices, normal(5, 2), normal(4, 12, 8), normal(4, 6, 8)),
         "expert_linear": (normal(5, 8), choices[:, 0], normal(5), normal(4, 8, 6), normal(8, 6)),
     }
     for name, values in arguments.items():
         both = (program.COUNTING, resolve_operations("xla"))
         counted, shipped = (jax.jit(getattr(operations, name))(*values) for operations in both)
-        np.testing.assert_allclose(counted, shipped, rtol=1e-4, atol=1e-5, err_msg=name)
+        for ours, theirs in zip(jax.tree.leaves(counted), jax.tree.leaves(shipped), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])

@@ -1,0 +1,64 @@
+"""Which shapes the depth-attention kernels take, their blocks, and what they move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from pallas_kernels.depth_attention.cache import DepthCache
+from pallas_kernels.tiles import Generation
+
+LANES = 128
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How a kernel cuts its work.
+
+    Attributes:
+        tokens: tokens of a block.
+        slots: cache slots of a block; blocks past the depth are never fetched.
+        rows: tokens that the inner loop works on at once.
+    """
+
+    tokens: int
+    slots: int
+    rows: int
+
+    @classmethod
+    def of(cls, cache: DepthCache, target: Generation) -> Blocks:
+        """The blocks for a cache [L, T, kv d] on a TPU generation; `unsupported` must have allowed it."""
+        slots, tokens, _ = cache.keys.shape
+        block = max(size for size in range(LANES, target.depth_tokens + 1, LANES) if tokens % size == 0)
+        return cls(block, min(target.depth_slots, slots), min(target.depth_rows, block))
+
+
+def unsupported(shape: tuple[int, ...], dtype: jnp.dtype, cache: DepthCache) -> str | None:
+    """Why no kernel takes queries [T, n, d] of this shape with this cache, or None if one does."""
+    tokens, heads, size = shape
+    if tokens % LANES:
+        return f"{tokens} tokens are not a multiple of {LANES}"
+    if size != LANES and (heads > 1 or size > LANES or size % 8):
+        return f"{heads} heads of size {size}; kernels take size {LANES}, or a single smaller head"
+    if dtype != cache.keys.dtype:
+        return f"queries are {dtype}, the cache is {cache.keys.dtype}"
+    return None
+
+
+def statistics_lanes(slots: int, group: int) -> int:
+    """Lanes that hold a logarithm and a product for every slot and head of a group, in whole registers."""
+    return -(-2 * slots * group // LANES) * LANES
+
+
+def forward_bytes(slots: int, tokens: int, heads: int, kv_heads: int, size: int, itemsize: int, depth: int) -> int:
+    """The least a forward step must move: the filled slots once, q, k and v in, the new slot and the result out."""
+    return tokens * size * itemsize * (2 * kv_heads * depth + 2 * heads + 4 * kv_heads)
+
+
+def backward_bytes(slots: int, tokens: int, heads: int, kv_heads: int, size: int, itemsize: int, depth: int) -> int:
+    """The least a backward step in pull form must move: keys and values of the slots below, queries and output
+    gradients of those above, and this depth's own rows in and out."""
+    cache = 2 * kv_heads * depth + 2 * heads * (slots - 1 - depth)
+    own = 2 * kv_heads + 3 * heads + heads + 2 * kv_heads + 2 * heads  # k v, q dO O; dq, dk dv, and two slots
+    return tokens * size * itemsize * (cache + own)

@@ -1,0 +1,31 @@
+"""Which shapes the kernels of sequence attention take."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+LANES = 128
+CUDNN_LARGEST_HEAD = 128
+
+
+def unsupported(shape: tuple[int, ...], kv_heads: int) -> str | None:
+    """Why splash attention doesn't take queries [B, S, n, d] of this shape, or None if it does."""
+    _, length, heads, size = shape
+    if length % LANES:
+        return f"a sequence of {length} is not a multiple of {LANES}"
+    if size % 64:
+        return f"a head size of {size} is not a multiple of 64"
+    if heads % kv_heads:
+        return f"{kv_heads} key heads don't divide {heads} heads"
+    return None
+
+
+def block_of(length: int, largest: int) -> int:
+    """The largest multiple of a register's lanes that divides the sequence, at most `largest`."""
+    return max(size for size in range(LANES, largest + 1, LANES) if length % size == 0)
+
+
+def fits_cudnn(shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
+    """Whether cuDNN's flash attention takes queries [B, S, n, d] of this shape and dtype, with gradients."""
+    _, length, _, size = shape
+    return dtype in (jnp.bfloat16, jnp.float16) and size % 8 == 0 and size <= CUDNN_LARGEST_HEAD and length % 2 == 0

@@ -1,0 +1,36 @@
+"""Sequence attention on a TPU: jax's splash attention, a flash attention that skips the blocks of the future."""
+
+from __future__ import annotations
+
+import jax
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+from pallas_kernels.sequence_attention.shapes import block_of
+from pallas_kernels.tiles import INTERPRETED, generation
+
+
+def sequence_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """Same contract as `pallas_kernels.sequence_attention.sequence_attention`, for shapes that `unsupported` allows."""
+    target = generation()
+    length, heads, size = q.shape[1:]
+    block = block_of(length, (target or INTERPRETED).sequence_block)
+    kernel = splash.make_splash_mha_single_device(
+        masks.MultiHeadMask([masks.CausalMask((length, length))] * heads),
+        block_sizes=splash.BlockSizes(
+            block_q=block,
+            block_kv=block,
+            block_kv_compute=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_kv_dkv_compute=block,
+            use_fused_bwd_kernel=True,  # dq beside dk and dv: the scores are computed once
+        ),
+        interpret=target is None,
+    )
+
+    def of_row(q, k, v, ids):  # splash attention doesn't scale
+        return kernel(q * size**-0.5, k, v, segment_ids=splash.SegmentIds(ids, ids))
+
+    out = jax.vmap(of_row)(*(part.swapaxes(1, 2) for part in (q, k, v)), segment_ids)  # [B, n, S, d]
+    return out.swapaxes(1, 2)
