@@ -161,7 +161,10 @@ class _Command:
             return
         if self.name is None or self.options.command in ("status", "logs"):
             return
-        state = self.store.read(self.name)
+        try:
+            state = self.store.read(self.name)
+        except LaunchError:
+            return  # which was the error
         if state is None or (state.phase == "absent" and not self.in_charge):
             return
         if state.phase == "absent":

@@ -1,0 +1,314 @@
+"""The launcher against a cloud that preempts, refuses and drops at every moment: finished or said why, nothing left."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import fake_gcloud
+import pytest
+from fake_gcloud import World
+
+from dreamer_jax.launching import cli
+from dreamer_jax.launching.state import Store
+
+MACHINE = ["--tpu", "v5e-8", "--zone", "us-west4-a", "--project", "my-project", "--spot"]
+MACHINE += ["--config", "configs/quickstart.yaml", "--run-dir", "gs://bucket/runs/demo"]
+CREATE = ["create", "demo", *MACHINE]
+RUN = ["run", "demo", *MACHINE, "--", "--training.steps", "40"]
+HOSTS = 2
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+def launch(world, words=RUN) -> int:
+    return cli.main(words, runner=world)
+
+
+def number_of_calls() -> int:
+    world = World(hosts=HOSTS)
+    assert launch(world) == 0
+    return len(world.data["calls"])
+
+
+def check_end(world, code: int, err: str) -> None:
+    """Finished with nothing left, or a message; and if something is left it is named and can be deleted."""
+    if code == 0:
+        assert world.data["bucket"] == 40 and world.left == []
+    assert world.data["steps"] == sorted(set(world.data["steps"])), "a step was trained twice"
+    assert code in (0, 1, 2), err
+    assert code == 0 or "launch/tpu" in err
+    if world.left or Store().names():
+        assert "launch/tpu delete demo" in err
+        world.data["faults"].clear()
+        assert launch(world, ["delete", "demo"]) == 0
+    assert world.left == []
+    assert Store().names() == []
+
+
+def test_a_run_without_faults_is_finished_and_deleted(capsys):
+    world = World(hosts=HOSTS)
+    assert launch(world) == 0
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == ["resumed from checkpoint 0"] + [f"step {n}/40" for n in (10, 20, 30, 40)]
+    assert "nothing of demo is left in the cloud" in printed.err
+    create = next(words for words in world.data["calls"] if words[4] == "create")
+    assert "--accelerator-type=v5litepod-8" in create and "--spot" in create and "--project=my-project" in create
+    assert world.data["attempts"] == [
+        ["train", "configs/quickstart.yaml", "--run.dir", "gs://bucket/runs/demo", "--training.steps", "40"]
+    ]
+    check_end(world, 0, "")
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_preemption_at_every_moment(after, capsys):
+    for call in range(number_of_calls()):
+        world = World(hosts=HOSTS, faults=[{"at": call, "do": "preempt", "after": after}])
+        code = launch(world)
+        assert code == 0, f"call {call}: {capsys.readouterr().err}"
+        check_end(world, code, capsys.readouterr().err)
+
+
+def test_many_preemptions_in_one_run(capsys):
+    faults = [{"at": call, "do": "preempt"} for call in (3, 11, 25, 39, 52, 66, 80, 94)]
+    world = World(hosts=HOSTS, target=40, faults=faults)
+    assert launch(world) == 0
+    assert world.data["made"] > 4
+    check_end(world, 0, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("kind", ["passing", "network", "drop", "hang"])
+@pytest.mark.parametrize("after", [False, True], ids=["unsent", "answer lost"])
+def test_a_passing_fault_at_every_moment(kind, after, capsys):
+    for call in range(number_of_calls()):
+        world = World(hosts=HOSTS, faults=[{"at": call, "do": kind, "after": after}])
+        code = launch(world)
+        err = capsys.readouterr().err
+        if kind != "drop":  # which the API never says
+            assert code == 0, f"call {call}: {err}"
+        check_end(world, code, err)
+
+
+@pytest.mark.parametrize("kind", ["quota", "permission", "login", "invalid", "broken", "vanish", "reboot"])
+def test_a_refusal_at_every_moment(kind, capsys):
+    for call in range(number_of_calls()):
+        world = World(hosts=HOSTS, faults=[{"at": call, "do": kind}])
+        code = launch(world)
+        check_end(world, code, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("kind", ["permission", "login", "quota", "passing"])
+def test_a_refusal_from_some_moment_on(kind, capsys):
+    for call in range(number_of_calls()):
+        faults = [{"at": later, "do": kind} for later in range(call, call + 4000)]
+        world = World(hosts=HOSTS, faults=faults)
+        code = launch(world)
+        assert code != 0
+        check_end(world, code, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_killed_launcher_goes_on_where_it_was(after, capsys):
+    for call in range(number_of_calls()):
+        world = World(hosts=HOSTS, faults=[{"at": call, "do": "kill", "after": after}])
+        with pytest.raises(fake_gcloud.LauncherKilled):
+            launch(world)
+        capsys.readouterr()
+        if world.left:
+            assert Store().names() == ["demo"], f"call {call}: an orphan"
+        assert launch(world) == 0, f"call {call}: {capsys.readouterr().err}"
+        assert len(world.data["attempts"]) <= 2
+        check_end(world, 0, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("code", [75, 137, 139])
+def test_workers_that_ask_for_it_are_started_again(code, capsys):
+    world = World(hosts=HOSTS, faults=[{"on": "tpu-vm ssh status", "skip": 2, "do": f"exit:{code}"}])
+    assert launch(world) == 0
+    assert len(world.data["attempts"]) == 2 and world.data["made"] == 1
+    check_end(world, 0, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_a_defect_or_a_wrong_setting_is_not_tried_again(code, capsys):
+    world = World(hosts=HOSTS, faults=[{"on": "tpu-vm ssh status", "skip": 2, "do": f"exit:{code}"}])
+    assert launch(world) == 1
+    err = capsys.readouterr().err
+    assert f"exit code {code} on worker 0" in err and "nothing of demo is left" in err
+    assert len(world.data["attempts"]) == 1
+    check_end(world, 1, err)
+
+
+def test_attempts_that_end_at_once_are_given_up(capsys):
+    world = World(hosts=HOSTS, faults=[{"on": "tpu-vm ssh status", "do": "exit:139", "always": True}])
+    assert launch(world) == 1
+    err = capsys.readouterr().err
+    assert "giving up: 3 attempts in a row" in err and len(world.data["attempts"]) == 3
+    check_end(world, 1, err)
+
+
+@pytest.mark.parametrize(("code", "made"), [(8, 1), (13, 3)], ids=["quota", "internal"])
+def test_a_request_that_fails_late_is_deleted(code, made, capsys):
+    fault = {"on": "queued-resources describe", "skip": 3, "do": f"fail:{code}"}
+    world = World(hosts=HOSTS, faults=[fault | {"always": True}])
+    assert launch(world) in (1, 2)
+    err = capsys.readouterr().err
+    assert ("Quota limit" in err) == (code == 8)
+    assert world.data["made"] == made
+    check_end(world, 2, err)
+
+
+def test_a_node_that_its_queued_resource_leaves_behind_is_deleted():
+    world = World(hosts=HOSTS)
+    world.data["leaves_node"] = True
+    assert launch(world) == 0 and world.left == []
+
+
+def test_someone_elses_resource_is_left_alone(capsys):
+    world = World(hosts=HOSTS)
+    other = "gcloud compute tpus queued-resources create demo --node-id=demo --accelerator-type=v4-8 --zone=z"
+    world.answer([*other.split(), "--runtime-version=x"])
+    assert launch(world) == 2
+    assert "that this launcher didn't make" in capsys.readouterr().err
+    assert list(world.data["resources"]) == ["demo"] and Store().names() == []
+    assert launch(world, ["delete", "demo"]) == 2
+    assert list(world.data["resources"]) == ["demo"]
+
+
+def test_a_resource_that_appears_under_the_same_name_is_left_alone(capsys):
+    world = World(hosts=HOSTS)
+    assert launch(world, CREATE) == 0
+    world.data["resources"]["demo"]["flags"]["--labels"] = "dreamer-launch=another"
+    assert launch(world) == 2
+    assert "didn't make" in capsys.readouterr().err and world.left
+
+
+def test_create_then_run_then_nothing_left(capsys):
+    world = World(hosts=HOSTS)
+    assert launch(world, CREATE) == 0
+    err = capsys.readouterr().err
+    assert "costs money" in err and "launch/tpu delete demo" in err
+    assert launch(world, ["status", "demo"]) == 0
+    assert "queued resource: ACTIVE" in capsys.readouterr().out
+    calls = len(world.data["calls"])
+    assert launch(world, ["run", "demo", "--", "--training.steps", "40"]) == 0
+    assert not any("install" in " ".join(words) for words in world.data["calls"][calls:])
+    check_end(world, 0, "")
+
+
+def test_another_machine_under_the_same_name_is_refused(capsys):
+    world = World(hosts=HOSTS)
+    assert launch(world, CREATE) == 0
+    assert launch(world, ["run", "demo", "--tpu", "v5e-16"]) == 2
+    assert "exists with tpu 'v5e-8'; delete it first" in capsys.readouterr().err
+
+
+class Elsewhere:
+    """A runner that gives a command to the launcher from another terminal while it runs one."""
+
+    def __init__(self, world, at: int, words: list[str]):
+        self.world, self.at, self.words = world, at, words
+
+    def __call__(self, words, seconds):
+        self.at -= 1
+        if self.at == 0:
+            self.code = cli.main(self.words, runner=self.world)
+        return self.world(words, seconds)
+
+
+@pytest.mark.parametrize("at", [3, 8, 12, 16])
+def test_delete_from_another_terminal_ends_the_supervisor(at, capsys):
+    world = World(hosts=HOSTS)
+    elsewhere = Elsewhere(world, at, ["delete", "demo"])
+    code = cli.main(RUN, runner=elsewhere)
+    assert elsewhere.code == 0 and code in (0, 2)
+    assert world.left == [] and Store().names() == [], capsys.readouterr().err
+    assert world.data["made"] == 1
+
+
+def test_stop_from_another_terminal_saves_and_keeps_the_machine(capsys):
+    world = World(hosts=HOSTS)
+    assert cli.main(RUN, runner=Elsewhere(world, 18, ["stop", "demo"])) == 0
+    assert "is to be stopped; this launcher ends" in capsys.readouterr().err
+    assert world.left and {w["code"] for w in world.data["nodes"]["demo"]["workers"]} == {75}
+    assert launch(world, ["run", "demo"]) == 0
+    assert len(world.data["attempts"]) == 2
+    check_end(world, 0, "")
+
+
+def test_a_second_supervisor_is_refused(capsys):
+    world = World(hosts=HOSTS)
+    elsewhere = Elsewhere(world, 16, ["run", "demo"])
+    assert cli.main(RUN, runner=elsewhere) == 0
+    assert elsewhere.code == 2 and "already runs demo" in capsys.readouterr().err
+    assert len(world.data["attempts"]) == 1
+
+
+def test_workers_that_stay_silent_cost_the_machine(capsys):
+    world = World(hosts=HOSTS, faults=[{"on": "tpu-vm ssh status", "skip": 2, "do": "drop", "always": True}])
+    assert launch(world) == 1
+    err = capsys.readouterr().err
+    assert "2 of 2 workers do not answer" in err and "giving up" in err
+    check_end(world, 1, err)
+
+
+def test_keep_leaves_the_machine_and_says_so(capsys):
+    world = World(hosts=HOSTS)
+    assert launch(world, [RUN[0], RUN[1], "--keep", *RUN[2:]]) == 0
+    assert world.left and "exists in us-west4-a and costs money" in capsys.readouterr().err
+    assert launch(world, ["delete", "demo"]) == 0
+    assert world.left == [] and Store().names() == []
+
+
+def test_a_delete_that_is_refused_names_the_resource_and_the_command(capsys):
+    world = World(hosts=HOSTS, faults=[{"on": "queued-resources delete", "do": "permission", "always": True}])
+    assert launch(world) == 2
+    err = capsys.readouterr().err
+    assert "gcloud compute tpus queued-resources delete demo --force --zone=us-west4-a --project=my-project" in err
+    assert world.left and Store().names() == ["demo"]
+
+
+def test_new_words_for_the_training_start_a_new_attempt():
+    world = World(hosts=HOSTS, faults=[{"on": "tpu-vm ssh status", "skip": 3, "do": "kill"}])
+    with pytest.raises(fake_gcloud.LauncherKilled):
+        launch(world)
+    assert launch(world, ["run", "demo", "--", "--training.steps", "40", "--checkpoint.every", "5"]) == 0
+    assert [words[-1] for words in world.data["attempts"]] == ["40", "5"]
+
+
+def test_logs_and_an_unreadable_entry(quick, capsys):
+    world = World(hosts=HOSTS)
+    assert launch(world, [RUN[0], RUN[1], "--keep", *RUN[2:]]) == 0
+    capsys.readouterr()
+    assert launch(world, ["logs", "demo", "--no-follow"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "step 40/40"
+    assert (quick / "demo.log").read_text().splitlines()[-1] == "step 40/40"
+    entry = quick / "demo.json"
+    assert json.loads(entry.read_text())["phase"] == "seen"
+    entry.write_text("{")
+    assert launch(world, ["delete", "demo"]) == 2
+    assert "queued-resources list" in capsys.readouterr().err and world.left
+
+
+def test_the_state_is_written_before_the_request():
+    seen = []
+
+    def runner(words, seconds):
+        if words[4] == "create":
+            state = Store().read("demo")
+            assert state is not None
+            seen.append((state.phase, f"--labels=dreamer-launch={state.token}" in words))
+        return world(words, seconds)
+
+    world = World(hosts=HOSTS)
+    assert cli.main(RUN, runner=runner) == 0
+    assert seen == [("asked", True)]
+
+
+def test_changes_of_two_launchers_to_an_entry_are_both_kept():
+    store = Store()
+    assert launch(World(hosts=HOSTS), [RUN[0], RUN[1], "--keep", *RUN[2:]]) == 0
+    before = store.read("demo")
+    assert before is not None
+    store.update("demo", wanted="stopped")
+    store.update("demo", attempt=7)
+    assert store.read("demo") == dataclasses.replace(before, wanted="stopped", attempt=7)
