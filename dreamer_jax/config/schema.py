@@ -275,7 +275,7 @@ class EvaluationConfig:
     harder: int = 0
     """Tasks: also evaluate instances of exactly this difficulty (0: don't)."""
     tasks: str = ""
-    """Benchmarks of `dreamer eval` to go through as well, with commas between them, such as gsm8k,mathqa (empty: none)."""
+    """Benchmarks of `dreamer eval` to go through as well, commas between them, such as gsm8k,mathqa (empty: none)."""
     tasks_every: int = 0
     """Steps between evaluations of the benchmarks (0: as often as `every`); after the last step in any case."""
     data: str = "data"

@@ -38,7 +38,7 @@ def write_tasks(folder: Path, data: Path) -> TaskManager:
             mathqa[split] = folder / f"mathqa_{split}.jsonl"
             write_jsonl(mathqa[split], [{**row, "Problem": row["problem"]} for row in rows])
     gsm8k = {split: data / f"gsm8k/{split}.jsonl" for split in ("train", "test")}
-    _task(folder, "gsm8k", THEIRS / "gsm8k/gsm8k.yaml", gsm8k, num_fewshot=0)
+    _task(folder, "gsm8k", THEIRS / "gsm8k/gsm8k.yaml", gsm8k)
     extra = {"validation_split": None} | ({} if "train" in mathqa else {"training_split": None})
     _task(folder, "mathqa", THEIRS / "mathqa/mathqa.yaml", mathqa, **extra)
     for subject in MMLU_SUBJECTS:
