@@ -25,12 +25,12 @@ def gathered_experts(local: ExpertMLP, axis: str) -> ExpertMLP:
         axis: mesh axis of the group.
     """
 
-    def expert_mlp(x, indices, weights, gate_up, down):
+    def expert_mlp(x, indices, weights, gate_up, down, **how):
         x, indices, weights = (jax.lax.all_gather(rows, axis, tiled=True) for rows in (x, indices, weights))
         held = gate_up.shape[0]
         own = indices - jax.lax.axis_index(axis) * held
         mine = (own >= 0) & (own < held)
-        out = local(x, jnp.where(mine, own, 0), jnp.where(mine, weights, 0), gate_up, down)
+        out = local(x, jnp.where(mine, own, held), weights, gate_up, down, **how)
         return jax.lax.psum_scatter(out, axis, scatter_dimension=0, tiled=True)
 
     return expert_mlp

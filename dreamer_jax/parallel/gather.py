@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dreamer_jax.model.recurrence import cast_weights
-from dreamer_jax.parallel.layout import Layout
+from dreamer_jax.parallel.layout import Layout, Part
 from dreamer_jax.parallel.mesh import SLICE
 
 
@@ -40,7 +40,7 @@ def _gather(stored: jax.Array, cast: jax.Array, layout: Layout) -> jax.Array:
         x = _to_experts(x, layout)
     for part in reversed(layout.parts):
         if part.computed is not None:
-            x = jax.lax.all_gather(x, part.axis, axis=part.computed, tiled=True)
+            x = _gather_along(x, part)
     return x
 
 
@@ -57,7 +57,7 @@ def scatter(gradients: Any, layouts: Any, mesh: Mesh) -> Any:
         x = gradient
         for part in layout.parts:
             if part.computed is not None:
-                x = jax.lax.psum_scatter(x, part.axis, scatter_dimension=part.computed, tiled=True)
+                x = _scatter_along(x, part)
         if any(part.moved for part in layout.parts):
             x = _from_experts(x, layout)
         everywhere = [part.axis for part in layout.parts if part.stored is None and not part.moved]
@@ -82,6 +82,23 @@ def sum_over(mesh: Mesh, values: Any, axes: Sequence[str] | None = None) -> Any:
     """Sums over the devices of a mesh, along all its axes or the named ones."""
     names = tuple(name for name in (axes or mesh.axis_names) if mesh.shape[name] > 1)
     return jax.lax.psum(values, names) if names else values
+
+
+def _gather_along(x: jax.Array, part: Part) -> jax.Array:
+    dim = part.computed
+    if dim == 0:
+        return jax.lax.all_gather(x, part.axis, tiled=True)
+    # A TPU gathers along the first dimension only; so the pieces are brought there, and then into place.
+    pieces = jnp.moveaxis(jax.lax.all_gather(x, part.axis), 0, dim)
+    return pieces.reshape(*x.shape[:dim], part.size * x.shape[dim], *x.shape[dim + 1 :])
+
+
+def _scatter_along(x: jax.Array, part: Part) -> jax.Array:
+    dim = part.computed
+    if dim == 0:
+        return jax.lax.psum_scatter(x, part.axis, tiled=True)
+    pieces = x.reshape(*x.shape[:dim], part.size, x.shape[dim] // part.size, *x.shape[dim + 1 :])
+    return jax.lax.psum_scatter(jnp.moveaxis(pieces, dim, 0), part.axis)
 
 
 def _to_experts(x: jax.Array, layout: Layout) -> jax.Array:

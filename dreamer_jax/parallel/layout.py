@@ -25,8 +25,8 @@ from dreamer_jax.config.schema import ModelConfig
 from dreamer_jax.model import Dreamer
 from dreamer_jax.parallel.mesh import EXPERT, SLICE
 
-ROWS, LANES = 8, 128
-"""A TPU tile: the last two dimensions should be cut at multiples of these."""
+ROWS = 8
+"""Of a TPU tile: the last dimension but one should be cut at a multiple of it."""
 MOST_PADDING = 1.5
 """Expert matrices are padded to at most this many times their experts; further axes divide other dimensions."""
 
@@ -108,13 +108,11 @@ def _divide(rest: list[int], axes: dict[str, int]) -> tuple[Part, ...]:
 
 
 def _best_dimension(rest: list[int], size: int) -> int | None:
+    """The first dimension that is cut at tiles, else the first that can be cut; the last one only if no other can."""
     possible = [dim for dim, length in enumerate(rest) if length % size == 0]
-
-    def at_tiles(dim: int) -> bool:
-        tile = {len(rest) - 1: LANES, len(rest) - 2: ROWS}.get(dim, 1)
-        return rest[dim] // size % tile == 0
-
-    return next((dim for dim in possible if at_tiles(dim)), possible[0] if possible else None)
+    upper = [dim for dim in possible if dim < len(rest) - 1]
+    at_tiles = [dim for dim in upper if dim < len(rest) - 2 or rest[dim] // size % ROWS == 0]
+    return next(iter(at_tiles + upper + possible), None)
 
 
 def _expert_layout(shape: tuple[int, ...], expert_dim: int, axes: dict[str, int]) -> Layout:

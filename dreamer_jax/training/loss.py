@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 
 CHUNK_ELEMENTS = 1 << 24
-"""Logits computed at once: 64 MiB of float32."""
+"""Logits computed at once, 64 MiB of float32, where that is at least CHUNK_ROWS tokens."""
+CHUNK_ROWS = 2048
+"""Tokens computed at once for a large vocabulary: the head's gradient is read and written once a chunk."""
 
 
 @jax.custom_vjp
@@ -84,7 +86,7 @@ def _losses(logits: jax.Array, targets: jax.Array) -> jax.Array:
 def _chunks(head: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Each array [T, ...] as [chunks, rows, ...], zero-padded to whole chunks."""
     tokens = arrays[0].shape[0]
-    count = -(-tokens // max(1, CHUNK_ELEMENTS // head.shape[0]))
+    count = -(-tokens // max(CHUNK_ROWS, CHUNK_ELEMENTS // head.shape[0]))
     rows = -(-tokens // count)
     padding = count * rows - tokens
     padded = (jnp.pad(a, ((0, padding), *((0, 0),) * (a.ndim - 1))) for a in arrays)

@@ -14,6 +14,7 @@ T, H, V = 11, 6, 13
 def chunked(request, monkeypatch):
     """Chunks of one row, of three (the last is filled up), of a size V doesn't divide, and everything at once."""
     monkeypatch.setattr(loss, "CHUNK_ELEMENTS", request.param)
+    monkeypatch.setattr(loss, "CHUNK_ROWS", 1)
 
 
 def inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
