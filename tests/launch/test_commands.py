@@ -1,0 +1,248 @@
+"""The commands as a person gives them: `bash launch/tpu`, gcloud found on PATH, settings from a file."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from fake_gcloud import World
+
+from dreamer_jax.launching.archive import pack
+from dreamer_jax.launching.cloud import Kind, classify
+from dreamer_jax.launching.errors import LaunchError
+from dreamer_jax.launching.settings import read_settings
+from dreamer_jax.launching.slices import all_slices, slice_of
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = """
+name = "demo"
+tpu = "v5e-8"
+zone = "us-west4-a"
+config = "configs/quickstart.yaml"
+run_dir = "gs://bucket/runs/demo"
+options = ["--training.steps", "40"]
+spot = true
+"""
+
+
+@pytest.fixture
+def terminal(tmp_path):
+    """A shell's environment with the fake gcloud on PATH, and a world."""
+    program = tmp_path / "bin" / "gcloud"
+    program.parent.mkdir()
+    fake = Path(__file__).with_name("fake_gcloud.py")
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -S {fake} "$@"\n')
+    program.chmod(0o755)
+    (tmp_path / "demo.toml").write_text(SETTINGS)
+    world = tmp_path / "world.json"
+    World(world, hosts=1, target=20).save()
+    environment = {
+        "PATH": f"{program.parent}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+        "PYTHON": sys.executable,
+        "DREAMER_LAUNCH_PACE": "0.02",
+        "FAKE_GCLOUD": str(world),
+    }
+
+    def launch(*words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["bash", str(ROOT / "launch/tpu"), *words],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return launch, world
+
+
+def test_a_preempted_run_from_the_shell(terminal):
+    launch, path = terminal
+    world = World.load(path)
+    world.data["faults"] = [{"on": "tpu-vm ssh install", "do": "preempt"}]
+    world.path = path
+    world.save()
+    process = launch("run", "demo", "--settings", "demo.toml")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out.splitlines() == ["resumed from checkpoint 0", "step 10/20", "step 20/20"]
+    assert "preempted: " in err and err.rstrip().endswith("nothing of demo is left in the cloud")
+    world = World.load(path)
+    assert world.left == [] and world.data["made"] == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_launcher_says_what_is_left(terminal, number):
+    launch, path = terminal
+    World(path, hosts=1, target=10**6).save()
+    process = launch("run", "demo", "--settings", "demo.toml")
+    assert process.stdout
+    while "step 10/" not in process.stdout.readline():
+        pass
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "the queued resource demo exists in us-west4-a and costs money" in err and "Traceback" not in err
+    done = launch("delete", "demo")
+    assert done.wait(60) == 0 and World.load(path).left == []
+
+
+def test_a_dry_run_prints_what_a_run_does_and_does_nothing(terminal, tmp_path):
+    launch, path = terminal
+    dry = launch("run", "demo", "--settings", "demo.toml", "--dry-run")
+    printed, err = dry.communicate(timeout=60)
+    assert dry.returncode == 0, err
+    assert World.load(path).data["calls"] == [] and not (tmp_path / ".dreamer").exists()
+    World(path, hosts=1, target=10).save()
+    assert launch("run", "demo", "--settings", "demo.toml").wait(60) == 0
+
+    def kinds(commands):
+        verbs = [
+            " ".join(words[3:5]) + " ".join(w.split()[2] for w in words if "worker.sh " in w) for words in commands
+        ]
+        return list(dict.fromkeys(verbs))
+
+    assert kinds([shlex.split(line) for line in printed.splitlines()]) == kinds(World.load(path).data["calls"])
+
+
+def test_every_command_has_a_dry_run(terminal):
+    launch, path = terminal
+    for command in ("create", "run", "logs", "status", "stop", "delete"):
+        dry = launch(command, "demo", "--settings", "demo.toml", "--dry-run")
+        out, err = dry.communicate(timeout=60)
+        assert dry.returncode == 0 and "gcloud compute tpus" in out, err
+    assert World.load(path).data["calls"] == []
+
+
+def test_it_needs_nothing_but_python(tmp_path):
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import dreamer_jax.launching.cli, dreamer_jax.launching.gke;"
+        "print([m for m in sys.modules if m.split('.')[0] in ('jax', 'numpy', 'yaml', 'rich', 'tyro')])"
+    )
+    done = subprocess.run([sys.executable, "-S", "-I", "-c", code, str(ROOT)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+@pytest.mark.usefixtures("terminal")
+def test_without_gcloud_the_message_says_so(tmp_path):
+    for tool in ("bash", "dirname", "env"):
+        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool) or tool)
+    (tmp_path / "bin" / "gcloud").unlink()
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch/tpu"), "run", "demo", "--settings", "demo.toml"],
+        cwd=tmp_path,
+        env={"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path), "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "gcloud is not installed" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tpu": "v5p-100"}, "the number counts TensorCores, two a chip); offered: v5p-8, v5p-16"),
+        ({"tpu": "v5e-9"}, "offered: v5litepod-1, v5litepod-4"),
+        ({"tpu": "a100"}, "there is no TPU type 'a100'"),
+        ({"run_dir": "runs/demo"}, "is not gs://BUCKET/FOLDER"),
+        ({"name": "Demo_1"}, "lower-case letters"),
+        ({"spott": True}, "did you mean 'spot'?"),
+        ({"spot": "yes"}, "spot is 'yes', which is not of type bool"),
+        ({"queue_hours": 0}, "it must be at least 1"),
+        ({"config": None}, "missing config"),
+        ({"options": ["--run.dir", "x"]}, "give the run directory as run_dir"),
+    ],
+)
+def test_wrong_settings_are_refused_with_the_fix(tmp_path, change, message):
+    path = tmp_path / "demo.toml"
+    (key, value) = next(iter(change.items()))
+    lines = [line for line in SETTINGS.splitlines() if not line.startswith(f"{key} =")]
+    if value is not None:
+        lines.append(f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}")
+    path.write_text("\n".join(lines))
+    with pytest.raises(LaunchError) as error:
+        read_settings(path, {})
+    assert message in str(error.value)
+
+
+def test_the_command_line_goes_before_the_file(tmp_path):
+    (tmp_path / "demo.toml").write_text(SETTINGS)
+    settings = read_settings(tmp_path / "demo.toml", {"tpu": "v4-32", "spot": False, "zone": None})
+    assert (settings.tpu, settings.spot, settings.zone) == ("v4-32", False, "us-west4-a")
+    assert settings.training_words()[-2:] == ["--training.steps", "40"]
+
+
+@pytest.mark.parametrize(
+    ("name", "chips", "topology", "hosts", "per_host", "machine"),
+    [
+        ("v4-8", 4, "2x2x1", 1, 4, "ct4p-hightpu-4t"),
+        ("v4-64", 32, "2x4x4", 8, 4, "ct4p-hightpu-4t"),
+        ("v5litepod-1", 1, "1x1", 1, 1, "ct5lp-hightpu-1t"),
+        ("v5e-8", 8, "2x4", 1, 8, "ct5lp-hightpu-8t"),
+        ("v5litepod-16", 16, "4x4", 4, 4, "ct5lp-hightpu-4t"),
+        ("v5p-128", 64, "4x4x4", 16, 4, "ct5p-hightpu-4t"),
+        ("v5p-4096", 2048, "8x16x16", 512, 4, "ct5p-hightpu-4t"),
+        ("v6e-256", 256, "16x16", 64, 4, "ct6e-standard-4t"),
+    ],
+)
+def test_slices_are_those_of_googles_tables(name, chips, topology, hosts, per_host, machine):
+    found = slice_of(name)
+    assert (found.chips, found.topology, found.hosts, found.chips_per_host) == (chips, topology, hosts, per_host)
+    assert found.machine_type == machine
+
+
+def test_every_slice_has_a_runtime_and_a_machine():
+    for found in all_slices():
+        assert found.runtime_version and found.node_accelerator and found.hosts * found.chips_per_host == found.chips
+
+
+def test_the_archive_holds_the_checkout_and_is_the_same_for_the_same_files(tmp_path):
+    stamps = {pack(ROOT, tmp_path / name) for name in ("a.tar.gz", "b.tar.gz")}
+    assert len(stamps) == 1
+    with tarfile.open(tmp_path / "a.tar.gz") as archive:
+        names = archive.getnames()
+    assert {"setup.cfg", "launch/worker.sh", "configs/quickstart.yaml", "requirements/test.lock"} <= set(names)
+    assert "dreamer_jax/cli/main.py" in names and not any("__pycache__" in name for name in names)
+    with pytest.raises(LaunchError, match="not a checkout"):
+        pack(tmp_path, tmp_path / "c.tar.gz")
+
+
+def test_messages_of_gcloud_are_understood():
+    said = {
+        "ERROR: (gcloud.compute.tpus.tpu-vm.ssh) [/usr/bin/ssh] exited with return code [255].": Kind.SSH,
+        'ERROR: (gcloud.x) This TPU has terminal state "PREEMPTED", so it cannot be used anymore.': Kind.UNUSABLE,
+        "ERROR: (gcloud.x) You do not currently have an active account selected.": Kind.LOGIN,
+        "ERROR: (gcloud.x) There was a problem refreshing your current auth tokens: x": Kind.LOGIN,
+        "ERROR: gcloud crashed (ConnectionError): ('Connection aborted.', OSError())": Kind.PASSING,
+        "ERROR: (gcloud.x) RESOURCE_EXHAUSTED: Quota limit 'X' has been exceeded. Limit: 0": Kind.QUOTA,
+        "ERROR: (gcloud.x) unrecognized arguments: --acceleratr-type=a": Kind.INVALID,
+        "ERROR: something new": Kind.OTHER,
+    }
+    assert {text: classify(text) for text in said} == said
+
+
+@pytest.mark.slow
+def test_the_real_gcloud_knows_every_flag(terminal, tmp_path):
+    """Its parser comes before its login: without an account and without any network it refuses only what is wrong."""
+    real = shutil.which("gcloud")
+    alone = ["unshare", "--net"]
+    if real is None or subprocess.run([*alone, "true"], capture_output=True).returncode != 0:
+        pytest.skip("needs the Google Cloud SDK and the right to cut off the network")
+    launch, _ = terminal
+    more = ["--network=n", "--subnetwork=s", "--service-account=a@b.c", "--project=my-project"]
+    printed, _ = launch("run", "demo", "--settings", "demo.toml", *more, "--dry-run").communicate(timeout=60)
+    commands = {shlex.join(shlex.split(line)[3:5]): line for line in printed.splitlines()}
+    assert len(commands) == 6
+    environment = os.environ | {"CLOUDSDK_CONFIG": str(tmp_path / "sdk")}
+    broken = commands["queued-resources create"].replace("--node-id", "--node-di")
+    for line, said in [*((line, "active account") for line in commands.values()), (broken, "unrecognized arguments")]:
+        done = subprocess.run([*alone, *shlex.split(line)], env=environment, capture_output=True, text=True, timeout=60)
+        assert said in done.stderr, f"{line}\n{done.stderr}"
