@@ -27,6 +27,8 @@ COMMANDS = {
     "match": ("dreamer_jax.cli.match", "give a model the cost of another, or make a matched family"),
     "eval": ("dreamer_jax.cli.eval", "benchmarks: GSM8K, MATH, MMLU, MathQA, perplexity of any text"),
     "compare": ("dreamer_jax.cli.compare", "cost and held-out results of runs, side by side"),
+    "generate": ("dreamer_jax.cli.generate", "a trained model continues texts"),
+    "chat": ("dreamer_jax.cli.chat", "a trained model answers line by line"),
     "analyze": ("dreamer_jax.cli.analyze", "what depth attention and the experts do: statistics, figures, a report"),
     "export": ("dreamer_jax.cli.export", "a trained model as a folder for PyTorch, verified"),
     "import": ("dreamer_jax.cli.import_", "an exported folder, perhaps fine-tuned, as a run"),
@@ -34,7 +36,7 @@ COMMANDS = {
 }
 """Command -> (module with `run(arguments) -> exit code`, summary)."""
 
-HEAVY = [["train"], ["bench"], ["eval"]]
+HEAVY = [["train"], ["bench"], ["eval"], ["generate"], ["chat"]]
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 

@@ -100,6 +100,7 @@ class Engine:
         stop_ids: Sequence[int] = (),
         finished: Finished | None = None,
         batch_size: int = 16,
+        first_number: int = 0,
     ) -> list[Generated]:
         """Continue prompts, those of similar length together.
 
@@ -110,6 +111,7 @@ class Engine:
             stop_ids: tokens that end a row.
             finished: asked after every few tokens about each row that goes on.
             batch_size: rows computed at once.
+            first_number: of the first row, where more than one call makes a whole; draws depend on a row's number.
         """
         results: list[Generated | None] = [None] * len(prompts)
         order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
@@ -117,7 +119,8 @@ class Engine:
             rows = order[first : first + batch_size]
             chosen = [prompts[row] for row in rows]
             of_row = None if finished is None else lambda i, tokens, rows=rows: finished(rows[i], tokens)
-            stream = self.stream(chosen, max_tokens, sampling, stop_ids, of_row, numbers=rows)
+            numbers = [first_number + row for row in rows]
+            stream = self.stream(chosen, max_tokens, sampling, stop_ids, of_row, numbers=numbers)
             for row, generated in zip(rows, list(stream)[-1], strict=True):
                 results[row] = generated
         return [result for result in results if result is not None]

@@ -1,0 +1,62 @@
+"""`dreamer chat RUN`: lines are put into the run's prompt and answered, one after the other."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+
+from dreamer_jax.cli.inference_options import Parser, add_options, open_writer, sampling_of
+from dreamer_jax.config import UserError
+
+
+def run(arguments: list[str]) -> int:
+    """Answer lines until they end; returns the exit code."""
+    try:
+        options = _parser().parse_args(arguments)
+    except SystemExit:  # --help has been printed
+        return 0
+    sampling = sampling_of(options)
+    writer, config = open_writer(options)
+    from dreamer_jax.data.jsonl import Template
+
+    template = Template(config.data.prompt, "data.prompt")
+    if len(template.fields) > 1:
+        raise UserError(
+            f"chat: the run's prompt {config.data.prompt!r} takes several fields; use `dreamer generate --file`"
+        )
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print("A line is answered when you press Enter; an empty line or Ctrl-D ends.", file=sys.stderr)
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (arrow keys in input())
+    history = ""
+    while True:
+        try:
+            line = input("> " if interactive else "")
+        except EOFError:
+            break
+        if interactive and not line.strip():
+            break
+        prompt = template.fill({template.fields[0]: line}) if template.fields else line
+        shown = ""
+        for texts in writer.stream([history + prompt], options.max_tokens, sampling, options.stop):
+            print(texts[0].text[len(shown) :], end="", flush=True)
+            shown = texts[0].text
+        print()
+        if options.history:
+            history += f"{prompt}{shown}\n"
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="dreamer chat",
+        description="Answer lines from the terminal or a pipe. Each is put into the run's data.prompt, if that has a "
+        "field, and answered by itself; --history puts what was said before in front of it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="a run directory, or one checkpoint in it (RUN/checkpoints/500)")
+    parser.add_argument("--history", action="store_true", help="keep the conversation so far in the prompt")
+    add_options(parser)
+    return parser

@@ -1,0 +1,86 @@
+"""What `dreamer generate` and `dreamer chat` have in common: their options, and the writer those ask for."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, NoReturn
+
+from dreamer_jax.config import UserError
+
+if TYPE_CHECKING:
+    from dreamer_jax.config import Config
+    from dreamer_jax.inference import Sampling
+    from dreamer_jax.inference.text import Writer
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors become a UserError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; `{self.prog} --help` lists the options")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of sampling, of the model, and of the devices."""
+    add = parser.add_argument
+    add("--max-tokens", type=int, default=256, metavar="N", help="most tokens of a text (256)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (0)")
+    add("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens (0: all)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest that reach this probability (1)")
+    add("--min-p", type=float, default=0.0, metavar="P", help="only those this fraction as likely as the likeliest (0)")
+    add("--seed", type=int, default=0, help="of the draws (0)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="ends a text; may be given several times")
+    add("--depth", type=int, metavar="L", help="depths to apply; a recurrent model takes any (as trained)")
+    add("--dtype", choices=["float32", "bfloat16"], help="compute precision (as trained)")
+    add(
+        "--exit-distance",
+        type=float,
+        default=0.0,
+        metavar="E",
+        help="stop going deeper when the hidden state moves by less than E, relative to its norm (0: never)",
+    )
+    add("--mesh.data", dest="data", type=int, default=1, metavar="N", help="devices that share the rows of a batch (1)")
+    add("--mesh.expert", dest="expert", type=int, default=1, metavar="N", help="devices that share the experts (1)")
+
+
+def sampling_of(options: argparse.Namespace) -> Sampling:
+    """The sampling that the options ask for."""
+    from dreamer_jax.inference import Sampling
+
+    return Sampling(options.temperature, options.top_k, options.top_p, options.min_p, options.seed)
+
+
+def open_writer(options: argparse.Namespace) -> tuple[Writer, Config]:
+    """The writer of `options.run`, and the run's configuration.
+
+    Raises:
+        UserError: no run, no checkpoint, another tokenizer, an impossible depth, or too few devices.
+    """
+    import jax
+
+    from dreamer_jax.config.schema import MeshConfig
+    from dreamer_jax.data import load_tokenizer
+    from dreamer_jax.inference import Engine
+    from dreamer_jax.inference.text import Writer
+    from dreamer_jax.parallel import make_mesh
+    from dreamer_jax.training.checkpoints import load_run
+
+    if options.max_tokens < 1:
+        raise UserError(f"--max-tokens {options.max_tokens}: must be 1 or more")
+    wanted, mesh = options.data * options.expert, None
+    if wanted != 1:
+        if wanted < 1 or wanted > jax.device_count():
+            raise UserError(
+                f"--mesh.data {options.data} x --mesh.expert {options.expert} is {wanted} devices; "
+                f"jax sees {jax.device_count()}"
+            )
+        mesh = make_mesh(MeshConfig(data=(options.data,), expert=options.expert), jax.devices()[:wanted])
+    trained = load_run(options.run)
+    tokenizer = load_tokenizer(trained.config.data.tokenizer)
+    if tokenizer.fingerprint != trained.meta.get("tokenizer"):
+        raise UserError(
+            f"data.tokenizer: {trained.config.data.tokenizer} is not the tokenizer the run was trained with; "
+            "bring the old file back"
+        )
+    engine = Engine.of(trained, options.depth, options.dtype, options.exit_distance, mesh)
+    return Writer(engine, tokenizer), trained.config
