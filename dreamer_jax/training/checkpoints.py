@@ -32,8 +32,8 @@ PARTS = ("params", "balancing", "optimizer")
 FINGERPRINTS = ("data", "tokenizer")
 CHUNK_BYTES = 1 << 26
 """Largest chunk of an array on disk: what a reader of a few rows has to read."""
-SAVE_SECONDS = 1200
-"""A save that takes longer has failed."""
+SAVE_SECONDS = 600
+"""A save that takes longer has failed; less than safety.stuck_seconds."""
 
 
 def warn(text: str) -> None:
@@ -62,7 +62,9 @@ class Checkpoints:
     ):
         self.folders = StepFolders(place_of(directory))
         self._config, self._meta, self._say = config, dict(meta), say
-        self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), timeout_secs=SAVE_SECONDS)
+        # Orbax's threads would wait for a folder that can't be made until the time is over, also at exit.
+        options = ocp.options.AsyncOptions(timeout_secs=SAVE_SECONDS, create_directories_asynchronously=False)
+        self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), async_options=options)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._step = 0
@@ -89,11 +91,13 @@ class Checkpoints:
         if self._step == self.saved:
             return
         try:
-            self._start(state, {**self._meta, "run": dict(notes or {})})
-        except jax.errors.JaxRuntimeError:
-            raise  # the device or another process, not the disk
+            self._probe()
         except Exception as error:  # whatever a disk or a bucket raises
             self._error = error
+        if largest(self._error is not None):  # Orbax's processes wait for each other: all of them start, or none
+            self._error = self._error or OSError("another process can't write")
+        else:
+            self._start(state, {**self._meta, "run": dict(notes or {})})
         self._thread = threading.Thread(target=self._finish, args=(self._step,), name="checkpoint")
         self._thread.start()
 
@@ -107,13 +111,10 @@ class Checkpoints:
             return
         if wait:
             self._thread.join()
-        running = self._thread.is_alive()
-        outcome = largest(2 if self._error and not running else int(running))
-        if outcome == 1:
+        if largest(self._thread.is_alive()):
             return
-        self._thread.join()
         self._thread = None
-        self.failed = outcome == 2
+        self.failed = bool(largest(self._error is not None))
         if self.failed:
             reason = _one_line(self._error) if self._error else "another process failed"
             self._say(f"checkpoint {self._step} was not saved: {reason}; training goes on and will try again")
@@ -151,6 +152,13 @@ class Checkpoints:
         self.settle(wait=True)
         self._writer.close()
 
+    def _probe(self) -> None:
+        """Find out whether this process can write at all."""
+        self.folders.path.mkdir(parents=True, exist_ok=True)
+        probe = self.folders.path / f".probe-{jax.process_index()}"
+        probe.write_bytes(bytes(4096))
+        probe.unlink()
+
     def _start(self, state: TrainState, meta: dict[str, Any]) -> None:
         if jax.default_backend() == "cpu":  # host arrays would alias buffers that the next step overwrites
             state = jax.tree.map(jnp.copy, state)
@@ -158,8 +166,12 @@ class Checkpoints:
         for name in PARTS:
             part = getattr(state, name)
             items[name] = ocp.args.StandardSave(part, save_args=jax.tree.map(_chunks, part))
-        # Force: what lies there is damaged, or was never finished.
-        self._writer.save(self.folders[self._step], args=ocp.args.Composite(**items), force=True)
+        try:  # force: what lies there is damaged, or was never finished
+            self._writer.save(self.folders[self._step], args=ocp.args.Composite(**items), force=True)
+        except jax.errors.JaxRuntimeError:
+            raise  # the device or another process, not the disk
+        except Exception as error:
+            self._error = error
 
     def _finish(self, step: int) -> None:
         """In the background: wait for Orbax, then describe this process's share of what it wrote."""

@@ -1,0 +1,140 @@
+"""Skipped steps in a row; stop requests from signals and from a metadata server; the watchdog."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import ClassVar
+
+import pytest
+
+from dreamer_jax.config.errors import RESTART_EXIT_CODE
+from dreamer_jax.training import preemption
+from dreamer_jax.training.preemption import StopRequest
+from dreamer_jax.training.stability import LAG, SkipCounter, Unstable
+
+
+def test_skipped_steps_are_counted_late_but_exactly():
+    counter = SkipCounter(limit=3)
+    flags = [0, 1, 1, 0, 1]
+    for step, skipped in enumerate(flags, 1):
+        counter.add(step, skipped)
+    assert counter.total == sum(flags[:-LAG])
+    counter.catch_up()
+    assert (counter.total, counter.streak) == (3, 1)
+
+
+def test_too_many_in_a_row():
+    counter = SkipCounter(limit=3, total=5, streak=1)
+    with pytest.raises(Unstable) as caught:
+        for step in range(10, 20):
+            counter.add(step, 1)
+    assert caught.value.step == 11, "the streak goes on over a restart"
+    assert counter.total == 7
+
+
+def test_signals_ask_once_and_are_given_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest(print) as request:
+        assert not request.reached()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request.reached() and request.exit_code == RESTART_EXIT_CODE
+    with StopRequest(print) as request:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert request.reached() and request.exit_code == 130
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+class Metadata(http.server.BaseHTTPRequestHandler):
+    """A metadata server; `values` are what it announces."""
+
+    values: ClassVar[dict[str, str]] = {}
+
+    def do_GET(self) -> None:
+        assert self.headers["Metadata-Flavor"] == "Google"
+        value = self.values.get(self.path.removeprefix("/computeMetadata/v1/instance/"))
+        self.send_response(404 if value is None else 200)
+        self.end_headers()
+        self.wfile.write((value or "").encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def metadata(monkeypatch):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(preemption, "METADATA_SECONDS", 0.05)
+    Metadata.values = {"maintenance-event": "NONE", "preempted": "FALSE"}
+    yield Metadata.values
+    server.shutdown()
+    server.server_close()
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return condition()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE"),
+        ("preempted", "TRUE"),
+        ("upcoming-maintenance", '{"maintenanceStatus": "ONGOING"}'),
+    ],
+)
+def test_maintenance_notices_stop_a_run(key, value, metadata):
+    said: list[str] = []
+    with StopRequest(said.append) as request:
+        assert not eventually(request.reached, 0.3)
+        metadata[key] = value
+        assert eventually(request.reached)
+        assert "about to go away" in said[0]
+
+
+def test_a_notice_that_was_there_before_stops_nothing(metadata):
+    """Else a run that is started again on the same machine would stop after every step."""
+    metadata["upcoming-maintenance"] = '{"maintenanceStatus": "ONGOING"}'
+    with StopRequest(print) as request:
+        assert not eventually(request.reached, 0.3)
+
+
+WATCHED = """
+import time
+from dreamer_jax.training.heartbeat import Heartbeat
+with Heartbeat(0.4) as heartbeat:
+    for _ in range(6):
+        time.sleep(0.1)
+        heartbeat.beat()
+    with heartbeat.suspended():
+        time.sleep(0.8)
+    print("alive", flush=True)
+    time.sleep({silence})
+print("end")
+"""
+
+
+@pytest.mark.parametrize(("silence", "code"), [(0.1, 0), (20, RESTART_EXIT_CODE)])
+def test_a_standstill_ends_the_process(silence, code):
+    began = time.monotonic()
+    words = [sys.executable, "-c", WATCHED.replace("{silence}", str(silence))]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert "alive" in done.stdout and done.returncode == code
+    assert ("nothing was finished" in done.stderr and "most recent call first" in done.stderr) == bool(code)
+    assert time.monotonic() - began < 15
