@@ -15,8 +15,8 @@ from dreamer_jax.config.schema import ModelConfig
 from dreamer_jax.model.mixture import Context, Layer
 from dreamer_jax.model.operations import XLA, Operations, resolve_operations
 from dreamer_jax.model.primitives import RMSNorm, embed, input_init
-from dreamer_jax.model.recurrence import depth_scan
-from pallas_kernels.depth_attention import empty_cache
+from dreamer_jax.model.recurrence import TapeRules, depth_scan
+from pallas_kernels.depth_attention import DepthCache, empty_cache
 
 
 class Output(NamedTuple):
@@ -111,11 +111,6 @@ class Dreamer(nn.Module):
             own_bias = bias if config.recurrent else jax.tree.map(lambda b: b[l], bias)
             return step.apply({"params": weights}, x, l, cache, own_bias, context, tape)
 
-        def start_tape():
-            return (
-                {"depth_attention": operations.depth_tape(cache, config.da_heads, config.da_head_size)} if cache else {}
-            )
-
         layer = observe(layer) if observe else layer
         context = Context(segment_ids, positions, jnp.asarray(depth, jnp.int32))
         x, counts = depth_scan(
@@ -128,9 +123,37 @@ class Dreamer(nn.Module):
             slots=slots,
             shared=config.recurrent,
             remat=self.remat,
-            start_tape=start_tape,
+            tape_rules=self._tape_rules(operations, cache, tokens.size),
         )
         return (x if config.recurrent else self.final_norm(x)), counts
+
+    def _tape_rules(self, operations: Operations, cache: DepthCache | None, tokens: int) -> TapeRules:
+        """What goes on the tape of the backward pass: depth attention's part, and that of kernels for experts."""
+        config = self.config
+        gate_up = self.layer_params["expert_attention"]["gate_up"].shape
+
+        def start():
+            tape = {}
+            if cache is not None:
+                tape["depth_attention"] = operations.depth_tape(cache, config.da_heads, config.da_head_size)
+            if config.recurrent:
+                tape["expert_attention"] = operations.expert_tape(
+                    (tokens, config.experts_per_token), gate_up, config.dtype
+                )
+            return {name: part for name, part in tape.items() if part is not None}
+
+        expert = jax.eval_shape(start).get("expert_attention")
+        if expert is None:
+            return TapeRules(start)
+
+        def settle(tape):
+            return {**tape, "expert_attention": operations.settle_tape(tape["expert_attention"])}
+
+        def gradients(tape):
+            totals = tape["expert_attention"]
+            return {"expert_attention": {"gate_up": totals.gate_up, "down": totals.down}}
+
+        return TapeRules(start, settle, expert.depths, gradients)
 
     def head(self, hidden: jax.Array) -> jax.Array:
         """[..., h] -> logits [..., V] float32."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -19,8 +21,8 @@ class ExpertAttention(nn.Module):
     operations: Operations
 
     @nn.compact
-    def __call__(self, x: jax.Array, depth: jax.Array, bias: jax.Array, context):
-        """[B, S, h] -> ([B, S, h], counts [E] int32)."""
+    def __call__(self, x: jax.Array, depth: jax.Array, bias: jax.Array, context, tape: Any = None):
+        """[B, S, h] -> ([B, S, h], counts [E] int32); `tape` is the operation's, in the depth scan's backward pass."""
         config = self.config
         experts, size, hidden = config.num_experts, config.expert_size, config.hidden_size
         axes = ("expert", "mlp", "hidden")
@@ -33,7 +35,9 @@ class ExpertAttention(nn.Module):
         logits = Router(config, experts, name="router")(flat, depth, context.total_depth)
         indices, scores = select(logits, bias, config.experts_per_token)
         weights = scores / jnp.sum(scores, axis=-1, keepdims=True)
-        out = self.operations.expert_mlp(flat, indices, weights, gate_up.astype(x.dtype), down.astype(x.dtype))
+        matrices = gate_up.astype(x.dtype), down.astype(x.dtype)
+        extra = () if tape is None else (tape,)
+        out = self.operations.expert_mlp(flat, indices, weights, *matrices, *extra)
         return out.reshape(x.shape), usage(indices, experts, context.real)
 
     def _weight(self, name: str, init: Initializer, shape: tuple[int, ...]) -> jax.Array:

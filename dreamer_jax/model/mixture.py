@@ -89,7 +89,9 @@ class Layer(nn.Module):
             return out
 
         def ea(x):
-            out, counts["expert_attention"] = expert(expert_norm(x), depth, bias["expert_attention"], context)
+            out, counts["expert_attention"] = expert(
+                expert_norm(x), depth, bias["expert_attention"], context, tape.get("expert_attention")
+            )
             return out
 
         if config.mixing == "sequential":  # Eq. 4

@@ -32,6 +32,9 @@ class Operations:
         expert_mlp: (x, indices, weights, gate_up, down) -> out.
         expert_linear: (x, index, score, routed, shared) -> out.
         depth_tape: (cache, heads, size) -> the empty tape of this depth attention.
+        expert_tape: ((T, k), shape of gate_up, dtype) -> the empty tape of this expert_mlp, which then takes it as its
+            last argument; None if it has no tape.
+        settle_tape: expert tape -> expert tape, see `pallas_kernels.expert_mlp.settle`.
     """
 
     sequence_attention: Callable[..., jax.Array]
@@ -39,6 +42,8 @@ class Operations:
     expert_mlp: Callable[..., jax.Array]
     expert_linear: Callable[..., jax.Array]
     depth_tape: Callable[..., Any] = pallas_kernels.depth_attention.xla.start_tape
+    expert_tape: Callable[..., Any] = lambda *_: None
+    settle_tape: Callable[..., Any] = pallas_kernels.expert_mlp.settle
 
 
 XLA = Operations(
@@ -64,6 +69,7 @@ PALLAS = Operations(
     pallas_kernels.expert_mlp.expert_mlp,
     pallas_kernels.attention_moe.expert_linear,
     pallas_kernels.depth_attention.start_tape,
+    pallas_kernels.expert_mlp.start_tape,
 )
 """Kernels; each takes XLA for the shapes and platforms it has none for, with one log line that says why."""
 

@@ -26,11 +26,16 @@ Given a tape, the layer finds slots 0 .. l of the final cache as it would have l
 leave a reverse pass only as gradients, so an operation that takes a part of the tape returns, in the place of that
 part's gradient, its new value. What is on the tape is the operations' own business: gradients to be added to, in
 float32, or queries from which shallower keys pull theirs (see pallas_kernels/depth_attention).
+
+Gradients of the weights themselves may be on the tape too: then the layer returns none for them, no array of their
+size is written and added up at every depth, and what they need may be kept for several depths before it is added
+(`settle`, see pallas_kernels/expert_mlp/tape.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -39,6 +44,23 @@ import jax.numpy as jnp
 PyTree = Any
 FLOAT32_LEAVES = ("scale", "keys")
 """Parameters that stay float32 in the compute copy: norm scales and router keys (routing is float32)."""
+
+
+@dataclass(frozen=True)
+class TapeRules:
+    """How the depth scan handles a tape it knows nothing else about.
+
+    Attributes:
+        start: makes the empty tape, float32 or compute dtype, when the backward pass begins.
+        settle: tape -> tape, called after every `every` depths and after the last one.
+        every: see `settle`.
+        gradients: tape -> gradients of the weights that are on it, a part of the tree of parameters.
+    """
+
+    start: Callable[[], PyTree] = dict
+    settle: Callable[[PyTree], PyTree] = lambda tape: tape
+    every: int = 1
+    gradients: Callable[[PyTree], dict[str, Any]] = lambda tape: {}
 
 
 def cast_weights(params: PyTree, dtype: jnp.dtype) -> PyTree:
@@ -61,7 +83,7 @@ def depth_scan(
     slots: int,
     shared: bool,
     remat: str,
-    start_tape: Callable[[], PyTree] = dict,
+    tape_rules: TapeRules | None = None,
 ) -> tuple[jax.Array, PyTree]:
     """Apply the layer at depths 0 .. depth-1.
 
@@ -77,14 +99,14 @@ def depth_scan(
         shared: one set of parameters for all depths.
         remat: "full": memory linear in L, as described above. "none": plain autodiff, which keeps every
             intermediate; needs a static depth.
-        start_tape: makes the empty tape, float32 or compute dtype, when the backward pass begins.
+        tape_rules: of the layer's tape; None for a layer without one.
 
     Returns:
         The final x [B, S, h] and the counts, stacked over depths [slots, ...] (zero from `depth` on).
     """
     if remat == "none" and isinstance(depth, int):
         return _plain_scan(layer, params, x, cache, constants, depth, shared)
-    return _linear_memory_scan(layer, slots, shared, start_tape)(
+    return _linear_memory_scan(layer, slots, shared, tape_rules or TapeRules())(
         params, x, cache, constants, jnp.asarray(depth, jnp.int32)
     )
 
@@ -103,7 +125,7 @@ def _plain_scan(layer, params, x, cache, constants, depth, shared):
     return x, counts
 
 
-def _linear_memory_scan(layer, slots, shared, start_tape):
+def _linear_memory_scan(layer, slots, shared, rules):
     def at(weights, l):
         return weights if shared else _read(weights, l)
 
@@ -133,13 +155,17 @@ def _linear_memory_scan(layer, slots, shared, start_tape):
     def backward(residuals, cotangents):
         params, states, cache, constants, depth = residuals
         weights = cast_weights(params, states.dtype)
+        tape = rules.start()
+        taped = _part(weights, rules.gradients(tape))
+        structure = jax.tree.structure(params)
+        weights, params = _without(weights, taped), _without(params, taped)
 
         def body(step, carry):
             d_x, tape, d_params = carry
             l = depth - 1 - step
 
             def recompute(own, x, tape):
-                return layer(own, x, l, cache, *constants, tape=tape)[0]
+                return layer(_merged(own, taped), x, l, cache, *constants, tape=tape)[0]
 
             _, vjp = jax.vjp(recompute, at(weights, l), _read(states, l), tape)
             d_own, d_x, tape = vjp(d_x)
@@ -149,12 +175,38 @@ def _linear_memory_scan(layer, slots, shared, start_tape):
                 d_params = _write(d_params, d_own, l)
             return d_x, tape, d_params
 
-        d_params = jax.tree.map(jnp.zeros_like, params)
-        d_x, _, d_params = jax.lax.fori_loop(0, depth, body, (cotangents[0], start_tape(), d_params))
+        def stretch(i, carry):
+            last = jnp.minimum((i + 1) * rules.every, depth)
+            d_x, tape, d_params = jax.lax.fori_loop(i * rules.every, last, body, carry)
+            return d_x, rules.settle(tape), d_params
+
+        carry = (cotangents[0], tape, jax.tree.map(jnp.zeros_like, params))
+        if rules.every == 1:
+            d_x, tape, d_params = jax.lax.fori_loop(0, depth, body, carry)
+        else:
+            d_x, tape, d_params = jax.lax.fori_loop(0, -(-depth // rules.every), stretch, carry)
+        # As the parameters came, in whatever kind of dictionaries: their leaves have one order.
+        d_params = jax.tree.unflatten(structure, jax.tree.leaves(_merged(d_params, rules.gradients(tape))))
         return d_params, d_x, jax.tree.map(jnp.zeros_like, cache), None, None
 
     scan.defvjp(forward, backward)
     return scan
+
+
+def _part(tree, names):
+    """The part of a tree of dictionaries that stands where `names` has anything."""
+    return {k: _part(tree[k], v) if isinstance(v, Mapping) else tree[k] for k, v in names.items()}
+
+
+def _without(tree, part):
+    """A tree of dictionaries less the leaves that stand in `part`."""
+    rest = {k: v for k, v in tree.items() if k not in part}
+    return rest | {k: _without(tree[k], v) for k, v in part.items() if isinstance(v, Mapping)}
+
+
+def _merged(tree, part):
+    """A tree of dictionaries with the leaves of `part` added."""
+    return {**tree, **{k: _merged(tree[k], v) if isinstance(v, Mapping) else v for k, v in part.items()}}
 
 
 def _read(tree, l):

@@ -17,6 +17,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.dispatch.stream import compile_for
+from pallas_kernels.tiles import Generation
+
 BUFFERS = 3
 
 
@@ -67,7 +70,7 @@ def accumulate(
     *,
     block: int,
     tile: int,
-    interpret,
+    target: Generation,
 ) -> list[jax.Array]:
     """Add the outer products of the visited rows to the totals, in place.
 
@@ -79,7 +82,7 @@ def accumulate(
         visits: the blocks of `block` rows that count, and their experts.
         block: b.
         tile: columns of h worked on at a time, a divisor of it; on a megacore h / tile should be even.
-        interpret: as `pallas_call` takes it.
+        target: what is compiled for.
 
     Returns:
         The new totals; those of experts without rows are untouched.
@@ -118,10 +121,9 @@ def accumulate(
         ),
         out_shape=[jax.ShapeDtypeStruct(total.shape, total.dtype) for total in totals],
         input_output_aliases={4 + 1 + len(rights) + i: i for i in range(len(totals))},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=totals_bytes + rows_bytes, transcendentals=0),
-        interpret=interpret,
         name="expert_weight_gradient",
+        **compile_for(target),
     )(*visits, lefts, *rights, *totals)
 
 

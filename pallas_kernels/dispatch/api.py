@@ -66,14 +66,17 @@ def plan_dispatch(indices: jax.Array, num_experts: int, block_size: int, multipl
         The plan, with N = (T*k + E*(b-1)) // b blocks: enough for any distribution, so nothing is ever dropped.
     """
     pairs = indices.size
-    total = -(-((pairs + num_experts * (block_size - 1)) // block_size) // multiple) * multiple
+    total = plan_blocks(pairs, num_experts, block_size, multiple)
     slots = _slots_by_counting if tiles.generation() else _slots_by_sorting
     return plan_from(*slots(indices.reshape(-1), num_experts, block_size), indices.shape, total, block_size)
 
 
-def plan_from(
-    slot: jax.Array, num_blocks: jax.Array, shape: tuple[int, int], total: int, block_size: int
-) -> Dispatch:
+def plan_blocks(pairs: int, num_experts: int, block_size: int, multiple: int = 1) -> int:
+    """N of `plan_dispatch`."""
+    return -(-((pairs + num_experts * (block_size - 1)) // block_size) // multiple) * multiple
+
+
+def plan_from(slot: jax.Array, num_blocks: jax.Array, shape: tuple[int, int], total: int, block_size: int) -> Dispatch:
     """The whole plan from the pairs' slots.
 
     Args:

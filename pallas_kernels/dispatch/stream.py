@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.tiles import INTERPRETED, Generation
+
 
 class Walk:
     """Which block a grid step works on: `used` blocks shared evenly by the cores, then the unused tail.
@@ -94,3 +96,14 @@ class Stream:
         """Scratch shapes for `arrays` [E, ...]: the buffers, the semaphores, the place."""
         buffers = [pltpu.VMEM((2, *array.shape[1:]), array.dtype) for array in arrays]
         return [*buffers, pltpu.SemaphoreType.DMA((2, len(arrays))), pltpu.SMEM((1,), jnp.int32)]
+
+
+def compile_for(target: Generation) -> dict[str, Any]:
+    """Arguments of `pallas_call` for a grid of a parallel and a sequential dimension."""
+    interpreted = target is INTERPRETED
+    return {
+        "compiler_params": pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=None if interpreted else target.vmem
+        ),
+        "interpret": pltpu.InterpretParams() if interpreted else False,
+    }

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tiles
-from pallas_kernels.dispatch.api import Dispatch, blocks_of, plan_dispatch
+from pallas_kernels.dispatch.api import Dispatch, blocks_of, plan_blocks, plan_dispatch
 from pallas_kernels.expert_mlp import tpu, xla
 from pallas_kernels.expert_mlp.shapes import Tiles, unsupported
 from pallas_kernels.expert_mlp.tape import Rows, Tape
@@ -47,16 +46,14 @@ def expert_mlp(
         say_once(f"expert MLP without a kernel: {reason}")
         return xla.expert_mlp(x, indices, weights, gate_up, down)
     target = _target()
-    experts, size, hidden = down.shape
+    experts = gate_up.shape[0]
     block = _tiles(indices.size, gate_up.shape, x.dtype).block
     plan = plan_dispatch(indices, experts, block, multiple=target.cores)
     # A pair without an expert has a padding slot: finite values, weighted by nothing, and exactly zero gradients.
     return _expert_mlp(x, jnp.where(indices < experts, weights, 0), gate_up, down, plan, tape)
 
 
-def start_tape(
-    indices: tuple[int, ...], gate_up: tuple[int, ...], dtype: jnp.dtype, depths: int = 1
-) -> Tape | None:
+def start_tape(indices: tuple[int, ...], gate_up: tuple[int, ...], dtype: jnp.dtype, depths: int = 1) -> Tape | None:
     """The empty tape for the backward pass of a depth scan; None where no kernel runs, and autodiff must do.
 
     Args:
@@ -70,32 +67,17 @@ def start_tape(
     if _no_kernel(indices, gate_up, dtype):
         return None
     pairs, experts = indices[0] * indices[1], gate_up[0]
-    block, cores = _tiles(pairs, gate_up, dtype).block, _target().cores
-    blocks = -(-((pairs + experts * (block - 1)) // block) // cores) * cores
-    return Tape.empty(gate_up, depths, blocks * block, dtype)
+    chosen = _tiles(pairs, gate_up, dtype)
+    blocks = plan_blocks(pairs, experts, chosen.block, multiple=_target().cores)
+    return Tape.empty(gate_up, chosen, depths, blocks * chosen.block, dtype)
 
 
-def settle(tape: Tape, indices: tuple[int, ...], dtype: jnp.dtype) -> Tape:
-    """The tape with the rows kept aside added to its totals; to be called after every `tape.depths` depths, and last.
+def settle(tape: Tape) -> Tape:
+    """The tape, as `expert_mlp` returned it, with the rows kept aside added to its totals.
 
-    Args:
-        tape: as `expert_mlp` returned it in place of its gradient.
-        indices, dtype: as of `start_tape`.
+    To be called after every `tape.depths` depths and after the last; where every depth is added at once, nothing to do.
     """
-    if tape.rows is None:
-        return tape
-    chosen = _tiles(indices[0] * indices[1], tape.gate_up.shape, dtype)
-    rows = tape.rows
-    settled = tape.add(
-        rows.factors,
-        rows.x,
-        rows.d_out,
-        rows.num_blocks.astype(jnp.int32),
-        block=chosen.block,
-        columns=chosen.columns,
-        interpret=_interpret(),
-    )
-    return replace(settled, rows=rows._replace(num_blocks=jnp.zeros_like(rows.num_blocks), depth=jnp.float32(0)))
+    return tape.settle(_target())
 
 
 @jax.custom_vjp
@@ -114,7 +96,6 @@ def _forward(x, weights, gate_up, down, plan, tape):
 
 def _backward(residuals, d_out):
     x, weights, gate_up, down, plan, gate_and_up, tape = residuals
-    chosen = _tiles(plan.slot.size, gate_up.shape, x.dtype)
     slot_weights = jnp.append(weights.reshape(-1), 0.0).at[plan.source].get(mode="promise_in_bounds")
     x_rows, d_rows = _flat(blocks_of(x, plan)), _flat(blocks_of(d_out, plan))
     aside = tape.rows if tape is not None else None
@@ -130,16 +111,8 @@ def _backward(residuals, d_out):
         )
         tape = replace(tape, rows=Rows(factors, *kept, num_blocks, aside.depth + 1))
         return d_x, d_weights, None, None, None, tape
-    totals = tape or Tape.empty(gate_up.shape, 1, 0, x.dtype)
-    totals = totals.add(
-        factors,
-        x_rows,
-        d_rows,
-        plan.num_blocks[None],
-        block=chosen.block,
-        columns=chosen.columns,
-        interpret=_interpret(),
-    )
+    totals = tape or Tape.empty(gate_up.shape, _tiles(plan.slot.size, gate_up.shape, x.dtype), 1, 0, x.dtype)
+    totals = totals.add(factors, x_rows, d_rows, plan.num_blocks[None], _target())
     if tape is not None:
         return d_x, d_weights, None, None, None, totals
     return d_x, d_weights, totals.gate_up.astype(gate_up.dtype), totals.down.astype(down.dtype), None, None
@@ -149,7 +122,7 @@ _expert_mlp.defvjp(_forward, _backward)
 
 
 def _combine(rows, plan, weights):
-    """Sum over each token's choices of its rows [N b, h], weighted: [T, h] float32. One choice at a time: less memory."""
+    """Sum of each token's rows of [N b, h], weighted: [T, h] float32. One choice at a time, for less memory."""
     out = 0.0
     for choice in range(plan.slot.shape[1]):
         row = rows.at[plan.slot[:, choice]].get(mode="promise_in_bounds").astype(jnp.float32)
@@ -163,10 +136,6 @@ def _flat(blocks):
 
 def _target() -> tiles.Generation:
     return tiles.generation() or tiles.INTERPRETED
-
-
-def _interpret():
-    return False if tiles.generation() else pltpu.InterpretParams()
 
 
 def _no_kernel(indices, gate_up, dtype) -> str | None:

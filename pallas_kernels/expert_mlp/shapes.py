@@ -38,9 +38,7 @@ class Tiles:
         return cls(block, LANES) if gradient_vmem(block, size, LANES, dtype) <= target.vmem else None
 
 
-def unsupported(
-    indices: tuple[int, ...], gate_up: tuple[int, ...], dtype: jnp.dtype, target: Generation
-) -> str | None:
+def unsupported(indices: tuple[int, ...], gate_up: tuple[int, ...], dtype: jnp.dtype, target: Generation) -> str | None:
     """Why no kernel takes indices [T, k] and experts [E, 2F, h], or None if one does."""
     experts, doubled, hidden = gate_up
     size, pairs = doubled // 2, indices[0] * indices[1]

@@ -7,13 +7,15 @@ either at every depth, or, with rows kept aside, once for several depths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch.accumulate import accumulate, visits_of
+from pallas_kernels.expert_mlp.shapes import Tiles
+from pallas_kernels.tiles import Generation
 
 
 class Rows(NamedTuple):
@@ -42,11 +44,14 @@ class Tape:
         gate_up: [E, 2F, h] float32.
         down: [E, F, h] float32.
         rows: None where every depth is added at once.
+        block, columns: tiles of the weight-gradient kernel, see `shapes.Tiles`; static.
     """
 
     gate_up: jax.Array
     down: jax.Array
     rows: Rows | None
+    block: int = field(metadata={"static": True})
+    columns: int = field(metadata={"static": True})
 
     @property
     def depths(self) -> int:
@@ -54,24 +59,35 @@ class Tape:
         return 1 if self.rows is None else self.rows.num_blocks.shape[0]
 
     @classmethod
-    def empty(cls, gate_up: tuple[int, ...], depths: int, rows: int, dtype: jnp.dtype) -> Tape:
+    def empty(cls, gate_up: tuple[int, ...], tiles: Tiles, depths: int, rows: int, dtype: jnp.dtype) -> Tape:
         """A tape of zeros for matrices [E, 2F, h]; `rows` is R."""
         experts, doubled, hidden = gate_up
         size = doubled // 2
         totals = jnp.zeros(gate_up, jnp.float32), jnp.zeros((experts, size, hidden), jnp.float32)
         if depths == 1:
-            return cls(*totals, None)
+            return cls(*totals, None, tiles.block, tiles.columns)
         kept = (
             jnp.zeros((3, depths * rows, size), dtype),
             *(jnp.zeros((depths * rows, hidden), dtype) for _ in range(2)),
             jnp.zeros((depths, experts), jnp.float32),
         )
-        return cls(*totals, Rows(*kept, jnp.float32(0)))
+        return cls(*totals, Rows(*kept, jnp.float32(0)), tiles.block, tiles.columns)
 
-    def add(self, factors, x, d_out, num_blocks, *, block: int, columns: int, interpret) -> Tape:
-        """The totals with the gradient of n depths added: num_blocks [n, E], the rest as of `Rows`."""
+    def add(
+        self, factors: jax.Array, x: jax.Array, d_out: jax.Array, num_blocks: jax.Array, target: Generation
+    ) -> Tape:
+        """The totals with the gradient of n depths added: num_blocks [n, E] int32, the rest as of `Rows`."""
         experts, size, hidden = self.down.shape
         totals = self.gate_up.reshape(experts, 2, size, hidden), self.down[:, None]
-        visits = visits_of(num_blocks, x.shape[0] // (block * num_blocks.shape[0]))
-        totals = accumulate(totals, factors, (x, d_out), visits, block=block, tile=columns, interpret=interpret)
+        visits = visits_of(num_blocks, x.shape[0] // (self.block * num_blocks.shape[0]))
+        totals = accumulate(totals, factors, (x, d_out), visits, block=self.block, tile=self.columns, target=target)
         return replace(self, gate_up=totals[0].reshape(self.gate_up.shape), down=totals[1][:, 0])
+
+    def settle(self, target: Generation) -> Tape:
+        """The tape with the rows kept aside added to the totals."""
+        rows = self.rows
+        if rows is None:
+            return self
+        settled = self.add(rows.factors, rows.x, rows.d_out, rows.num_blocks.astype(jnp.int32), target)
+        empty = rows._replace(num_blocks=jnp.zeros_like(rows.num_blocks), depth=jnp.float32(0))
+        return replace(settled, rows=empty)

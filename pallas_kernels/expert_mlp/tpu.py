@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.dispatch.api import Dispatch
-from pallas_kernels.dispatch.stream import Stream, Walk
-from pallas_kernels.tiles import INTERPRETED, Generation
+from pallas_kernels.dispatch.stream import Stream, Walk, compile_for
+from pallas_kernels.tiles import Generation
 
 TRANSPOSED = (((1,), (1,)), ((), ()))
 
@@ -57,7 +57,7 @@ def forward(
         out_shape=out_shapes,
         cost_estimate=_cost(rows, down, 3 if keep else 2),
         name="expert_mlp_forward",
-        **_compile(target),
+        **compile_for(target),
     )(*_prefetched(plan, 0), rows, *matrices)
 
 
@@ -124,7 +124,7 @@ def input_gradient(
         input_output_aliases={3 + len(inputs) + 2 + i: 2 + i for i in range(len(kept))},
         cost_estimate=_cost(d_rows, down, 5 + 2 * len(kept)),
         name="expert_mlp_input_gradient",
-        **_compile(target),
+        **compile_for(target),
     )(*_prefetched(plan, first_block), *inputs, *matrices, *kept)
     return [d_x, d_weights[:, 0], *rest]
 
@@ -206,9 +206,7 @@ def _precision(a):
 
 
 def _diagonal(size):
-    return jax.lax.broadcasted_iota(jnp.int32, (size, size), 0) == jax.lax.broadcasted_iota(
-        jnp.int32, (size, size), 1
-    )
+    return jax.lax.broadcasted_iota(jnp.int32, (size, size), 0) == jax.lax.broadcasted_iota(jnp.int32, (size, size), 1)
 
 
 def _as_column(row):
@@ -260,16 +258,6 @@ class _Places:
         """Of [N, 1, b]."""
         index = self._index(out, False)
         return pl.BlockSpec((1, 1, self.block), lambda *at: (index(*at), 0, 0))
-
-
-def _compile(target):
-    interpreted = target is INTERPRETED
-    return {
-        "compiler_params": pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=None if interpreted else target.vmem
-        ),
-        "interpret": pltpu.InterpretParams() if interpreted else False,
-    }
 
 
 def _cost(rows, down, row_arrays):
