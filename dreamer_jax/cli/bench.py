@@ -8,17 +8,19 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from dreamer_jax.cli import bench_data
+from dreamer_jax.cli import bench_data, bench_generate
 from dreamer_jax.cli.budget import Parser, positive, split_overrides
 from dreamer_jax.config import UserError, load_config
 
 USAGE = """\
 usage: dreamer bench train --config CONFIG [--against transformers] [--steps N] [--json] [--section.key value ...]
        dreamer bench data [--tokenizer SPEC] [--mixture FILE] [--megabytes N] [--workers N] [--json]
+       dreamer bench generate --config CONFIG [--config ...] [--against transformers] [--batch B] [--json]
 
 data   tokens a second of preparing and feeding training data, and the memory that takes
 train  tokens a second, compile time and utilisation of the train step on random tokens
-`dreamer bench train --help` and `dreamer bench data --help` explain the options."""
+generate  tokens a second and time to the first token, of models next to each other and to Qwen3-MoE
+`dreamer bench train --help` and the like explain the options."""
 
 
 def run(arguments: list[str]) -> int:
@@ -26,7 +28,7 @@ def run(arguments: list[str]) -> int:
     if arguments and arguments[0] in ("--help", "-h"):
         print(USAGE)
         return 0
-    actions = {"train": _train, "data": bench_data.run}
+    actions = {"train": _train, "data": bench_data.run, "generate": bench_generate.run}
     if not arguments or arguments[0] not in actions:
         given = arguments[0] if arguments else ""
         alike = difflib.get_close_matches(given, list(actions), n=1)

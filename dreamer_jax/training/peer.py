@@ -53,6 +53,35 @@ def check_comparable(config: Config) -> None:
             raise UserError(f"--against transformers can't be used with {problem}; try configs/models/la_tiny.yaml")
 
 
+def qwen(config: Config, experts: str) -> Any:
+    """`Qwen3MoeForCausalLM` with the sizes of an LA configuration, in float32, drawn from `run.seed`."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    model = config.model
+    torch.manual_seed(config.run.seed)
+    settings: dict[str, Any] = {  # untyped: some are known to a generation of transformers only
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.expert_size,  # of dense layers, which there are none of
+        "moe_intermediate_size": model.expert_size,
+        "num_hidden_layers": model.depth,
+        "num_attention_heads": model.sa_heads,
+        "num_key_value_heads": model.sa_kv_heads,
+        "head_dim": model.sa_head_size,
+        "num_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "max_position_embeddings": config.data.sequence_length,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+        "output_router_logits": False,  # no auxiliary loss
+        "use_cache": False,
+        "attn_implementation": "sdpa",
+        "experts_implementation": experts,
+    }
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings)).float()
+
+
 class QwenStep:
     """A train step of `Qwen3MoeForCausalLM` on the CPU: AdamW, clipping and learning rate as in our recipe.
 
@@ -63,31 +92,10 @@ class QwenStep:
 
     def __init__(self, config: Config, experts: str):
         import torch
-        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-        model, self._recipe = config.model, config.training
+        self._recipe = config.training
         self._torch, self.experts = torch, experts
-        torch.manual_seed(config.run.seed)
-        settings: dict[str, Any] = {  # untyped: some are known to a generation of transformers only
-            "vocab_size": model.vocab_size,
-            "hidden_size": model.hidden_size,
-            "intermediate_size": model.expert_size,  # of dense layers, which there are none of
-            "moe_intermediate_size": model.expert_size,
-            "num_hidden_layers": model.depth,
-            "num_attention_heads": model.sa_heads,
-            "num_key_value_heads": model.sa_kv_heads,
-            "head_dim": model.sa_head_size,
-            "num_experts": model.num_experts,
-            "num_experts_per_tok": model.experts_per_token,
-            "max_position_embeddings": config.data.sequence_length,
-            "norm_topk_prob": True,
-            "tie_word_embeddings": False,
-            "output_router_logits": False,  # no auxiliary loss
-            "use_cache": False,
-            "attn_implementation": "sdpa",
-            "experts_implementation": experts,
-        }
-        self.model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings)).float().train()
+        self.model: Any = qwen(config, experts).train()
         self.parameters = sum(weight.numel() for weight in self.model.parameters())
         groups = [
             {"params": [w for w in self.model.parameters() if w.ndim > 1], "weight_decay": self._recipe.weight_decay},

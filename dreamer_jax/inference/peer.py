@@ -1,0 +1,56 @@
+"""Hugging Face's Qwen3-MoE generating greedily: what `dreamer bench generate` compares with."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from dreamer_jax.config.schema import Config
+from dreamer_jax.training.peer import EXPERTS, qwen
+
+WAYS = (*EXPERTS, "batched_mm")
+"""transformers' ways to compute the experts, all tried: with few tokens each may be the fastest."""
+
+
+class QwenGeneration:
+    """Greedy generation with a growing cache, token by token, without the bookkeeping of `generate`.
+
+    Args:
+        config: an LA configuration in float32.
+        experts: one of `WAYS`.
+    """
+
+    def __init__(self, config: Config, experts: str):
+        self.experts = experts
+        self._model: Any = qwen(config, experts).eval()
+
+    def __call__(self, prompts: np.ndarray, tokens: int) -> tuple[float, float]:
+        """Seconds to the first token and to the last of `tokens`, after prompts [B, S] of equal length."""
+        import torch
+
+        began = time.perf_counter()
+        first = 0.0
+        with torch.inference_mode():
+            inputs, past = torch.from_numpy(prompts).long(), None
+            for number in range(tokens):
+                out = self._model(input_ids=inputs, past_key_values=past, use_cache=True, logits_to_keep=1)
+                inputs, past = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
+                inputs.tolist()  # a caller would have it now
+                if number == 0:
+                    first = time.perf_counter() - began
+        return first, time.perf_counter() - began
+
+
+def fastest_peer(config: Config, prompts: np.ndarray, tokens: int) -> tuple[QwenGeneration, dict[str, float]]:
+    """The quickest of `WAYS` for these prompts, and the shorter of two runs of each, in seconds."""
+    seconds: dict[str, float] = {}
+    best: QwenGeneration | None = None
+    for experts in WAYS:
+        peer = QwenGeneration(config, experts)
+        seconds[experts] = min(peer(prompts, tokens)[1] for _ in range(2))
+        if best is None or seconds[experts] < seconds[best.experts]:
+            best = peer
+    assert best is not None
+    return best, seconds
