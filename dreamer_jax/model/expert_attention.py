@@ -36,8 +36,8 @@ class ExpertAttention(nn.Module):
         indices, scores = select(logits, bias, config.experts_per_token)
         weights = scores / jnp.sum(scores, axis=-1, keepdims=True)
         matrices = gate_up.astype(x.dtype), down.astype(x.dtype)
-        extra = () if tape is None else (tape,)
-        out = self.operations.expert_mlp(flat, indices, weights, *matrices, *extra)
+        extra = {} if tape is None else {"tape": tape}
+        out = self.operations.expert_mlp(flat, indices, weights, *matrices, **extra)
         return out.reshape(x.shape), usage(indices, experts, context.real)
 
     def _weight(self, name: str, init: Initializer, shape: tuple[int, ...]) -> jax.Array:

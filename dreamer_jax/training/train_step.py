@@ -114,7 +114,13 @@ def _operations(config: Config, mesh: Mesh) -> Operations:
     operations = resolve_operations(config.model.implementation)
     if mesh.shape[EXPERT] == 1:
         return operations
-    return dataclasses.replace(operations, expert_mlp=gathered_experts(operations.expert_mlp, EXPERT))
+    group = mesh.shape[EXPERT]
+
+    def expert_tape(indices, gate_up, dtype):
+        return operations.expert_tape((indices[0] * group, indices[1]), gate_up, dtype)
+
+    experts = gathered_experts(operations.expert_mlp, EXPERT)
+    return dataclasses.replace(operations, expert_mlp=experts, expert_tape=expert_tape)
 
 
 def make_evaluation_step(config: Config, mesh: Mesh) -> Callable[[Any, Any, Batch], Metrics]:
