@@ -37,9 +37,9 @@ def attend(
     Returns:
         out [T, n d]; the logarithm of the softmax's denominator, float32 [kv, n/kv, T]; the cache.
     """
-    slots, tokens, width = cache.keys.shape
+    tokens = q.shape[0]
     size, group = head_size(k), q.shape[1] // k.shape[1]
-    kv_heads = width // size
+    kv_heads = k.shape[1] // size
     target = generation()
     blocks = Blocks.of(cache, target or INTERPRETED)
 
@@ -275,7 +275,7 @@ def _head(ref, place, head, size):
 
 
 def _row_dot(a, b, minus=None):
-    """Inner products of rows, less the sum of a row of `minus`: [rows, d] -> [rows, 1]. One reduction if sizes agree."""
+    """Inner products of rows, less the sum of a row of `minus`, in one reduction if sizes agree: [rows, 1]."""
     product = a * b
     if minus is None:
         return jnp.sum(product, axis=-1, keepdims=True)

@@ -1,0 +1,237 @@
+"""The attentions' kernels at the paper's shapes (and with grouped queries), for `dreamer bench kernels`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels.sequence_attention.xla
+from dreamer_jax.planning.kernel_case import Case, Launch
+from dreamer_jax.planning.schedule import Schedule
+from pallas_kernels import depth_attention, sequence_attention
+from pallas_kernels.depth_attention import DepthCache, write_slot
+from pallas_kernels.depth_attention.shapes import Blocks, backward_bytes, forward_bytes, statistics_lanes
+from pallas_kernels.sequence_attention.shapes import block_of
+from pallas_kernels.tiles import Generation
+
+TOKENS, SIZE = 32768, 128
+BFLOAT16 = 2
+Read = Callable[[str], Schedule]
+
+
+def attention_cases() -> list[Case]:
+    """Depth attention at the paper's two depths and with grouped queries; sequence attention."""
+    shapes = [(32, 1, 1), (16, 1, 1), (16, 4, 2)]
+    depth = [make(*shape) for make in (_depth_forward, _depth_backward) for shape in shapes]
+    return [*depth, _sequence(forward=True), _sequence(forward=False)]
+
+
+def _depth_arguments(slots: int, heads: int, kv_heads: int, key: jax.Array):
+    keys = jax.random.split(key, 5)
+
+    def normal(n, *shape):
+        return jax.random.normal(keys[n], shape, jnp.bfloat16)
+
+    rows = [normal(n, TOKENS, count, SIZE) for n, count in enumerate((heads, kv_heads, kv_heads))]
+    return (*rows, DepthCache(*(normal(n, slots, TOKENS, kv_heads * SIZE) for n in (3, 4))))
+
+
+def _depth_name(slots: int, heads: int, kv_heads: int) -> str:
+    return f"T={TOKENS} L={slots} d={SIZE}" + (f" n={heads} kv={kv_heads}" if heads > 1 else "")
+
+
+def _depth_forward(slots: int, heads: int, kv_heads: int) -> Case:
+    def launches(read: Read, target: Generation) -> list[Launch]:
+        schedule = read("depth_attention_forward")
+        tiles, blocks = _tiles(slots, kv_heads, target)
+        start, whole, single = schedule.leaves
+        grid = schedule.loops[0]
+
+        def one(depth: int) -> Launch:
+            steps = max(1, -(-depth // blocks.slots))
+            rows = blocks.tokens // blocks.rows
+            inner = start.bundles + depth // blocks.slots * whole.bundles + depth % blocks.slots * single.bundles
+            bundles = tiles * (steps * (grid.own - grid.optional) + grid.optional + rows * inner)
+            fetched = steps * blocks.slots - depth  # slots of the last block that aren't wanted
+            extra = TOKENS * BFLOAT16 * SIZE * 2 * kv_heads * fetched
+            return Launch(bundles, _forward_bytes(slots, heads, kv_heads, depth) + extra + 4 * heads * TOKENS)
+
+        return [one(depth) for depth in range(slots)]
+
+    return Case(
+        "depth_attention forward",
+        _depth_name(slots, heads, kv_heads),
+        lambda key: _depth_arguments(slots, heads, kv_heads, key),
+        depth_attention.depth_attention,
+        _plain_forward,
+        launches,
+        flops=0,  # none on the matrix unit
+        least_bytes=sum(_forward_bytes(slots, heads, kv_heads, depth) for depth in range(slots)),
+        steps=range(slots),
+        carried=3,
+    )
+
+
+def _depth_backward(slots: int, heads: int, kv_heads: int) -> Case:
+    """The recomputed forward pass and the gradient, on the tape: what one depth of the backward scan takes."""
+
+    def arguments(key):
+        q, k, v, cache = _depth_arguments(slots, heads, kv_heads, key)
+        return q, k, v, cache, q, depth_attention.start_tape(cache, heads, SIZE)
+
+    def gradient(q, k, v, cache, d_out, tape, depth):
+        def attend(q, k, v, tape):
+            return depth_attention.depth_attention(q, k, v, cache, depth, tape)[0]
+
+        *rows, tape = jax.vjp(attend, q, k, v, tape)[1](d_out)
+        return rows, tape
+
+    def launches(read: Read, target: Generation) -> list[Launch]:
+        recompute, pull = read("depth_attention_recompute"), read("depth_attention_backward")
+        return [
+            launch
+            for depth in range(slots)
+            for launch in (
+                _recompute_launch(recompute, slots, heads, kv_heads, depth, target),
+                _pull_launch(pull, slots, heads, kv_heads, depth, target),
+            )
+        ]
+
+    own = 2 * TOKENS * SIZE * BFLOAT16 * (heads + kv_heads)  # q, k, v and out of the recomputed pass
+    return Case(
+        "depth_attention backward",
+        _depth_name(slots, heads, kv_heads),
+        arguments,
+        gradient,
+        _plain_gradient,
+        launches,
+        flops=0,
+        least_bytes=sum(
+            own
+            + TOKENS * SIZE * BFLOAT16 * 2 * kv_heads * depth
+            + backward_bytes(slots, TOKENS, heads, kv_heads, SIZE, BFLOAT16, depth)
+            for depth in range(slots)
+        ),
+        steps=range(slots - 1, -1, -1),
+        carried=5,
+    )
+
+
+def _plain(q: jax.Array, keys: jax.Array, values: jax.Array, depth: jax.Array) -> jax.Array:
+    """What XLA makes best of on a TPU: multiply and reduce over [L, T, d], head by head; reads all slots."""
+    group = q.shape[1] * SIZE // keys.shape[-1]
+    visible = (jnp.arange(keys.shape[0]) <= depth)[:, None]
+
+    def head(n):
+        k, v = (
+            slots[:, :, n // group * SIZE : (n // group + 1) * SIZE].astype(jnp.float32) for slots in (keys, values)
+        )
+        logits = jnp.sum(q[:, n].astype(jnp.float32) * k, axis=-1) * SIZE**-0.5
+        weights = jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), axis=0)
+        return jnp.sum(weights[..., None] * v, axis=0).astype(q.dtype)
+
+    return jnp.stack([head(n) for n in range(q.shape[1])], axis=1)
+
+
+def _plain_forward(q, k, v, cache, depth):
+    cache = write_slot(cache, k, v, depth)
+    return _plain(q, *cache, depth), cache
+
+
+def _plain_gradient(q, k, v, cache, d_out, tape, depth):
+    """Push form: the cache's gradient, float32, is read and written at every depth."""
+    del k, v, tape
+    totals = DepthCache(*(jnp.zeros(part.shape, jnp.float32) for part in cache))
+    out, vjp = jax.vjp(lambda q, keys, values: _plain(q, keys, values, depth), q, *cache)
+    d_q, *d_cache = vjp(d_out)
+    return (out, d_q), jax.tree.map(lambda total, d: total + d.astype(jnp.float32), totals, DepthCache(*d_cache))
+
+
+def _recompute_launch(schedule: Schedule, slots: int, heads: int, kv_heads: int, depth: int, target: Generation):
+    tiles, blocks = _tiles(slots, kv_heads, target)
+    start, whole, single = schedule.leaves
+    grid, steps = schedule.loops[0], max(1, -(-depth // blocks.slots))
+    inner = start.bundles + depth // blocks.slots * whole.bundles + depth % blocks.slots * single.bundles
+    bundles = tiles * (steps * (grid.own - grid.optional) + grid.optional + blocks.tokens // blocks.rows * inner)
+    moved = 2 * (heads + kv_heads) + 2 * kv_heads * steps * blocks.slots
+    return Launch(bundles, TOKENS * SIZE * BFLOAT16 * moved + 4 * heads * TOKENS)
+
+
+def _pull_launch(schedule: Schedule, slots: int, heads: int, kv_heads: int, depth: int, target: Generation) -> Launch:
+    tiles, blocks = _tiles(slots, kv_heads, target)
+    start, below_whole, below_single, above_whole, above_single = schedule.leaves
+    grid, size = schedule.loops[0], blocks.slots
+    below, first_above = -(-depth // size), (depth + 1) // size
+    above = -(-slots // size) - first_above
+    whole_above = sum((first_above + n) * size > depth and (first_above + n + 1) * size <= slots for n in range(above))
+    inner = (
+        start.bundles
+        + depth // size * below_whole.bundles
+        + depth % size * below_single.bundles
+        + whole_above * above_whole.bundles
+        + (slots - 1 - depth - whole_above * size) * above_single.bundles
+    )
+    steps = max(1, below + above)
+    bundles = tiles * (steps * (grid.own - grid.optional) + grid.optional + blocks.tokens // blocks.rows * inner)
+    least = backward_bytes(slots, TOKENS, heads, kv_heads, SIZE, BFLOAT16, depth)
+    unwanted = kv_heads * (below * size - depth) + heads * (above * size - (slots - 1 - depth))
+    statistics = 2 * 4 * kv_heads * TOKENS * statistics_lanes(slots, heads // kv_heads)
+    return Launch(bundles, least + 2 * TOKENS * SIZE * BFLOAT16 * unwanted + statistics)
+
+
+def _tiles(slots: int, kv_heads: int, target: Generation) -> tuple[int, Blocks]:
+    """(token tiles, times key heads) of a core, and the blocks."""
+    row = jax.ShapeDtypeStruct((slots, TOKENS, kv_heads * SIZE), jnp.bfloat16)
+    blocks = Blocks.of(DepthCache(row, row), target)  # type: ignore[arg-type]
+    return math.ceil(TOKENS // blocks.tokens * kv_heads / target.cores), blocks
+
+
+def _forward_bytes(slots: int, heads: int, kv_heads: int, depth: int) -> int:
+    return forward_bytes(slots, TOKENS, heads, kv_heads, SIZE, BFLOAT16, depth)
+
+
+def _sequence(forward: bool) -> Case:
+    rows, length, heads, kv_heads = 8, 4096, 16, 8
+
+    def arguments(key):
+        keys = jax.random.split(key, 3)
+        counts = (heads, kv_heads, kv_heads)
+        q, k, v = (jax.random.normal(k, (rows, length, n, SIZE), jnp.bfloat16) for k, n in zip(keys, counts, strict=True))
+        return q, k, v, jnp.ones((rows, length), jnp.int32)
+
+    def run(operation):
+        def value(q, k, v, segment_ids, step):
+            del step
+            return operation(q, k, v, segment_ids)
+
+        def gradient(q, k, v, segment_ids, step):
+            out, vjp = jax.vjp(lambda *inputs: value(*inputs, segment_ids, step), q, k, v)
+            return vjp(out)
+
+        return value if forward else gradient
+
+    def launches(read: Read, target: Generation) -> Sequence[Launch]:
+        block = block_of(length, target.sequence_block)
+        pairs = rows * heads * (length // block) * (length // block + 1) // 2  # blocks of scores not in the future
+
+        def one(name: str, moved: float) -> Launch:
+            return Launch(read(name).loops[0].bundles * pairs / target.cores, moved)
+
+        launches = [one("splash_mha_fwd[a-z_]*", io)]
+        return launches if forward else [*launches, one("splash_mha_dkv[a-z_]*", 2 * io)]
+
+    io = rows * length * SIZE * BFLOAT16 * 2 * (heads + kv_heads)
+    products = 4 * rows * heads * length**2 / 2 * SIZE  # two products over the lower triangle
+    return Case(
+        f"sequence_attention {'forward' if forward else 'gradient'}",
+        f"B={rows} S={length} n={heads} kv={kv_heads} d={SIZE}",
+        arguments,
+        run(sequence_attention.sequence_attention),
+        run(pallas_kernels.sequence_attention.xla.sequence_attention),
+        launches,
+        flops=products * (1 if forward else 3.5),
+        least_bytes=io * (1 if forward else 3),
+    )

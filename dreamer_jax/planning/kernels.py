@@ -1,0 +1,185 @@
+"""`dreamer bench kernels`: every kernel's time, predicted from its schedule and bytes, or measured on a device."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dreamer_jax.config.errors import UserError
+from dreamer_jax.planning.schedule import CLOCKS, DUMP_FLAGS, Schedule, read_schedule
+from dreamer_jax.planning.topology import Topology, child_environment, devices_of, parse_topology, require_libtpu
+
+Row = dict[str, Any]
+
+
+def kernel_cases(match: str = "") -> list[Any]:
+    """All cases (see kernel_case.py) whose name and shape contain `match`. A room's kernels are added here.
+
+    Raises:
+        UserError: when there is none.
+    """
+    from dreamer_jax.planning.attention_cases import attention_cases
+
+    cases = attention_cases()
+    found = [case for case in cases if match in f"{case.name} {case.shape}"]
+    if not found:
+        names = "; ".join(sorted({case.name for case in cases}))
+        raise UserError(f"no kernel matches '{match}'; there are: {names}")
+    return found
+
+
+def predict(topology: Topology, match: str, say: Callable[[str], None]) -> list[Row]:
+    """One row a kernel and shape, by compiling for one chip of the topology in a process of its own.
+
+    Times are seconds. Keys: `name`, `shape`; `seconds` = the sum over launches of the longer of `compute_seconds`
+    (bundles over clock) and `memory_seconds` (bytes over bandwidth); `roofline_seconds` (least bytes, matrix FLOPs);
+    `xla_seconds`, the same of what XLA compiles the work to, by the bytes and FLOPs it counts itself; `temporary`,
+    bytes; `schedules`, Pallas kernel -> bundles of its program and of its innermost loops.
+
+    Raises:
+        UserError: libtpu is missing, or no kernel matches.
+    """
+    require_libtpu()
+    kernel_cases(match)
+    with tempfile.TemporaryDirectory() as directory:
+        environment = child_environment() | {"LIBTPU_INIT_ARGS": DUMP_FLAGS.format(directory=directory)}
+        command = [sys.executable, "-m", "dreamer_jax.planning.kernels", topology.name, match, directory]
+        child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        rows = []
+        assert child.stdout is not None and child.stderr is not None
+        for line in child.stdout:
+            if line.startswith("{"):
+                rows.append(json.loads(line))
+                say(f"compiled {rows[-1]['name']}, {rows[-1]['shape']}")
+        errors = child.stderr.read()
+        if child.wait():
+            raise RuntimeError(f"compiling kernels for {topology.name} failed:\n{errors[-4000:]}")
+    return rows
+
+
+def predict_case(case: Any, topology: Topology, directory: Path) -> Row:
+    """The row of one case; in a process that was started with DUMP_FLAGS for `directory`."""
+    import jax
+    import numpy as np
+
+    from pallas_kernels import tiles
+
+    device = devices_of(topology)[0]
+    mesh = jax.sharding.Mesh(np.array([device]), ("chip",))
+    chip, clock = topology.chip, CLOCKS[topology.chip.name]
+    seen: dict[str, Schedule] = {}
+
+    def read(name: str) -> Schedule:
+        seen[name] = read_schedule(directory, name)
+        return seen[name]
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        target = tiles.generation()
+        assert target is not None
+        ours = _compile(case, case.kernel, device)
+        launches = case.launches(read, target)
+        theirs = _compile(case, case.xla, device)
+    cost = theirs.cost_analysis()
+    compute, memory = (
+        [launch.bundles / clock for launch in launches],
+        [launch.bytes / chip.bandwidth for launch in launches],
+    )
+    steps = len(case.steps)
+    xla = max(cost["flops"] * steps / chip.peak_flops, cost["bytes accessed"] * steps / chip.bandwidth)
+    return {
+        "name": case.name,
+        "shape": case.shape,
+        "seconds": sum(map(max, compute, memory)),
+        "compute_seconds": sum(compute),
+        "memory_seconds": sum(memory),
+        "roofline_seconds": max(case.flops / chip.peak_flops, case.least_bytes / chip.bandwidth),
+        "xla_seconds": xla,
+        "temporary": ours.memory_analysis().temp_size_in_bytes,
+        "xla_temporary": theirs.memory_analysis().temp_size_in_bytes,
+        "schedules": {
+            name: {"bundles": s.bundles, "loops": [loop.bundles for loop in s.leaves]} for name, s in seen.items()
+        },
+    }
+
+
+def _compile(case: Any, function: Callable[..., Any], device: Any) -> Any:
+    """One step of the case, compiled for a device that needn't be there."""
+    import jax
+    import jax.numpy as jnp
+
+    place = jax.sharding.SingleDeviceSharding(device)
+    shapes = (*jax.eval_shape(case.arguments, jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32))
+    arguments = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes)
+    donated = () if case.carried is None else (case.carried,)
+    return jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+
+
+def measure(match: str, repeats: int, say: Callable[[str], None]) -> list[Row]:
+    """One row a kernel and shape, run on this machine's accelerator: `seconds` and `xla_seconds`, medians of `repeats`.
+
+    `roofline_seconds` is there for chips whose peak is known.
+
+    Raises:
+        UserError: this machine has no accelerator.
+    """
+    import jax
+
+    from dreamer_jax.parallel.chips import chip_of
+
+    if jax.default_backend() == "cpu":
+        raise UserError("bench kernels: no accelerator here; predict for one with --topology v5p:2x2x1")
+    chip = chip_of(jax.devices()[0].device_kind)
+    rows = []
+    for case in kernel_cases(match):
+        row: Row = {"name": case.name, "shape": case.shape}
+        for key, function in (("seconds", case.kernel), ("xla_seconds", case.xla)):
+            row[key] = time_case(case, function, repeats)
+        if chip:
+            row["roofline_seconds"] = max(case.flops / chip.peak_flops, case.least_bytes / chip.bandwidth)
+        rows.append(row)
+        say(f"measured {case.name}, {case.shape}")
+    return rows
+
+
+def time_case(case: Any, function: Callable[..., Any], repeats: int) -> float:
+    """Seconds of all steps of a case on the default device: the median of `repeats`, after one to compile."""
+    import statistics
+    import time
+
+    import jax
+    import jax.numpy as jnp
+
+    donated = () if case.carried is None else (case.carried,)
+    step = jax.jit(function, donate_argnums=donated)
+    taken = []
+    for _ in range(repeats + 1):
+        arguments = list(jax.block_until_ready(jax.jit(case.arguments)(jax.random.key(0))))
+        values = [jnp.int32(value) for value in case.steps]
+        start = time.perf_counter()
+        results: Any = None
+        for value in values:
+            results = step(*arguments, value)
+            if case.carried is not None:
+                arguments[case.carried] = results[-1]
+        jax.block_until_ready(results)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])
+
+
+def main(words: Sequence[str]) -> None:
+    """The child process of `predict`: TOPOLOGY MATCH DIRECTORY -> a line of JSON a case."""
+    topology, directory = parse_topology(words[0]), Path(words[2])
+    for case in kernel_cases(words[1]):
+        print(json.dumps(predict_case(case, topology, directory)), flush=True)
+        for path in directory.iterdir():  # the next case's schedules are the only ones left to find
+            os.remove(path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,169 @@
+"""The depth-attention kernels against the definition: all depths of a scan, values and gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import depth_attention, tiles
+from pallas_kernels.depth_attention import DepthCache, api, empty_cache, reference, xla
+from tests.pallas_kernels.interpreting import two_cores
+
+FLOAT32 = 1e-5  # of the largest element
+BFLOAT16 = 2.0**-7  # two roundings of it
+SMALL = tiles.Generation("small", cores=2, vmem=1 << 40, depth_tokens=128, depth_slots=4, depth_rows=64)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks so small that every edge between them is met at sizes that are quick to interpret."""
+    monkeypatch.setattr("pallas_kernels.depth_attention.tpu.INTERPRETED", SMALL)
+
+
+def inputs(slots, tokens, heads, kv_heads, size, dtype, seed=0):
+    """q, k, v and d_out of all depths."""
+    rng = np.random.default_rng(seed)
+    counts = (heads, kv_heads, kv_heads, heads)
+    return tuple(jnp.asarray(rng.normal(size=(slots, tokens, n, size)), dtype) for n in counts)
+
+
+def defined(q, k, v, d_out):
+    """Outputs, and gradients of q, k and v, by plain autodiff through all depths; float32."""
+    q, k, v, d_out = (part.astype(jnp.float32) for part in (q, k, v, d_out))
+    slots, tokens, kv_heads, size = k.shape
+
+    def run(q, k, v):
+        cache, outs = empty_cache(slots, tokens, kv_heads, size, q.dtype), []
+        for depth in range(slots):
+            out, cache = reference.depth_attention(q[depth], k[depth], v[depth], cache, jnp.int32(depth))
+            outs.append(out)
+        return jnp.stack(outs)
+
+    out, vjp = jax.vjp(run, q, k, v)
+    return out, *vjp(d_out)
+
+
+def scanned(q, k, v, d_out, unwritten=0.0):
+    """The same as the depth scan does it: forward through the cache, then down the depths with a tape."""
+    slots, tokens, kv_heads, size = k.shape
+    cache = jax.tree.map(lambda part: part + unwritten, empty_cache(slots, tokens, kv_heads, size, q.dtype))
+
+    @jax.jit
+    def forward(q, k, v, cache, depth):
+        return depth_attention.depth_attention(q, k, v, cache, depth)
+
+    @jax.jit
+    def backward(q, k, v, cache, depth, tape, d_out):
+        attend = lambda q, k, v, tape: depth_attention.depth_attention(q, k, v, cache, depth, tape)[0]  # noqa: E731
+        return jax.vjp(attend, q, k, v, tape)[1](d_out)
+
+    outs = []
+    for depth in range(slots):
+        out, cache = forward(q[depth], k[depth], v[depth], cache, jnp.int32(depth))
+        outs.append(out)
+    np.testing.assert_array_equal(cache.keys.reshape(k.shape), k)
+    np.testing.assert_array_equal(cache.values.reshape(v.shape), v)
+    tape = depth_attention.start_tape(cache, q.shape[2], size)
+    tape = jax.tree.map(lambda part: part + jnp.asarray(unwritten, part.dtype), tape)
+    gradients = []
+    for depth in reversed(range(slots)):
+        *gradient, tape = backward(q[depth], k[depth], v[depth], cache, jnp.int32(depth), tape, d_out[depth])
+        gradients.append(gradient)
+    return jnp.stack(outs), *(jnp.stack(parts[::-1]) for parts in zip(*gradients, strict=True))
+
+
+def assert_close(actual, expected, tolerance):
+    """Every output and gradient, to a share of its largest element."""
+    for name, got, want in zip(("out", "d_q", "d_k", "d_v"), actual, expected, strict=True):
+        assert got.shape == want.shape
+        largest = float(jnp.abs(want).max())
+        np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=0, atol=tolerance * largest, err_msg=name)
+
+
+# Slots on both sides of a block of 4, tokens of one and of several blocks of 128; one head, groups, several key heads.
+SHAPES = [(1, 128, 1, 1, 128), (5, 256, 1, 1, 128), (9, 128, 2, 1, 128), (4, 128, 4, 2, 128), (3, 384, 1, 1, 64)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernels_compute_the_definition(shape):
+    """Float32, from depth 0 to L-1; two cores, slots that no depth has written yet hold NaN and are never read."""
+    arguments = inputs(*shape, jnp.float32)
+    with two_cores():
+        actual = scanned(*arguments, unwritten=jnp.nan)
+    assert_close(actual, defined(*arguments), FLOAT32)
+
+
+def test_kernels_in_bfloat16():
+    """To rounding; sums are float32, so the error doesn't grow with the depths."""
+    arguments = inputs(9, 128, 2, 1, 128, jnp.bfloat16)
+    with two_cores():
+        actual = scanned(*arguments)
+    assert all(part.dtype == jnp.bfloat16 for part in actual)
+    assert_close(actual, defined(*arguments), BFLOAT16)
+
+
+@pytest.mark.slow
+@given(
+    slots=st.integers(1, 10),
+    blocks=st.integers(1, 3),
+    group=st.integers(1, 3),
+    kv_heads=st.integers(1, 2),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=12)
+def test_kernels_at_random_shapes(slots, blocks, group, kv_heads, seed):
+    """Any number of slots, blocks of tokens, heads in a group and key heads."""
+    arguments = inputs(slots, 128 * blocks, group * kv_heads, kv_heads, 128, jnp.float32, seed)
+    with two_cores():
+        actual = scanned(*arguments)
+    assert_close(actual, defined(*arguments), FLOAT32)
+
+
+def test_more_statistics_than_a_register_has_lanes():
+    """70 slots and heads take two registers of a token's statistics."""
+    arguments = inputs(24, 128, 3, 1, 128, jnp.float32)
+    with two_cores():
+        actual = scanned(*arguments)
+    assert_close(actual, defined(*arguments), FLOAT32)
+
+
+def test_gradient_without_a_tape():
+    """Plain autodiff through the kernel, as remat none takes it: the cache gets a gradient too."""
+    q, k, v, d_out = (part[2] for part in inputs(3, 128, 2, 1, 128, jnp.float32))
+    rng = np.random.default_rng(1)
+    cache = DepthCache(*(jnp.asarray(rng.normal(size=(5, 128, 128)), jnp.float32) for _ in range(2)))
+    d_cache = DepthCache(*(jnp.asarray(rng.normal(size=(5, 128, 128)), jnp.float32) for _ in range(2)))
+
+    def gradient(operation):
+        return jax.vjp(lambda *a: operation(*a, jnp.int32(2)), q, k, v, cache)[1]((d_out, d_cache))
+
+    with two_cores():
+        actual = gradient(depth_attention.depth_attention)
+    for got, want in zip(*map(jax.tree.leaves, (actual, gradient(reference.depth_attention))), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=FLOAT32 * float(jnp.abs(want).max()))
+
+
+@pytest.mark.parametrize("shape", [(3, 100, 1, 1, 128), (3, 128, 2, 1, 64)], ids=str)
+def test_other_shapes_take_xla_and_say_so(shape, caplog):
+    """One line that names the reason, however often; results are the definition's."""
+    api.say_once.cache_clear()
+    arguments = inputs(*shape, jnp.float32)
+    assert_close(scanned(*arguments), defined(*arguments), FLOAT32)
+    lines = [record.message for record in caplog.records if record.name == "pallas_kernels"]
+    assert len(lines) == 1 and str(shape[1] if shape[1] % 128 else shape[4]) in lines[0], lines
+
+
+def test_xla_tape_holds_the_float32_gradient_of_the_cache():
+    """In bfloat16 nothing is rounded between depths."""
+    q, k, v, d_out = (part[0] for part in inputs(1, 8, 2, 1, 16, jnp.bfloat16))
+    cache = DepthCache(*(part.reshape(1, 8, 16) for part in (k, v)))
+    tape = xla.start_tape(cache, 2, 16)
+    attend = functools.partial(xla.depth_attention, q, k, v, cache, jnp.int32(0))
+    tape = jax.vjp(lambda tape: attend(tape)[0], tape)[1](d_out)[0]
+    assert {part.dtype for part in tape} == {jnp.dtype(jnp.float32)}
+    wide = [part.astype(jnp.float32) for part in (q, k, v, d_out)]
+    np.testing.assert_allclose(tape.values[0], wide[3].sum(1), rtol=1e-6)  # one slot: its weight is 1

@@ -1,0 +1,86 @@
+"""Sequence attention by kernel and by jax.nn against the definition, with packed documents: values and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import sequence_attention, tiles
+from pallas_kernels.sequence_attention import api, gpu, reference
+
+FLOAT32, BFLOAT16 = 1e-5, 2.0**-6
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several blocks at sizes that are quick to interpret."""
+    small = tiles.Generation("small", cores=1, vmem=1 << 40, sequence_block=128)
+    monkeypatch.setattr("pallas_kernels.sequence_attention.tpu.INTERPRETED", small)
+
+
+def inputs(length, heads, kv_heads, size, dtype=jnp.float32):
+    """q, k, v and d_out; and documents that begin and end inside blocks, padding last."""
+    rng = np.random.default_rng(0)
+    counts = (heads, kv_heads, kv_heads, heads)
+    arrays = [jnp.asarray(rng.normal(size=(2, length, n, size)), dtype) for n in counts]
+    cuts = np.array([[0.3, 0.5, 0.9], [0.1, 0.6, 1.0]]) * length
+    segment_ids = (np.arange(length)[None, :, None] >= cuts[:, None]).sum(-1) + 1
+    segment_ids[segment_ids == 4] = 0
+    return arrays, jnp.asarray(segment_ids, jnp.int32)
+
+
+def value_and_gradients(operation, arrays, segment_ids):
+    """out, d_q, d_k, d_v."""
+    q, k, v, d_out = arrays
+
+    @jax.jit
+    def run(q, k, v, d_out):
+        out, vjp = jax.vjp(lambda q, k, v: operation(q, k, v, segment_ids), q, k, v)
+        return out, *vjp(d_out)
+
+    return run(q, k, v, d_out)
+
+
+def assert_close(actual, expected, tolerance):
+    """To a share of the largest element."""
+    for got, want in zip(actual, expected, strict=True):
+        got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, FLOAT32), (jnp.bfloat16, BFLOAT16)])
+def test_splash_attention(dtype, tolerance):
+    """Grouped queries, two blocks of keys, documents that share blocks."""
+    arrays, segment_ids = inputs(256, 4, 2, 128, dtype)
+    wide = [part.astype(jnp.float32) for part in arrays]
+    expected = value_and_gradients(reference.sequence_attention, wide, segment_ids)
+    actual = value_and_gradients(sequence_attention.sequence_attention, arrays, segment_ids)
+    assert actual[0].dtype == dtype
+    assert_close(actual, expected, tolerance)
+
+
+def test_the_form_for_gpus():
+    """jax.nn.dot_product_attention with a mask; on a CPU it takes the XLA form of the same call."""
+    arrays, segment_ids = inputs(70, 4, 2, 8)
+    expected = value_and_gradients(reference.sequence_attention, arrays, segment_ids)
+    assert_close(value_and_gradients(gpu.sequence_attention, arrays, segment_ids), expected, FLOAT32)
+
+
+@pytest.mark.gpu
+def test_cudnn_attention():
+    """cuDNN's flash attention, which takes bfloat16 only."""
+    arrays, segment_ids = inputs(512, 4, 2, 128, jnp.bfloat16)
+    wide = [part.astype(jnp.float32) for part in arrays]
+    expected = value_and_gradients(reference.sequence_attention, wide, segment_ids)
+    assert_close(value_and_gradients(gpu.sequence_attention, arrays, segment_ids), expected, BFLOAT16)
+
+
+def test_other_shapes_take_xla_and_say_so(caplog):
+    """A length that no block divides."""
+    api.say_once.cache_clear()
+    arrays, segment_ids = inputs(70, 4, 2, 128)
+    expected = value_and_gradients(reference.sequence_attention, arrays, segment_ids)
+    assert_close(value_and_gradients(sequence_attention.sequence_attention, arrays, segment_ids), expected, FLOAT32)
+    assert [r.message for r in caplog.records if r.name == "pallas_kernels"] == [
+        "sequence attention without a kernel: a sequence of 70 is not a multiple of 128"
+    ]
