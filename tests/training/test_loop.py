@@ -1,0 +1,217 @@
+"""The loop around a made-up step: going back from diverged steps, full disks, records without gaps or repetition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dreamer_jax.config import Config, LoadedConfig, UserError
+from dreamer_jax.config.schema import CheckpointConfig, RunConfig, SafetyConfig, TrainingConfig
+from dreamer_jax.training import loop, recovery
+from dreamer_jax.training.checkpoints import Checkpoints
+from dreamer_jax.training.metrics import MetricsWriter, read_metrics
+from dreamer_jax.training.state import TrainState
+
+BATCHES = 64
+
+
+class FakeData:
+    """Batches that tell their place in the data order."""
+
+    summary, fingerprint, tokenizer = "numbers", "d", SimpleNamespace(fingerprint="t")
+
+    def training_batches(self, start: int, stop: int, rows: range) -> Iterator:
+        for position in range(start, stop):
+            yield position, {"tokens": np.full((len(rows), 4), position, np.int32)}
+
+    def heldout_records(self, n: int) -> list:
+        return []
+
+    harder_records = heldout_records
+
+
+def abstract(config: Config, mesh) -> TrainState:
+    def place(*shape: int, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    return TrainState(place(dtype=jnp.int32), {"seen": place(BATCHES)}, {"mu": place(1)}, {"router": place(2)})
+
+
+def fresh(config: Config, mesh) -> TrainState:
+    return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, device=leaf.sharding), abstract(config, mesh))
+
+
+@pytest.fixture
+def train(monkeypatch, tmp_path):
+    """A function (broken batches, **settings) -> (how often each batch was trained on, the records)."""
+    broken: set[int] = set()
+
+    def make_step(config, mesh):
+        @jax.jit
+        def step(state: TrainState, batch):
+            position = batch["tokens"][0, 0]
+            bad = jnp.isin(position, jnp.array(sorted(broken) or [-1]))
+            seen = jnp.where(bad, state.params["seen"], state.params["seen"].at[position].add(1))
+            metrics = {"loss": jnp.where(bad, jnp.nan, position), "gradient_norm": 1.0, "learning_rate": 1.0}
+            metrics |= {"counts": {"router": jnp.ones((1, 2))}, "skipped": bad.astype(jnp.int32)}
+            return state.replace(step=state.step + 1, params={"seen": seen}), metrics
+
+        return step
+
+    monkeypatch.setattr(loop, "make_train_step", make_step)
+    monkeypatch.setattr(loop, "make_evaluation_step", lambda *_: jax.jit(lambda *_: 0))
+    monkeypatch.setattr(loop, "evaluate", lambda *_: {})
+    monkeypatch.setattr(loop, "open_data", lambda _: FakeData())
+    monkeypatch.setattr(loop, "draw_figures", lambda _: [])
+    monkeypatch.setattr(recovery, "create_state", fresh)
+    monkeypatch.setattr(recovery, "abstract_state", abstract)
+    monkeypatch.setattr(recovery, "SECONDS_BETWEEN_TRIES", (0.0,) * 4)
+
+    def run(bad=(), steps=20, every=4, keep=3, **safety):
+        broken.clear()
+        broken.update(bad)
+        config = Config(
+            training=TrainingConfig(steps=steps, batch_size=2, log_every=1),
+            checkpoint=CheckpointConfig(every=every, keep=keep),
+            safety=SafetyConfig(**safety),
+            run=RunConfig(dir=str(tmp_path / "run")),
+        )
+        assert loop.train(LoadedConfig(config, {})) == 0
+        with_meta = Checkpoints(tmp_path / "run", config.checkpoint, {"data": "d", "tokenizer": "t"})
+        like = abstract(config, jax.sharding.Mesh(np.array(jax.devices()[:1]), "d"))
+        seen = np.asarray(with_meta.restore(like).params["seen"])
+        return np.flatnonzero(seen), seen.max(), read_metrics(tmp_path / "run")
+
+    return run
+
+
+def saved(directory: Path) -> list[int]:
+    return sorted(int(path.name) for path in (directory / "run" / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def test_undisturbed(train, tmp_path):
+    seen, most, records = train()
+    assert seen.tolist() == list(range(20)) and most == 1
+    assert [record["step"] for record in records] == list(range(1, 21))
+    assert saved(tmp_path) == [12, 16, 20]
+
+
+def test_a_few_skipped_steps_are_counted_and_change_nothing(train):
+    seen, _, records = train(bad={2, 3, 9}, skipped_in_a_row=3)
+    assert seen.tolist() == [i for i in range(20) if i not in (2, 3, 9)]
+    assert [record["step"] for record in records] == list(range(1, 21))
+    assert [record["skipped"] for record in records][:4] == [0, 0, 1, 2] and records[-1]["skipped"] == 3
+    assert "loss" not in records[2] and records[4]["loss"] == 4, "what isn't finite isn't recorded"
+
+
+def test_going_back_to_other_data(train, capsys):
+    """Batches 9-11 are broken: at step 12 back to 8, and on with batch 12; nothing is recorded twice."""
+    seen, most, records = train(bad={9, 10, 11}, skipped_in_a_row=3)
+    assert seen.tolist() == [*range(8), *range(12, 24)] and most == 1
+    assert [record["step"] for record in records] == list(range(1, 21))
+    assert [record["loss"] for record in records] == [*range(8), *range(12, 24)]
+    assert [record["rollbacks"] for record in records] == [0] * 8 + [1] * 12
+    assert records[-1]["skipped"] == 3
+    assert "going back to step 8, which goes on with batch 12" in capsys.readouterr().out
+
+
+def test_no_checkpoint_within_a_streak(train, tmp_path):
+    """The run must be able to go back behind the first skipped step, not just behind the last checkpoint's time."""
+    train(bad=range(6, 11), skipped_in_a_row=5, keep=100)
+    assert saved(tmp_path) == [4, 8, 12, 16, 20], "step 8 was saved only after going back to step 4"
+    _, _, records = train(steps=21)
+    assert records[7]["loss"] == 14, "step 8 trained on batch 7 + 7"
+
+
+def test_where_a_run_is_in_its_data_survives_a_restart(train):
+    train(bad={5, 6}, skipped_in_a_row=2, steps=10)
+    seen, most, records = train(steps=20)
+    assert seen.tolist() == [*range(4), *range(7, 23)] and most == 1
+    assert records[-1]["rollbacks"] == 1 and records[-1]["skipped"] == 2
+
+
+def test_a_run_goes_back_only_so_often(train, tmp_path):
+    with pytest.raises(UserError, match=r"step 14.*gone back 2 times already: training has diverged.*learning_rate"):
+        train(bad=range(13, BATCHES), skipped_in_a_row=2, rollbacks=2)
+    assert saved(tmp_path) == [4, 8, 12]
+
+
+def test_without_a_checkpoint_it_goes_back_to_the_start(train):
+    seen, _, records = train(bad={1, 2}, skipped_in_a_row=2)
+    assert seen.tolist() == list(range(3, 23)) and len(records) == 20
+
+
+def test_a_full_disk_stops_no_training(train, tmp_path, monkeypatch, capsys):
+    """Saves fail until step 30; they are tried again after 1, 2, 4 and more steps, and said each time."""
+    tried = []
+    probe = Checkpoints._probe
+
+    def full_until_30(self: Checkpoints) -> None:
+        tried.append(self._step)
+        if self._step < 30:
+            raise OSError(28, "No space left on device")
+        probe(self)
+
+    monkeypatch.setattr(Checkpoints, "_probe", full_until_30)
+    seen, _, records = train(steps=45, every=10, keep=100)
+    assert seen.tolist() == list(range(45)) and len(records) == 45
+    assert tried[0] == 10 and 4 <= len([step for step in tried if step < 30]) <= 10
+    assert saved(tmp_path) == sorted({step for step in tried if step >= 30})
+    assert capsys.readouterr().out.count("No space left on device; training goes on and will try again") >= 4
+
+
+def test_a_disk_that_stays_full_is_an_error_at_the_end(train, tmp_path, monkeypatch):
+    def full(self: Checkpoints) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Checkpoints, "_probe", full)
+    with pytest.raises(UserError, match=r"step 20 could not be saved in 5 attempts.*everything after the start"):
+        train()
+    assert len(read_metrics(tmp_path / "run")) == 20
+
+
+def test_records_wait_while_the_disk_is_full(tmp_path):
+    said: list[str] = []
+    writer = MetricsWriter(tmp_path, 0, said.append)
+    path = tmp_path / "metrics.jsonl"
+    writer.write(1, {"loss": 1.0})
+    path.rename(tmp_path / "aside")
+    path.symlink_to("/dev/full")
+    writer.write(2, {"loss": 2.0})
+    writer.write(3, {"loss": 3.0})
+    path.unlink()
+    (tmp_path / "aside").rename(path)
+    with path.open("a") as file:
+        file.write('{"step": 2, "lo')  # what an attempt may have left
+    writer.write(4, {"loss": 4.0})
+    writer.close()
+    assert [record["loss"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    assert len(said) == 2 and "can't be written" in said[0] and "3 records are caught up" in said[1]
+
+
+def test_damaged_checkpoints_are_not_trained_over(train, tmp_path):
+    """With nothing good left, training must not start over in silence and overwrite the record."""
+    train(steps=8)
+    for step in saved(tmp_path):
+        metadata = tmp_path / "run" / "checkpoints" / str(step) / "meta" / "metadata"
+        metadata.write_bytes(metadata.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"all checkpoints .* are damaged"):
+        train(steps=12)
+    assert len(read_metrics(tmp_path / "run")) == 8
+
+
+def test_a_damaged_checkpoint_counts_no_longer(train, tmp_path, capsys):
+    train(steps=12, keep=2)
+    path = tmp_path / "run" / "checkpoints" / "12" / "meta" / "metadata"
+    path.write_bytes(path.read_bytes()[:-1])
+    seen, most, records = train(steps=20, keep=2)
+    assert "checkpoint 12 can't be used: meta/metadata has" in capsys.readouterr().out
+    assert seen.tolist() == list(range(20)) and most == 1 and len(records) == 20
+    assert saved(tmp_path) == [16, 20]
