@@ -1,13 +1,19 @@
-"""`dreamer compare RUN RUN ...`: cost and held-out results of runs, side by side."""
+"""`dreamer compare RUN RUN ...`: cost, held-out results and benchmarks of runs, side by side."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from dreamer_jax.budget import analytic
 from dreamer_jax.cli.budget import Parser
 from dreamer_jax.config import UserError, load_config
+from dreamer_jax.evaluation.comparison import Curve, accuracies, best, data_efficiency, draw
+from dreamer_jax.training.figures import heldout_loss
+from dreamer_jax.training.metrics import read_metrics
+
+LOSS = "held-out loss (nats per token)"
 
 
 def run(arguments: list[str]) -> int:
@@ -16,19 +22,22 @@ def run(arguments: list[str]) -> int:
         options = _parser().parse_args(arguments)
     except SystemExit:  # --help has been printed
         return 0
-    rows = [_row(Path(directory)) for directory in options.runs]
+    directories = list(dict.fromkeys(options.runs))
+    rows = [_row(Path(directory)) for directory in directories]
+    curves = {directory: _accuracies(Path(directory)) for directory in directories}
+    baseline = _baseline(options.baseline, directories, rows)
+    for row, directory in zip(rows, directories, strict=True):
+        row |= _benchmarks(curves[directory], curves[baseline])
     if options.json:
         print(json.dumps(rows, indent=2))
     else:
         _print_table(rows)
     if options.figure:
-        from dreamer_jax.training.figures import draw_curves, heldout_loss
-
-        curves = {
-            f"{row['variant']} ({directory})": heldout_loss(Path(directory))
-            for row, directory in zip(rows, options.runs, strict=True)
-        }
-        if not draw_curves(curves, "training tokens", "held-out loss (nats per token)", Path(options.figure)):
+        names = {directory: f"{row['variant']} ({directory})" for row, directory in zip(rows, directories, strict=True)}
+        panels = {LOSS: {names[directory]: heldout_loss(Path(directory)) for directory in directories}}
+        for label in sorted({label for its in curves.values() for label in its}):
+            panels[label] = {names[directory]: its.get(label, []) for directory, its in curves.items()}
+        if not draw(panels, names[baseline], Path(options.figure)):
             raise UserError("none of the runs has been evaluated yet; see evaluation.every")
         print(f"figure {options.figure}")
     return 0
@@ -36,15 +45,22 @@ def run(arguments: list[str]) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="dreamer compare", description="Cost and held-out results of runs, side by side.", allow_abbrev=False
+        prog="dreamer compare",
+        description="Cost, held-out results and benchmarks of runs, side by side.",
+        epilog="Data efficiency: how many times fewer training tokens a run needs than the baseline to reach the "
+        "baseline's best accuracy.",
+        allow_abbrev=False,
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run directories")
-    parser.add_argument("--figure", metavar="FILE.png", help="also draw held-out loss over training tokens")
+    parser.add_argument("--baseline", metavar="RUN", help="the run that others are compared with (the first LA run)")
+    parser.add_argument(
+        "--figure", metavar="FILE.png", help="also draw held-out loss and accuracies over training tokens"
+    )
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     return parser
 
 
-def _row(directory: Path) -> dict[str, object]:
+def _row(directory: Path) -> dict[str, Any]:
     summary = directory / "summary.json"
     if not summary.is_file():
         raise UserError(f"{directory} is not a finished run: it has no summary.json; finish it with `dreamer train`")
@@ -64,9 +80,37 @@ def _row(directory: Path) -> dict[str, object]:
     }
 
 
-def _print_table(rows: list[dict[str, object]]) -> None:
+def _accuracies(directory: Path) -> dict[str, Curve]:
+    return accuracies(directory, load_config(directory / "config.yaml").config, read_metrics(directory))
+
+
+def _baseline(asked: str | None, directories: list[str], rows: list[dict[str, Any]]) -> str:
+    if asked is None:
+        layered = (d for d, row in zip(directories, rows, strict=True) if row["variant"].startswith("LA"))
+        return next(layered, directories[0])
+    if asked not in directories:
+        raise UserError(f"--baseline {asked} is none of the runs that are compared: {', '.join(directories)}")
+    return asked
+
+
+def _benchmarks(curves: dict[str, Curve], baseline: dict[str, Curve]) -> dict[str, Any]:
+    """Best accuracy of each benchmark, and the data efficiency."""
+    tops = {label: best(curve) for label, curve in curves.items()}
+    return {
+        "accuracy": {label: top[1] for label, top in tops.items() if top},
+        "data_efficiency": {label: data_efficiency(curve, baseline.get(label, [])) for label, curve in curves.items()},
+    }
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
     """A line for each quantity, a column for each run: it stays readable in a narrow terminal."""
-    lines = [[name.replace("_", " "), *(_cell(row[name]) for row in rows)] for name in rows[0]]
+    plain = [name for name in rows[0] if name not in ("accuracy", "data_efficiency")]
+    lines = [[name.replace("_", " "), *(_cell(row[name]) for row in rows)] for name in plain]
+    for label in sorted({label for row in rows for label in row["accuracy"]}):
+        shares = (row["accuracy"].get(label) for row in rows)
+        lines.append([f"{label} accuracy", *("-" if share is None else f"{share:.2%}" for share in shares)])
+        factors = (row["data_efficiency"].get(label) for row in rows)
+        lines.append([f"{label} data efficiency", *("-" if factor is None else f"{factor:.2f}" for factor in factors)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for name, *cells in lines:
         padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))

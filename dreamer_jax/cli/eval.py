@@ -15,14 +15,13 @@ def run(arguments: list[str]) -> int:
         options = _parser().parse_args(arguments)
     except SystemExit:  # --help has been printed
         return 0
-    from dreamer_jax.evaluation.runner import Settings, choose_tasks, evaluate
-    from dreamer_jax.evaluation.language_model import load_language_model, locate
+    from dreamer_jax.evaluation.language_model import open_model
     from dreamer_jax.evaluation.report import table
+    from dreamer_jax.evaluation.runner import Settings, choose_tasks, evaluate
 
     tasks = choose_tasks(options.tasks)  # a wrong name shows before anything is loaded
     settings = Settings(options.data, options.shots, options.max_tokens, options.text, options.template, options.window)
-    place = locate(options.run, options.depth, options.dtype)
-    model = load_language_model(
+    model, place = open_model(
         options.run,
         depth=options.depth,
         dtype=options.dtype,

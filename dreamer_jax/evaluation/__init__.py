@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dreamer_jax.evaluation.adapter import LMEvalAdapter
-    from dreamer_jax.evaluation.runner import Settings, evaluate
     from dreamer_jax.evaluation.language_model import LanguageModel, load_language_model
+    from dreamer_jax.evaluation.runner import Settings, evaluate
     from dreamer_jax.evaluation.training_hook import during_training
 
 _HOMES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -143,26 +144,20 @@ class Place(NamedTuple):
     row_length: int
 
 
-def locate(run: str, depth: int | None = None, dtype: str | None = None) -> Place:
-    """Where an evaluation of a run, or of one checkpoint in it, belongs."""
-    from dreamer_jax.training.checkpoints import locate_run
-
-    directory, config, step = locate_run(run)
-    return place_of(config, Path(directory), step, depth, dtype)
-
-
-def place_of(config: Config, directory: Path, step: int, depth: int | None = None, dtype: str | None = None) -> Place:
-    """The same for a known step."""
+def place_of(config: Config, directory: str, step: int, depth: int | None = None, dtype: str | None = None) -> Place:
+    """Where an evaluation of a checkpoint belongs; a bucket's is kept in a folder of that name here."""
     depth, dtype = depth or config.model.depth, dtype or config.model.dtype
     name = f"step-{step}"
     name += f"-depth-{depth}" if depth != config.model.depth else ""
     name += f"-{dtype}" if dtype != config.model.dtype else ""
     tokens = step * config.training.batch_size * config.data.sequence_length
     source = {"step": step, "tokens": tokens, "depth": depth, "dtype": dtype}
-    return Place(directory / "evaluation" / name, source, config.data.sequence_length)
+    return Place(
+        Path(directory.partition("://")[2] or directory) / "evaluation" / name, source, config.data.sequence_length
+    )
 
 
-def load_language_model(
+def open_model(
     run: str,
     *,
     depth: int | None = None,
@@ -170,8 +165,8 @@ def load_language_model(
     tokenizer: str | None = None,
     max_length: int | None = None,
     batch_size: int = 16,
-) -> LanguageModel:
-    """The model of a run directory, or of one checkpoint in it.
+) -> tuple[LanguageModel, Place]:
+    """The model of a run directory, or of one checkpoint in it, and where its evaluation belongs.
 
     Args:
         run: as `training.checkpoints.load_run` takes it.
@@ -189,7 +184,14 @@ def load_language_model(
     trained = load_run(run)
     chosen = trained_tokenizer(tokenizer or trained.config.data.tokenizer, trained.meta["tokenizer"])
     length = max_length or max(LONGEST_INPUT, trained.config.data.sequence_length)
-    return LanguageModel(Engine.of(trained, depth=depth, dtype=dtype), chosen, length, batch_size)
+    model = LanguageModel(Engine.of(trained, depth=depth, dtype=dtype), chosen, length, batch_size)
+    directory = re.sub(r"(^|/)checkpoints/[0-9]+$", "", run.rstrip("/")) or "."
+    return model, place_of(trained.config, directory, trained.step, depth, dtype)
+
+
+def load_language_model(run: str, **options: Any) -> LanguageModel:
+    """The model alone; see `open_model`."""
+    return open_model(run, **options)[0]
 
 
 def trained_tokenizer(spec: str, fingerprint: str) -> Tokenizer:

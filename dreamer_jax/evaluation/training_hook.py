@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from dreamer_jax.config.errors import UserError
 from dreamer_jax.config.schema import Config
 from dreamer_jax.data.tokenizers import load_tokenizer
-from dreamer_jax.evaluation.runner import Settings, choose_tasks, evaluate
 from dreamer_jax.evaluation.language_model import LONGEST_INPUT, LanguageModel, place_of
+from dreamer_jax.evaluation.runner import Settings, choose_tasks, evaluate
 
 Benchmarks = Callable[[int, Any, Any], dict[str, float]]
 """(step, params, balancing) -> metrics by name, `eval/gsm8k/strict` and so on."""
@@ -38,9 +37,11 @@ def during_training(config: Config) -> Benchmarks:
 
     def benchmarks(step: int, params: Any, balancing: Any) -> dict[str, float]:
         from dreamer_jax.inference import Engine, fold
+        from dreamer_jax.parallel import make_mesh
 
-        model = LanguageModel(Engine(fold(config.model, params, balancing)), tokenizer, length)
-        place = place_of(config, Path(config.run.dir), step)
+        mesh = make_mesh(config.mesh) if config.mesh.size > 1 else None
+        model = LanguageModel(Engine(fold(config.model, params, balancing), mesh=mesh), tokenizer, length)
+        place = place_of(config, config.run.dir, step)
         results = evaluate(
             model,
             chosen,

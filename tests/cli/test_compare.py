@@ -41,6 +41,24 @@ def test_table_and_figure(runs, tmp_path, capsys):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_data_efficiency_against_a_baseline(runs, capsys):
+    for run, values in zip(runs, ((0.1, 0.2), (0.1, 0.3)), strict=True):
+        metrics = [{"step": step, "eval/gsm8k/strict": value} for step, value in zip((5, 10), values, strict=True)]
+        with open(f"{run}/metrics.jsonl", "a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in metrics)
+    assert main(["compare", *runs, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["accuracy"]["gsm8k"] for row in rows] == [0.2, 0.3]
+    assert rows[0]["data_efficiency"]["gsm8k"] == 1.0
+    assert rows[1]["data_efficiency"]["gsm8k"] == pytest.approx(10 / 7.5)  # 0.2 lies halfway between 5 and 10
+    assert main(["compare", *runs, "--baseline", runs[1]]) == 0
+    shown = capsys.readouterr().out
+    assert "gsm8k accuracy" in shown and "20.00%" in shown
+    assert shown.splitlines()[-1].split()[-2:] == ["-", "1.00"]  # LA never gets there
+    assert main(["compare", *runs, "--baseline", "other"]) == 2
+    assert "none of the runs" in capsys.readouterr().err
+
+
 def test_unfinished_run_is_refused(runs, tmp_path, capsys):
     (tmp_path / "DR" / "summary.json").unlink()
     assert main(["compare", *runs]) == 2
