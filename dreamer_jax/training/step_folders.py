@@ -10,7 +10,7 @@ import jax
 from etils import epath
 
 from dreamer_jax.parallel.distributed import largest
-from dreamer_jax.training.integrity import is_complete, manifests, problem_of
+from dreamer_jax.training.integrity import is_complete, is_unverifiable, manifests, problem_of
 
 
 class StepFolders:
@@ -56,6 +56,8 @@ class StepFolders:
                 reason = problem or "another process found it damaged"
                 say(f"checkpoint {step} can't be used: {reason}; falling back to the one before")
             elif usable(step):
+                if is_unverifiable(self[step]):
+                    say(f"checkpoint {step} was saved by an early version without checksums; it can't be verified")
                 return step
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -130,6 +131,17 @@ def test_a_step_cut_short_is_never_used(two, tmp_path):
     checkpoints.close()
     assert open_checkpoints(directory, []).newest_good() == 2
     assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["1", "2"]
+
+
+def test_a_step_of_an_early_version_is_used(two, tmp_path):
+    """Those had no manifests, and nothing but the fingerprints in their meta."""
+    directory = copy_of(two, tmp_path)
+    step = directory / "checkpoints" / "2"
+    (step / "manifest-0-of-1.json").unlink()
+    (step / "meta" / "metadata").write_text(json.dumps(META))
+    checkpoints = open_checkpoints(directory, said := [])
+    jax.tree.map(np.testing.assert_array_equal, checkpoints.restore(state_at(0)), state_at(2))
+    assert len(said) == 1 and "can't be verified" in said[0]
 
 
 def test_a_manifest_of_every_process_is_needed(two, tmp_path):
