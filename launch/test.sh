@@ -17,7 +17,7 @@ fi
 # The environment is laid again only when what it is made of has changed.
 stamp=$("$python" - <<'PYTHON'
 import hashlib, os, pathlib, sys
-files = ("requirements/test.lock", "requirements/export.lock", "setup.cfg", "pyproject.toml")
+files = (*(f"requirements/{name}.lock" for name in ("test", "export", "eval")), "setup.cfg", "pyproject.toml")
 parts = [sys.version, os.getcwd(), *(pathlib.Path(p).read_text() for p in files)]
 print(hashlib.sha256("\0".join(parts).encode()).hexdigest())
 PYTHON
@@ -37,6 +37,8 @@ if [[ "$(cat "$venv/installed" 2>/dev/null || true)" != "$stamp" ]]; then
     # torch is large and not everywhere: without it the tests of the export to PyTorch are skipped, and say so.
     timeout 300 "$venv/bin/python" -m pip install -qq --disable-pip-version-check -r requirements/export.lock ||
         echo "   requirements/export.lock can't be installed here: tests that need torch will be skipped" >&2
+    timeout 300 "$venv/bin/python" -m pip install -qq --disable-pip-version-check -r requirements/eval.lock ||
+        echo "   requirements/eval.lock can't be installed here: tests of lm-eval and math-verify will be skipped" >&2
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
     echo "$stamp" >"$venv/installed"
     echo "   $((SECONDS - start)) s"
