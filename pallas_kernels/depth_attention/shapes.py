@@ -28,10 +28,11 @@ class Blocks:
 
     @classmethod
     def of(cls, cache: DepthCache, target: Generation) -> Blocks:
-        """The blocks for a cache [L, T, kv d] on a TPU generation; `unsupported` must have allowed it."""
+        """The blocks for a cache [L, T, kv d] on a TPU generation, all of them full; `unsupported` must be None."""
         slots, tokens, _ = cache.keys.shape
         block = max(size for size in range(LANES, target.depth_tokens + 1, LANES) if tokens % size == 0)
-        return cls(block, min(target.depth_slots, slots), min(target.depth_rows, block))
+        of_slots = max(size for size in range(1, target.depth_slots + 1) if slots % size == 0)
+        return cls(block, of_slots, min(target.depth_rows, block))
 
 
 def unsupported(shape: tuple[int, ...], dtype: jnp.dtype, cache: DepthCache) -> str | None:

@@ -69,7 +69,7 @@ def attend(
         out_shape=out_shapes,
         input_output_aliases={4: 2, 5: 3} if write else {},
         compiler_params=pltpu.CompilerParams(dimension_semantics=PARALLEL, vmem_limit_bytes=_vmem(target)),
-        interpret=pltpu.InterpretParams() if target is None else False,
+        interpret=target is None,
         name="depth_attention_forward" if write else "depth_attention_recompute",
     )(_scalar(depth), q, k, v, *cache)
     return results[0], results[1], DepthCache(*results[2:]) if write else cache
@@ -184,7 +184,7 @@ def pull_gradients(
         out_shape=[jax.ShapeDtypeStruct(part.shape, part.dtype) for part in shapes],
         input_output_aliases={9: 3, 10: 4, 11: 5},
         compiler_params=pltpu.CompilerParams(dimension_semantics=PARALLEL, vmem_limit_bytes=_vmem(target)),
-        interpret=pltpu.InterpretParams() if target is None else False,
+        interpret=target is None,
         name="depth_attention_backward",
     )(scalars, *rows, logs, *cache, *tape)
     return tuple(results[:3]), tuple(results[3:])
