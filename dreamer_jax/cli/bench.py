@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from dreamer_jax.cli import bench_data, bench_generate, bench_kernels
+from dreamer_jax.cli import bench_checkpoint, bench_data, bench_generate, bench_kernels
 from dreamer_jax.cli.budget import Parser, positive, split_overrides
 from dreamer_jax.config import UserError, load_config
 
@@ -16,8 +16,10 @@ USAGE = """\
 usage: dreamer bench train --config CONFIG [--against transformers] [--steps N] [--json] [--section.key value ...]
        dreamer bench data [--tokenizer SPEC] [--mixture FILE] [--megabytes N] [--workers N] [--json]
        dreamer bench generate --config CONFIG [--config ...] [--against transformers] [--batch B] [--json]
+       dreamer bench checkpoint --config CONFIG [--steps N] [--pairs N] [--json]
        dreamer bench kernels [--topology v5p:2x2x1] [--match TEXT] [--json]
 
+checkpoint  time that saving takes from training, and memory that restoring takes
 data   tokens a second of preparing and feeding training data, and the memory that takes
 kernels  each kernel's time next to XLA's, predicted for a TPU that isn't there, or measured
 train  tokens a second, compile time and utilisation of the train step on random tokens
@@ -30,7 +32,13 @@ def run(arguments: list[str]) -> int:
     if arguments and arguments[0] in ("--help", "-h"):
         print(USAGE)
         return 0
-    actions = {"train": _train, "data": bench_data.run, "generate": bench_generate.run, "kernels": bench_kernels.run}
+    actions = {
+        "train": _train,
+        "checkpoint": bench_checkpoint.run,
+        "data": bench_data.run,
+        "generate": bench_generate.run,
+        "kernels": bench_kernels.run,
+    }
     if not arguments or arguments[0] not in actions:
         given = arguments[0] if arguments else ""
         alike = difflib.get_close_matches(given, list(actions), n=1)
