@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.depth_attention import tpu, xla
-from pallas_kernels.depth_attention.cache import DepthCache
+from pallas_kernels.depth_attention.cache import DepthCache, write_slot
 from pallas_kernels.depth_attention.shapes import unsupported
 from pallas_kernels.fallback import no_kernels_here, say_once
 
@@ -20,18 +20,18 @@ def depth_attention(
 ) -> tuple[jax.Array, DepthCache]:
     """Attention of each token over its own depths 0 .. depth (Algorithm 1); softmax in float32.
 
-    Differentiable in q, k, v and the cache. In the backward pass of the depth scan (model/recurrence.py) a tape is
-    given: then the cache is the final one, it gets no gradient, and the tape's gradient is the tape's new value.
+    Differentiable in q, k, v and the cache. In the depth scan (model/recurrence.py) a tape is given where there will
+    be a backward pass: then the cache gets no gradient, and the tape's gradient is the tape's new value.
 
     Args:
         q: [T, n, d], depth-encoded.
         k, v: [T, kv, d], the keys (depth-encoded) and values of this depth; head i of q attends with i // (n // kv).
-        cache: filled below `depth`; with a tape, up to `depth`.
+        cache: filled below `depth`.
         depth: scalar int32.
         tape: see `start_tape`.
 
     Returns:
-        [T, n, d], and the cache with slot `depth` filled (with a tape, as it was).
+        [T, n, d], and the cache with slot `depth` filled.
     """
     reason = no_kernels_here() or unsupported(q.shape, q.dtype, cache)
     if reason:
@@ -42,6 +42,7 @@ def depth_attention(
         out, cache = _attend(*flat, cache, depth)
     else:
         out = _attend_taped(*flat, cache, depth, tape)
+        cache = write_slot(cache, k, v, depth)  # dead code where, as in the scan, nobody asks for it
     return out.reshape(q.shape), cache
 
 

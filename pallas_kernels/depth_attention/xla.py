@@ -22,10 +22,10 @@ def depth_attention(
     tape: DepthCache | None = None,
 ) -> tuple[jax.Array, DepthCache]:
     """Same contract as `pallas_kernels.depth_attention.depth_attention`; the tape is that of `start_tape` here."""
-    if tape is not None:
-        return _attend_taped(q, k, v, cache, depth, tape), cache
     cache = write_slot(cache, k, v, depth)
-    return _attend(q, cache, depth), cache
+    if tape is None:
+        return _attend(q, cache, depth), cache
+    return _attend_taped(q, k, v, cache, depth, tape), cache
 
 
 def start_tape(cache: DepthCache, heads: int, size: int) -> DepthCache:
@@ -72,7 +72,7 @@ _attend.defvjp(_forward, _backward)
 
 @jax.custom_vjp
 def _attend_taped(q, k, v, cache, depth, tape):
-    del k, v, tape  # slot `depth` of the final cache holds k and v already
+    del k, v, tape  # k and v are in the cache already; here they are what gets the gradient
     return _attend(q, cache, depth)
 
 
