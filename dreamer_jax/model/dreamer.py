@@ -11,7 +11,7 @@ import jax.core
 import jax.numpy as jnp
 
 from dreamer_jax.config.errors import UserError
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.schema import ModelConfig, Remat
 from dreamer_jax.model.mixture import Context, Layer
 from dreamer_jax.model.operations import XLA, Operations, resolve_operations
 from dreamer_jax.model.primitives import RMSNorm, embed, input_init
@@ -45,7 +45,7 @@ class Dreamer(nn.Module):
 
     config: ModelConfig
     operations: Operations | None = None
-    remat: str = "full"
+    remat: Remat = "full"
 
     def setup(self) -> None:
         config = self.config
@@ -202,6 +202,6 @@ def initialise(config: ModelConfig, key: jax.Array) -> tuple[Any, dict[str, jax.
     # Drawing every matrix takes the CPU backend seconds to compile at full effort; this little gives the same bits.
     quick = jax.default_backend() == "cpu" and not isinstance(key, jax.core.Tracer)
     options = {"xla_backend_optimization_level": 1} if quick else None
-    init = jax.jit(Dreamer(config, remat="none").init, compiler_options=options)
+    init = jax.jit(Dreamer(config, XLA, remat="none").init, compiler_options=options)
     variables = nn.meta.unbox(init(key, jnp.zeros((1, 1), jnp.int32)))
     return variables["params"], variables["balancing"]["bias"]

@@ -78,8 +78,8 @@ def read_schedule(directory: Path, kernel: str) -> Schedule:
     Raises:
         FileNotFoundError: when it dumped none.
     """
-    bundles = _newest(directory, rf"-{kernel}[.\d]*-\d+-final_bundles\.txt$")
-    usage = _newest(directory, rf"-{kernel}[.\d]*-\d+-final_hlo-static-per-bundle-utilization\.txt$")
+    bundles = _newest(directory, rf"-[A-Za-z_]*{kernel}[_.\d]*-\d+-final_bundles\.txt$")
+    usage = _newest(directory, rf"-[A-Za-z_]*{kernel}[_.\d]*-\d+-final_hlo-static-per-bundle-utilization\.txt$")
     header, capacity, *rows = (line for line in usage.read_text().splitlines()[1:] if line.strip())
     units = [name.strip() for name in header.split(",")]
     table = [tuple(map(int, row.split())) for row in rows if re.match(r"[\s\d]+$", row)]

@@ -78,18 +78,18 @@ def _attend_taped(q, k, v, cache, depth, tape):
 
 def _forward_taped(q, k, v, cache, depth, tape):
     out, (_, _, weights) = _forward(q, cache, depth)
-    return out, (q, k, v, cache, weights, depth, tape)
+    return out, (q, cache, weights, depth, tape)
 
 
 def _backward_taped(residuals, d_out):
-    q, k, v, cache, weights, depth, tape = residuals
+    q, cache, weights, depth, tape = residuals
     d_q, d_cache = _gradients(q, cache, weights, d_out)
     tape = jax.tree.map(jnp.add, tape, d_cache)
     d_k, d_v = (
-        jax.lax.dynamic_index_in_dim(total, depth, 0, keepdims=False).reshape(new.shape).astype(new.dtype)
-        for total, new in zip(tape, (k, v), strict=True)
+        jax.lax.dynamic_index_in_dim(total, depth, 0, keepdims=False).reshape(q.shape[0], -1, q.shape[-1])
+        for total in tape
     )
-    return d_q, d_k, d_v, None, None, tape
+    return d_q, d_k.astype(q.dtype), d_v.astype(q.dtype), None, None, tape
 
 
 _attend_taped.defvjp(_forward_taped, _backward_taped)
