@@ -1,4 +1,4 @@
-"""Saving and restoring the train state with Orbax, in `checkpoints/` of the run directory; see docs/checkpoints.md.
+"""Saving the train state with Orbax, and restoring it, in `checkpoints/` of the run directory; see docs/checkpoints.md.
 
 A checkpoint has one item for each part of the state, so that a reader takes only what it needs: `params`,
 `balancing`, `optimizer`, and `meta` (JSON: the fingerprints of data and tokenizer, the configuration, and where the
@@ -23,6 +23,7 @@ from dreamer_jax.config.errors import UserError
 from dreamer_jax.config.schema import CheckpointConfig
 from dreamer_jax.model import initialise
 from dreamer_jax.parallel.distributed import is_primary, largest
+from dreamer_jax.training.array_files import read_tree
 from dreamer_jax.training.integrity import problem_of, write_manifest
 from dreamer_jax.training.run_directory import config_of_text, folder_of, place_of
 from dreamer_jax.training.state import TrainState
@@ -30,7 +31,7 @@ from dreamer_jax.training.step_folders import StepFolders
 
 PARTS = ("params", "balancing", "optimizer")
 FINGERPRINTS = ("data", "tokenizer")
-CHUNK_BYTES = 1 << 26
+CHUNK_BYTES = 1 << 24
 """Largest chunk of an array on disk: what a reader of a few rows has to read."""
 SAVE_SECONDS = 600
 """A save that takes longer has failed; less than safety.stuck_seconds."""
@@ -142,10 +143,9 @@ class Checkpoints:
                 f"the data or the tokenizer changed since checkpoint {step} was saved; resuming would train on "
                 "other batches. Bring the old files back, or start a new run with another --run.dir"
             )
-        parts = {name: _restore_like(getattr(like, name)) for name in PARTS}
-        restored = _read(self.folders[step], parts)
+        restored = {name: read_tree(self.folders[step] / name, getattr(like, name)) for name in PARTS}
         done = jax.device_put(jnp.asarray(step, jnp.int32), like.step.sharding)
-        return TrainState(step=done, **{name: restored[name] for name in PARTS})
+        return TrainState(step=done, **restored)
 
     def close(self) -> None:
         """Wait until everything is on disk."""
@@ -229,9 +229,13 @@ def load_run(path: str | Path, step: int | None = None) -> TrainedModel:
     params, balancing = jax.eval_shape(lambda: initialise(config.model, jax.random.key(0)))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     folders = StepFolders(place_of(directory))
-    items = {"params": _restore_like(params, device), "balancing": _restore_like(balancing, device)}
-    restored = _read(folders[chosen], items)
-    return TrainedModel(config, chosen, restored["params"], restored["balancing"], fingerprints(folders.meta(chosen)))
+
+    def read(item: str, shapes: Any) -> Any:
+        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), shapes)
+        return read_tree(folders[chosen] / item, like)
+
+    meta = fingerprints(folders.meta(chosen))
+    return TrainedModel(config, chosen, read("params", params), read("balancing", balancing), meta)
 
 
 def locate_run(path: str | Path, step: int | None = None) -> tuple[Path, Config, int]:
@@ -273,12 +277,6 @@ def fingerprints(meta: Mapping[str, Any]) -> dict[str, str]:
     return {name: meta[name] for name in FINGERPRINTS}
 
 
-def _read(folder: Any, items: dict[str, Any]) -> Any:
-    """Some items of a step; the rest isn't read."""
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        return reader.restore(folder, args=ocp.args.Composite(**items))
-
-
 def _one_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
@@ -287,10 +285,3 @@ def _one_line(error: Exception) -> str:
 def _chunks(leaf: jax.Array) -> ocp.SaveArgs:
     # Experts and layers, the leading axis of large arrays, are what readers take one by one.
     return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if leaf.ndim > 2 else ())
-
-
-def _restore_like(tree: Any, sharding: jax.sharding.Sharding | None = None) -> ocp.args.StandardRestore:
-    def describe(leaf):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding or leaf.sharding)
-
-    return ocp.args.StandardRestore(jax.tree.map(describe, tree))

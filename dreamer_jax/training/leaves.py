@@ -5,7 +5,6 @@ This goes around Orbax to the store below it, because Orbax restores whole array
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tensorstore as ts
 
 from dreamer_jax.config import Config, LoadedConfig, to_yaml
-from dreamer_jax.config.errors import UserError
+from dreamer_jax.training.array_files import open_array
 from dreamer_jax.training.checkpoints import Checkpoints, fingerprints, locate_run
 from dreamer_jax.training.optimizer import make_optimizer
 from dreamer_jax.training.run_directory import place_of
@@ -47,14 +45,7 @@ class StoredModel:
             item: "params" or "balancing".
             path: keys joined by dots, such as "layer.expert_attention.gate_up".
         """
-        folder = self.directory / "checkpoints" / str(self.step) / item
-        zarr3 = json.loads((folder / "_METADATA").read_text(encoding="utf-8"))["use_zarr3"]
-        kvstore = {"driver": "ocdbt", "base": f"{folder.absolute().as_uri()}/", "path": f"{path}/"}
-        spec = {"driver": "zarr3" if zarr3 else "zarr", "kvstore": kvstore}
-        try:
-            return Leaf(ts.open(spec, open=True, read=True).result())
-        except ValueError as error:
-            raise UserError(f"{folder}: {path} can't be read; the checkpoint is damaged: {error}") from None
+        return Leaf(open_array(StepFolders(place_of(self.directory))[self.step] / item, path))
 
 
 @dataclass(frozen=True)
