@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks everything: formatting, lint, types, import direction, tests. Needs only python3 (3.11-3.13) and PyPI.
+# Checks everything: formatting, lint, scripts, types, import direction, tests. Needs only python3 (3.11-3.13) and PyPI.
 #   bash launch/test.sh                     everything that runs on a CPU in minutes
 #   bash launch/test.sh tests/model -x      further words go to pytest
 #   bash launch/test.sh -m slow             the tests of another marker (slow, aot, gpu; see setup.cfg)
@@ -58,6 +58,7 @@ stage() {
 }
 stage "format" ruff format --check .
 stage "lint" ruff check .
+stage "scripts" shellcheck launch/*.sh launch/tpu launch/gke/jobset .ci/run
 stage "types" pyright --pythonpath "$(command -v python)"
 stage "import direction" lint-imports
 # A file stays in one process, so that what its tests share is compiled once.

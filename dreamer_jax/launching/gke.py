@@ -98,7 +98,7 @@ def _pod(settings: Settings) -> dict[str, Any]:
                 "workingDir": "/dreamer",
                 "command": words,
                 # The workers find each other through these and the variables that GKE sets for pods with TPUs.
-                "ports": [{"containerPort": 8471}, {"containerPort": 8476}],
+                "ports": [{"containerPort": port, "protocol": "TCP"} for port in (8471, 8476)],
                 "securityContext": {"privileged": True},
                 "resources": {"requests": dict(chips), "limits": dict(chips)},
             }
