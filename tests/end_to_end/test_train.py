@@ -2,6 +2,9 @@
 
 import json
 import logging
+import os
+import shutil
+import signal
 from pathlib import Path
 
 import jax
@@ -10,9 +13,10 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from dreamer_jax.cli.main import main
-from dreamer_jax.config.errors import UserError
+from dreamer_jax.config.errors import RESTART_EXIT_CODE, UserError
 from dreamer_jax.training.checkpoints import load_run
 from dreamer_jax.training.metrics import read_metrics
+from dreamer_jax.training.stability import SkipCounter
 
 CONFIG = """\
 model:
@@ -193,15 +197,76 @@ def test_load_run(finished, tmp_path):
 
 
 def test_a_diverging_run_stops(config, tmp_path, capsys):
-    """Also when nothing is logged before a checkpoint: what isn't finite is never saved."""
+    """After going back once; what isn't finite is never recorded or saved."""
     directory = tmp_path / "run"
-    words = ["--training.learning_rate", "1e30", "--training.log_every=100", "--checkpoint.every", "2"]
-    assert main(["train", config, "--run.dir", str(directory), *words]) == 2
-    error = error_of(capsys)
-    assert "nan at step 2: training has diverged" in error and "--training.learning_rate" in error
+    words = ["--training.learning_rate", "1e30", "--checkpoint.every", "2", "--safety.skipped_in_a_row", "3"]
+    assert main(["train", config, "--run.dir", str(directory), *words, "--safety.rollbacks=1"]) == 2
+    output = capsys.readouterr()
+    assert "going back to step 0, which goes on with batch 4 of the data" in output.out
+    assert "up to step 4, had no finite loss" in output.err and "training has diverged" in output.err
+    assert "--training.learning_rate" in output.err and "Traceback" not in output.err
     with pytest.raises(UserError, match="no checkpoint"):
         load_run(directory)
     assert all(np.isfinite(list(record.values())).all() for record in read_metrics(directory))
+
+
+def test_asked_to_stop(config, finished, tmp_path, monkeypatch, capsys):
+    """SIGTERM in step 7 ends that step, saves and asks for a restart, which then is the undisturbed run."""
+    directory = tmp_path / "run"
+    add = SkipCounter.add
+
+    def stopping(self: SkipCounter, step: int, skipped) -> None:
+        if step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        add(self, step, skipped)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SkipCounter, "add", stopping)
+        assert main(["train", config, "--run.dir", str(directory)]) == RESTART_EXIT_CODE
+    assert "asked to stop: saved step 7" in capsys.readouterr().out
+    assert load_run(directory).step == 7
+    assert main(["train", config, "--run.dir", str(directory)]) == 0
+    assert "resumed from checkpoint 7" in capsys.readouterr().out
+    assert without_times(directory) == without_times(finished)
+
+
+def test_changes_that_are_allowed_by_name(config, tmp_path, capsys):
+    """Another learning rate, then another depth, each asked for by name; anything else is still refused."""
+    directory = tmp_path / "run"
+    words = ["train", config, "--run.dir", str(directory), "--evaluation.harder=0"]
+    assert main([*words, "--training.steps=3"]) == 0
+    assert main([*words, "--training.learning_rate=3e-3"]) == 2
+    assert "add --checkpoint.allow learning_rate to change that" in error_of(capsys)
+    slower = [*words, "--training.learning_rate=3e-3", "--checkpoint.allow"]
+    assert main([*slower, "learning_rate", "--model.num_experts=8"]) == 2
+    assert "model.num_experts: 6 -> 8" in error_of(capsys)
+    assert main([*slower, "learning_rate", "--training.steps=6"]) == 0
+    assert [r["learning_rate"] for r in read_metrics(directory) if "loss" in r] == pytest.approx(
+        [5e-3, 1e-2, 1e-2, 3e-3, 3e-3]
+    )
+    deeper = [*slower, "learning_rate,depth", "--model.depth=3", "--training.steps=9"]
+    assert main(deeper) == 0
+    assert "depth 2 of checkpoint 6 becomes 3" in capsys.readouterr().out
+    before, after = load_run(directory, step=6), load_run(directory)
+    assert (before.config.model.depth, after.config.model.depth) == (2, 3)
+    router = "sequence_attention"
+    assert before.balancing[router].shape == (2,) and after.balancing[router].shape == (3,)
+    assert after.step == 9 and len([r for r in read_metrics(directory) if "loss" in r]) == 7
+
+
+def test_a_layered_model_keeps_its_depth(config, tmp_path, capsys):
+    words = ["train", config, "--run.dir", str(tmp_path / "run"), "--model.variant=LA", "--evaluation.harder=0"]
+    assert main([*words, "--training.steps=1"]) == 0
+    assert main([*words, "--model.depth=3", "--checkpoint.allow=depth"]) == 2
+    assert "can't be given another depth" in error_of(capsys)
+
+
+def test_a_run_without_its_configuration_is_still_the_same_run(config, finished, tmp_path, capsys):
+    directory = Path(shutil.copytree(finished, tmp_path / "copy"))
+    (directory / "config.yaml").unlink()
+    assert main(["train", config, "--run.dir", str(directory), "--training.learning_rate=1e-3"]) == 2
+    assert "training.learning_rate: 0.01 -> 0.001" in error_of(capsys)
+    assert not (directory / "config.yaml").exists()
 
 
 @pytest.mark.parametrize(
