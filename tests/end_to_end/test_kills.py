@@ -261,6 +261,6 @@ def test_four_processes_saved_it_and_others_go_on(tmp_path):
         log = []
         code = finish(machine.start(directory, *words, launcher=("-n", processes, "-d", devices)), log)
         assert code == 0 and "resumed from checkpoint 6" in "".join(log), "".join(log)
-        losses[directory.name] = [r["loss"] for r in read_metrics(directory) if r["step"] == 7 and "loss" in r][0]
+        losses[directory.name] = next(r["loss"] for r in read_metrics(directory) if r["step"] == 7 and "loss" in r)
     print("next loss:", losses)
     assert list(losses.values()) == pytest.approx([losses["4x2"]] * 4, abs=1e-6)
