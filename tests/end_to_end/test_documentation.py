@@ -95,7 +95,7 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("command", DREAMER)
 def test_documented_command(command, workplace, trained, capsys):
     words = shlex.split(command)[1:]
-    if words[0] == "compare":
+    if words[0] in ("checkpoint", "compare"):
         words = [trained if word.startswith("runs/") else word for word in words]
     if words[0] in OWN_TESTS or "prepared" in words:
         pytest.skip("run by that command's own tests: needs prepared data, an exported folder or a run with Chromium")
