@@ -43,7 +43,7 @@ install() {
     tar -xzf "$HOME/dreamer.tar.gz" -C source
     python=$(find_python)
     "$python" -m venv venv
-    venv/bin/python -m pip install --quiet --disable-pip-version-check -c source/requirements/test.lock -e 'source[tpu]'
+    venv/bin/python -m pip install --quiet --disable-pip-version-check -c source/requirements/test.lock -e 'source[tpu,gcs]'
     venv/bin/dreamer --version
     if [[ -n "$prepare" ]]; then
         (cd source && PATH="$home/venv/bin:$PATH" bash -euo pipefail -c "$prepare")
