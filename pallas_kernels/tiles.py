@@ -33,7 +33,7 @@ class Generation:
     depth_slots: int = 4
     depth_rows: int = 64
     sequence_block: int = 512
-    expert_rows: tuple[tuple[int, int], ...] = ((0, 16), (24, 32), (48, 64), (96, 128))
+    expert_rows: tuple[tuple[int, int], ...] = ((0, 16), (24, 32), (48, 64), (96, 128), (768, 256))
 
 
 MIB = 1 << 20
@@ -41,9 +41,7 @@ GENERATIONS = {
     "v4": Generation("v4", cores=2, vmem=15 * MIB, depth_tokens=512),
     "v5e": Generation("v5e", cores=1, vmem=100 * MIB),
     "v5p": Generation("v5p", cores=2, vmem=56 * MIB),
-    "v6e": Generation(
-        "v6e", cores=1, vmem=100 * MIB, expert_rows=((0, 16), (24, 32), (48, 64), (96, 128), (512, 256))
-    ),
+    "v6e": Generation("v6e", cores=1, vmem=100 * MIB, expert_rows=((0, 16), (24, 32), (48, 64), (96, 128), (512, 256))),
 }
 INTERPRETED = Generation("interpreted", cores=2, vmem=1 << 40)
 

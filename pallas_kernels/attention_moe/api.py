@@ -1,10 +1,16 @@
-"""Typed entry of the attention MoE's linear map."""
+"""Typed entry of the attention MoE's linear map, and its custom VJP."""
 
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
-from pallas_kernels.attention_moe import xla
+from pallas_kernels import tiles
+from pallas_kernels.attention_moe import tpu, xla
+from pallas_kernels.attention_moe.shapes import Tiles, unsupported
+from pallas_kernels.dispatch.accumulate import accumulate, visits_of
+from pallas_kernels.dispatch.api import Dispatch, blocks_of, plan_dispatch
+from pallas_kernels.fallback import no_kernels_here, say_once
 
 
 def expert_linear(x: jax.Array, index: jax.Array, score: jax.Array, routed: jax.Array, shared: jax.Array) -> jax.Array:
@@ -23,4 +29,67 @@ def expert_linear(x: jax.Array, index: jax.Array, score: jax.Array, routed: jax.
     Returns:
         [T, b], compute dtype.
     """
-    return xla.expert_linear(x, index, score, routed, shared)
+    target = _target()
+    reason = no_kernels_here() or unsupported(index.size, routed.shape, x.dtype, target)
+    if reason:
+        say_once(f"attention MoE without a kernel: {reason}")
+        return xla.expert_linear(x, index, score, routed, shared)
+    plan = plan_dispatch(index[:, None], routed.shape[0], _tiles(x, routed).block, multiple=target.cores)
+    return _expert_linear(x, score, routed, shared, plan)
+
+
+@jax.custom_vjp
+def _expert_linear(x: jax.Array, score: jax.Array, routed: jax.Array, shared: jax.Array, plan: Dispatch) -> jax.Array:
+    return _forward(x, score, routed, shared, plan)[0]
+
+
+def _forward(x, score, routed, shared, plan):
+    tile = _tiles(x, routed).outputs
+    product = tpu.forward(_flat(blocks_of(x, plan)), routed, shared, plan, tile=tile, target=_target())
+    return score.astype(x.dtype)[:, None] * _of_token(product, plan), (x, score, routed, shared, plan)
+
+
+def _backward(residuals, d_out):
+    x, score, routed, shared, plan = residuals
+    chosen, target = _tiles(x, routed), _target()
+    rows, d_rows = _flat(blocks_of(x, plan)), _flat(blocks_of(d_out, plan))
+    d_x, d_score = tpu.input_gradient(d_rows, rows, routed, shared, plan, tile=chosen.inputs, target=target)
+    slot_scores = jnp.append(score, 0.0).at[plan.source.reshape(-1)].get(mode="promise_in_bounds")
+    totals = accumulate(
+        [jnp.zeros((routed.shape[0], 1, *routed.shape[1:]), jnp.float32)],
+        (slot_scores.astype(x.dtype)[:, None] * rows)[None],
+        [d_rows],
+        visits_of(plan.num_blocks[None], plan.source.shape[0]),
+        block=chosen.block,
+        tile=chosen.columns,
+        target=target,
+    )
+    d_routed = totals[0][:, 0]
+    return (
+        score.astype(x.dtype)[:, None] * _of_token(d_x, plan),
+        _of_token(d_score.reshape(-1), plan).astype(score.dtype),
+        d_routed.astype(routed.dtype),
+        jnp.sum(d_routed, axis=0).astype(shared.dtype),
+        None,
+    )
+
+
+_expert_linear.defvjp(_forward, _backward)
+
+
+def _of_token(rows, plan):
+    return rows.at[plan.slot[:, 0]].get(mode="promise_in_bounds")
+
+
+def _flat(blocks):
+    return blocks.reshape(-1, blocks.shape[-1])
+
+
+def _target() -> tiles.Generation:
+    return tiles.generation() or tiles.INTERPRETED
+
+
+def _tiles(x, routed) -> Tiles:
+    chosen = Tiles.of(x.shape[0], routed.shape, x.dtype, _target())
+    assert chosen is not None  # `unsupported` has been asked
+    return chosen

@@ -48,14 +48,19 @@ class Stream:
         buffers: scratch references [2, ...], one an array.
         semaphores: DMA semaphores [2, number of arrays].
         place: SMEM scratch [1] int32, the buffer in use.
+        part: what of an expert's matrices is wanted, all of it by default.
     """
 
-    def __init__(self, arrays: Sequence[Any], buffers: Sequence[Any], semaphores: Any, place: Any) -> None:
+    def __init__(
+        self, arrays: Sequence[Any], buffers: Sequence[Any], semaphores: Any, place: Any, part: tuple[Any, ...] = ()
+    ) -> None:
         self.arrays, self.buffers, self.semaphores, self.place = arrays, buffers, semaphores, place
+        self.part = part
 
     def _copies(self, expert, place):
         for i, (array, buffer) in enumerate(zip(self.arrays, self.buffers, strict=True)):
-            yield pltpu.make_async_copy(array.at[expert], buffer.at[place], self.semaphores.at[place, i])
+            source = array.at[(expert, *self.part)]
+            yield pltpu.make_async_copy(source, buffer.at[place], self.semaphores.at[place, i])
 
     def at(self, walk: Walk, experts: Any, ends: Any) -> tuple[jax.Array, jax.Array]:
         """The buffer that holds the matrices of this block's expert, and whether they are new; call when active.
@@ -92,18 +97,19 @@ class Stream:
         return self.place[0], new
 
     @staticmethod
-    def scratch(arrays: Sequence[jax.Array]) -> list[Any]:
-        """Scratch shapes for `arrays` [E, ...]: the buffers, the semaphores, the place."""
+    def scratch(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[Any]:
+        """Scratch shapes for `arrays` [E, ...], or the parts of them: the buffers, the semaphores, the place."""
         buffers = [pltpu.VMEM((2, *array.shape[1:]), array.dtype) for array in arrays]
         return [*buffers, pltpu.SemaphoreType.DMA((2, len(arrays))), pltpu.SMEM((1,), jnp.int32)]
 
 
-def compile_for(target: Generation) -> dict[str, Any]:
-    """Arguments of `pallas_call` for a grid of a parallel and a sequential dimension."""
+def compile_for(target: Generation, sequential: int = 1) -> dict[str, Any]:
+    """Arguments of `pallas_call` for a grid of a parallel and `sequential` other dimensions."""
     interpreted = target is INTERPRETED
     return {
         "compiler_params": pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=None if interpreted else target.vmem
+            dimension_semantics=("parallel", *["arbitrary"] * sequential),
+            vmem_limit_bytes=None if interpreted else target.vmem,
         ),
         "interpret": pltpu.InterpretParams() if interpreted else False,
     }

@@ -13,6 +13,7 @@ from pallas_kernels.expert_mlp import tpu, xla
 from pallas_kernels.expert_mlp.shapes import Tiles, unsupported
 from pallas_kernels.expert_mlp.tape import Rows, Tape
 from pallas_kernels.fallback import no_kernels_here, say_once
+from pallas_kernels.kept import keep
 
 
 def expert_mlp(
@@ -90,6 +91,7 @@ def _expert_mlp(x, weights, gate_up, down, plan: Dispatch, tape):
 def _forward(x, weights, gate_up, down, plan, tape):
     rows = _flat(blocks_of(x, plan))
     values, gate_and_up = tpu.forward(rows, gate_up, down, plan, keep=True, target=_target())
+    gate_and_up = keep(gate_and_up)
     out = _combine(values, plan, weights).astype(x.dtype)
     return out, (x, weights, gate_up, down, plan, gate_and_up, tape)
 

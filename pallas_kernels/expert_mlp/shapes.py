@@ -27,15 +27,14 @@ class Tiles:
     def of(cls, pairs: int, experts: int, size: int, hidden: int, dtype: jnp.dtype, target: Generation) -> Tiles | None:
         """The tiles for P pairs over E experts of [F, h] on a TPU generation, or None if they don't fit its memory."""
         mean = pairs / experts
-        block = [rows for reached, rows in target.expert_rows if mean >= reached][-1]
-        if forward_vmem(block, size, hidden, dtype) > target.vmem:
+        blocks = [rows for reached, rows in target.expert_rows if mean >= reached]
+        block = next((b for b in blocks[::-1] if forward_vmem(b, size, hidden, dtype) <= target.vmem), None)
+        if block is None:
             return None
-        for parts in range(target.cores, hidden // LANES + 1):
-            columns = hidden // parts
-            fits = hidden % parts == 0 and columns % LANES == 0 and parts % target.cores == 0
-            if fits and gradient_vmem(block, size, columns, dtype) <= target.vmem:
-                return cls(block, columns)
-        return cls(block, LANES) if gradient_vmem(block, size, LANES, dtype) <= target.vmem else None
+        divisors = [hidden // n for n in range(1, hidden // LANES + 1) if hidden % n == 0 and hidden // n % LANES == 0]
+        fitting = [tile for tile in divisors if gradient_vmem(block, size, tile, dtype) <= target.vmem]
+        even = [tile for tile in fitting if hidden // tile % target.cores == 0]  # so that every core has as many
+        return cls(block, (even or fitting)[0]) if fitting else None
 
 
 def unsupported(indices: tuple[int, ...], gate_up: tuple[int, ...], dtype: jnp.dtype, target: Generation) -> str | None:

@@ -58,7 +58,7 @@ def forward(
         cost_estimate=_cost(rows, down, 3 if keep else 2),
         name="expert_mlp_forward",
         **compile_for(target),
-    )(*_prefetched(plan, 0), rows, *matrices)
+    )(*prefetched(plan, 0), rows, *matrices)
 
 
 def input_gradient(
@@ -125,7 +125,7 @@ def input_gradient(
         cost_estimate=_cost(d_rows, down, 5 + 2 * len(kept)),
         name="expert_mlp_input_gradient",
         **compile_for(target),
-    )(*_prefetched(plan, first_block), *inputs, *matrices, *kept)
+    )(*prefetched(plan, first_block), *inputs, *matrices, *kept)
     return [d_x, d_weights[:, 0], *rest]
 
 
@@ -138,15 +138,15 @@ def _forward_kernel(experts, ends, used, x_ref, gate_up_hbm, down_hbm, *refs, pl
     def _():
         buffer, _ = stream.at(walk, experts, ends)
         x = x_ref[...]
-        gate = _dot_transposed(x, gate_up_buffer[buffer, 0])
-        up = _dot_transposed(x, gate_up_buffer[buffer, 1])
+        gate = dot_transposed(x, gate_up_buffer[buffer, 0])
+        up = dot_transposed(x, gate_up_buffer[buffer, 1])
         activation = gate * jax.nn.sigmoid(gate) * up
-        y_ref[...] = _dot(activation.astype(x.dtype), down_buffer[buffer]).astype(y_ref.dtype)
+        y_ref[...] = dot(activation.astype(x.dtype), down_buffer[buffer]).astype(y_ref.dtype)
         if kept:
             kept[0][0] = gate.astype(x.dtype)
             kept[0][1] = up.astype(x.dtype)
 
-    _zero_unless(walk.active, y_ref, *kept)
+    zero_unless(walk.active, y_ref, *kept)
 
 
 def _input_gradient_kernel(experts, ends, used, d_ref, gate_and_up_ref, weight_ref, *refs, place, aside):
@@ -162,18 +162,18 @@ def _input_gradient_kernel(experts, ends, used, d_ref, gate_and_up_ref, weight_r
     def _():
         buffer, _ = stream.at(walk, experts, ends)
         dtype = d_ref.dtype
-        d_activation = _dot_transposed(d_ref[...], down_buffer[buffer])  # before the weight
+        d_activation = dot_transposed(d_ref[...], down_buffer[buffer])  # before the weight
         gate, up = gate_and_up_ref[0].astype(jnp.float32), gate_and_up_ref[1].astype(jnp.float32)
         sigmoid = jax.nn.sigmoid(gate)
         silu = gate * sigmoid
         activation = silu * up
         # d w = <W_down^T d_out, activation>: the values themselves needn't be kept.
-        d_weight_ref[0] = _as_row(jnp.sum(d_activation * activation, axis=1, keepdims=True))
+        d_weight_ref[0] = as_row(jnp.sum(d_activation * activation, axis=1, keepdims=True))
         weight = _as_column(weight_ref[0])
         d_activation = d_activation * weight
         d_gate = (d_activation * up * (sigmoid + silu * (1 - sigmoid))).astype(dtype)
         d_up = (d_activation * silu).astype(dtype)
-        d_x = _dot(d_gate, gate_up_buffer[buffer, 0]) + _dot(d_up, gate_up_buffer[buffer, 1])
+        d_x = dot(d_gate, gate_up_buffer[buffer, 0]) + dot(d_up, gate_up_buffer[buffer, 1])
         d_x_ref[...] = d_x.astype(dtype)
         factor_ref[0] = d_gate
         factor_ref[1] = d_up
@@ -182,21 +182,21 @@ def _input_gradient_kernel(experts, ends, used, d_ref, gate_and_up_ref, weight_r
             kept[0][...] = x_ref[...]
             kept[1][...] = d_ref[...]
 
-    _zero_unless(walk.active, d_x_ref, d_weight_ref, factor_ref, *kept)
+    zero_unless(walk.active, d_x_ref, d_weight_ref, factor_ref, *kept)
 
 
-def _zero_unless(active, *refs):
+def zero_unless(active, *refs):
     @pl.when(jnp.logical_not(active))
     def _():
         for ref in refs:
             ref[...] = jnp.zeros_like(ref)
 
 
-def _dot(a, b):
+def dot(a, b):
     return jnp.dot(a, b, preferred_element_type=jnp.float32, precision=_precision(a))
 
 
-def _dot_transposed(a, b):
+def dot_transposed(a, b):
     return jax.lax.dot_general(a, b, TRANSPOSED, preferred_element_type=jnp.float32, precision=_precision(a))
 
 
@@ -215,13 +215,13 @@ def _as_column(row):
     return jnp.sum(jnp.where(_diagonal(size), jnp.broadcast_to(row, (size, size)), 0.0), axis=1, keepdims=True)
 
 
-def _as_row(column):
+def as_row(column):
     """[b, 1] -> [1, b]."""
     size = column.shape[0]
     return jnp.sum(jnp.where(_diagonal(size), jnp.broadcast_to(column, (size, size)), 0.0), axis=0, keepdims=True)
 
 
-def _prefetched(plan, first_block):
+def prefetched(plan, first_block):
     used = jnp.stack([plan.used_blocks, jnp.asarray(first_block, jnp.int32)])
     return plan.block_expert, plan.first_block + plan.num_blocks, used
 

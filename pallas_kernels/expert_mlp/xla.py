@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import grouped
 from pallas_kernels.dispatch.api import Dispatch, block_size_for, blocks_of, plan_dispatch, rows_of
+from pallas_kernels.kept import keep
 
 
 def expert_mlp(x: jax.Array, indices: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
@@ -23,7 +24,7 @@ def _expert_mlp(x: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.
 
 
 def _forward(x, weights, gate_up, down, plan):
-    gate_and_up = grouped.up(blocks_of(x, plan), gate_up, plan)  # [N, b, 2F]
+    gate_and_up = keep(grouped.up(blocks_of(x, plan), gate_up, plan))  # [N, b, 2F]
     values = grouped.down(_swiglu(gate_and_up), down, plan)  # [N, b, h]
     out = jnp.einsum("tkh,tk->th", rows_of(values, plan), weights.astype(x.dtype))
     return out, (x, weights, gate_up, down, plan, gate_and_up)

@@ -1,0 +1,64 @@
+"""Which shapes the linear-expert kernels take, and their tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from pallas_kernels.tiles import Generation
+
+LANES = 128
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the kernels cut their work.
+
+    Attributes:
+        block: rows of a block.
+        outputs: columns of b, forward, that are worked on at a time.
+        inputs: columns of a, in the input gradient.
+        columns: columns of b in the weight gradient.
+    """
+
+    block: int
+    outputs: int
+    inputs: int
+    columns: int
+
+    @classmethod
+    def of(cls, tokens: int, routed: tuple[int, ...], dtype: jnp.dtype, target: Generation) -> Tiles | None:
+        """The tiles for T tokens over matrices [G, a, b], or None if they don't fit the vector memory."""
+        experts, inward, outward = routed
+        block = [rows for reached, rows in target.expert_rows if tokens / experts >= reached][-1]
+        itemsize, limit = jnp.dtype(dtype).itemsize, target.vmem
+
+        def product(inner: int, tile: int) -> int:
+            weights = 4 * inner * tile  # two experts', the shared one, their sum
+            rows = 2 * block * (inner + 2 * tile)
+            return itemsize * (weights + rows) + 8 * block * tile
+
+        def gradient(tile: int) -> int:
+            return 4 * 4 * inward * tile + itemsize * 2 * block * (inward + tile)
+
+        outputs = _largest(outward, limit, lambda tile: product(inward, tile))
+        inputs = _largest(inward, limit, lambda tile: product(outward, tile))
+        columns = _largest(outward, limit, gradient, parts=target.cores)
+        return cls(block, outputs, inputs, columns) if outputs and inputs and columns else None
+
+
+def _largest(size: int, limit: int, need, parts: int = 1) -> int | None:
+    """The largest tile of whole lanes that divides `size`, if possible into a multiple of `parts`, and fits."""
+    tiles = [size // n for n in range(1, size // LANES + 1) if size % n == 0 and size // n % LANES == 0]
+    fitting = [tile for tile in tiles if need(tile) <= limit]
+    return next((tile for tile in fitting if size // tile % parts == 0), fitting[0] if fitting else None)
+
+
+def unsupported(tokens: int, routed: tuple[int, ...], dtype: jnp.dtype, target: Generation) -> str | None:
+    """Why no kernel takes T tokens and matrices [G, a, b], or None if one does."""
+    if routed[1] % LANES or routed[2] % LANES:
+        return f"matrices of {routed[1]} x {routed[2]} are no multiples of {LANES}"
+    if Tiles.of(tokens, routed, dtype, target) is None:
+        return f"matrices of {routed[1]} x {routed[2]} don't fit the vector memory of {target.name}"
+    return None

@@ -1,0 +1,183 @@
+"""The attention MoE's linear map on a TPU: rows in blocks of one expert, times its matrix and the shared one.
+
+Both kernels walk the blocks once for every tile of their output's columns, with the expert's part of the matrix fetched
+ahead of use. Unused blocks at the end are written as zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.dispatch.api import Dispatch
+from pallas_kernels.dispatch.stream import Stream, Walk, compile_for
+from pallas_kernels.expert_mlp.tpu import as_row, dot, dot_transposed, prefetched, zero_unless
+from pallas_kernels.tiles import Generation
+
+
+def forward(
+    rows: jax.Array, routed: jax.Array, shared: jax.Array, plan: Dispatch, *, tile: int, target: Generation
+) -> jax.Array:
+    """x (W_e + W_shared) of every row, W_e of its block's expert; the sum is made once an expert, on the chip.
+
+    Args:
+        rows: [N b, a], compute dtype.
+        routed: [G, a, b'].
+        shared: [a, b'].
+        plan: the blocks; N is a multiple of the target's cores.
+        tile: columns of b' worked on at a time.
+        target: what is compiled for.
+
+    Returns:
+        [N b, b'], zero in unused blocks.
+    """
+    _, inward, outward = routed.shape
+    grid = _Grid(plan, target, outward // tile)
+    part = jax.ShapeDtypeStruct((1, inward, tile), routed.dtype)
+    return pl.pallas_call(
+        functools.partial(_forward_kernel, grid=grid, tile=tile),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=grid.shape,
+            in_specs=[
+                grid.rows(inward),
+                pl.BlockSpec((inward, tile), lambda core, t, *_: (0, t)),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=grid.tiled(tile, out=True),
+            scratch_shapes=[*Stream.scratch([part]), pltpu.VMEM((inward, tile), routed.dtype)],
+        ),
+        out_shape=jax.ShapeDtypeStruct((rows.shape[0], outward), rows.dtype),
+        cost_estimate=_cost(rows, routed, 1),
+        name="expert_linear_forward",
+        **compile_for(target, sequential=2),
+    )(*prefetched(plan, 0), rows, shared, routed)
+
+
+def input_gradient(
+    d_rows: jax.Array,
+    rows: jax.Array,
+    routed: jax.Array,
+    shared: jax.Array,
+    plan: Dispatch,
+    *,
+    tile: int,
+    target: Generation,
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of the rows and of the score, without the factor of the score.
+
+    Args:
+        d_rows: [N b, b'], the cotangent of each row's token.
+        rows: [N b, a].
+        routed, shared, plan, target: as of `forward`.
+        tile: columns of a worked on at a time.
+
+    Returns:
+        g W_e^T + g W_shared^T [N b, a]; <x, g W_e^T> [N, b] float32, which is all the score may see.
+    """
+    _, inward, outward = routed.shape
+    grid = _Grid(plan, target, inward // tile)
+    part = jax.ShapeDtypeStruct((1, tile, outward), routed.dtype)
+    d_x, d_score = pl.pallas_call(
+        functools.partial(_input_gradient_kernel, grid=grid, tile=tile),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=grid.shape,
+            in_specs=[
+                grid.rows(outward),
+                grid.tiled(tile),
+                pl.BlockSpec((tile, outward), lambda core, t, *_: (t, 0)),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=[grid.tiled(tile, out=True), grid.scores()],
+            scratch_shapes=Stream.scratch([part]),
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct(rows.shape, rows.dtype),
+            jax.ShapeDtypeStruct((inward // tile, grid.blocks, 1, grid.block), jnp.float32),
+        ],
+        cost_estimate=_cost(rows, routed, 2),
+        name="expert_linear_input_gradient",
+        **compile_for(target, sequential=2),
+    )(*prefetched(plan, 0), d_rows, rows, shared, routed)
+    return d_x, jnp.sum(d_score, axis=0)[:, 0]
+
+
+def _forward_kernel(experts, ends, used, x_ref, shared_ref, routed_hbm, y_ref, *scratch, grid, tile):
+    routed_buffer, semaphores, place_ref, folded_ref = scratch
+    walk = grid.walk(used)
+    columns = pl.ds(pl.multiple_of(pl.program_id(1) * tile, tile), tile)
+    stream = Stream((routed_hbm,), (routed_buffer,), semaphores, place_ref, (slice(None), columns))
+
+    @pl.when(walk.active)
+    def _():
+        buffer, new = stream.at(walk, experts, ends)
+
+        @pl.when(new)
+        def _():
+            folded_ref[...] = routed_buffer[buffer] + shared_ref[...]
+
+        y_ref[...] = dot(x_ref[...], folded_ref[...]).astype(y_ref.dtype)
+
+    zero_unless(walk.active, y_ref)
+
+
+def _input_gradient_kernel(
+    experts, ends, used, d_ref, x_ref, shared_ref, routed_hbm, d_x_ref, d_score_ref, *scratch, grid, tile
+):
+    routed_buffer, semaphores, place_ref = scratch
+    walk = grid.walk(used)
+    part = pl.ds(pl.multiple_of(pl.program_id(1) * tile, tile), tile)
+    stream = Stream((routed_hbm,), (routed_buffer,), semaphores, place_ref, (part,))
+
+    @pl.when(walk.active)
+    def _():
+        buffer, _ = stream.at(walk, experts, ends)
+        d_out = d_ref[...]
+        through_routed = dot_transposed(d_out, routed_buffer[buffer])
+        score = jnp.sum(through_routed * x_ref[...].astype(jnp.float32), axis=1, keepdims=True)
+        d_score_ref[0, 0] = as_row(score)
+        d_x_ref[...] = (through_routed + dot_transposed(d_out, shared_ref[...])).astype(d_x_ref.dtype)
+
+    zero_unless(walk.active, d_x_ref, d_score_ref)
+
+
+class _Grid:
+    """Cores, then tiles of columns, then each core's steps over its share of the blocks."""
+
+    def __init__(self, plan: Dispatch, target: Generation, tiles: int) -> None:
+        self.blocks, self.block = plan.source.shape
+        self.cores = target.cores
+        self.shape = (self.cores, tiles, self.blocks // self.cores)
+
+    def walk(self, used, core=None, step=None) -> Walk:
+        core = pl.program_id(0) if core is None else core
+        step = pl.program_id(2) if step is None else step
+        return Walk(used[0], self.blocks, self.cores, core, step)
+
+    def rows(self, width) -> pl.BlockSpec:
+        """Whole rows of [N b, width]."""
+        return pl.BlockSpec((self.block, width), lambda c, t, i, _e, _n, used: (self.walk(used, c, i).source, 0))
+
+    def tiled(self, tile, out=False) -> pl.BlockSpec:
+        """A tile's columns of [N b, tiles * tile]."""
+
+        def index(core, tile_index, step, experts, ends, used):
+            walk = self.walk(used, core, step)
+            return (walk.block if out else walk.source), tile_index
+
+        return pl.BlockSpec((self.block, tile), index)
+
+    def scores(self) -> pl.BlockSpec:
+        """Of [tiles, N, 1, b]."""
+        return pl.BlockSpec((1, 1, 1, self.block), lambda c, t, i, _e, _n, used: (t, self.walk(used, c, i).block, 0, 0))
+
+
+def _cost(rows, routed, products):
+    flops = 2 * products * rows.shape[0] * routed.shape[1] * routed.shape[2]
+    moved = rows.shape[0] * (routed.shape[1] + routed.shape[2]) + routed.size
+    return pl.CostEstimate(flops=flops, bytes_accessed=moved * rows.dtype.itemsize, transcendentals=0)
