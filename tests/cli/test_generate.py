@@ -1,0 +1,82 @@
+"""What `dreamer generate` and `dreamer chat` print, with a writer that repeats its prompt."""
+
+from __future__ import annotations
+
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from dreamer_jax.cli import chat, generate
+from dreamer_jax.cli.main import main
+from dreamer_jax.inference import Text
+
+
+class Echo:
+    """Answers a prompt with `<prompt>`."""
+
+    def write(self, prompts, max_tokens, sampling, stop, batch_size, first_number):
+        assert batch_size == len(prompts)
+        return [Text(f"<{prompt}>{first_number + i}", 3, "stop", 2.5) for i, prompt in enumerate(prompts)]
+
+    def stream(self, prompts, max_tokens, sampling, stop):
+        answer = f"<{prompts[0]}>"
+        for end in range(1, len(answer) + 1):
+            yield [Text(answer[:end], end, "length", 2.0)]
+
+
+@pytest.fixture(autouse=True)
+def run(monkeypatch):
+    config = SimpleNamespace(data=SimpleNamespace(prompt="Q: {question}\nA: "))
+    for command in (generate, chat):
+        monkeypatch.setattr(command, "open_writer", lambda options: (Echo(), config))
+
+
+def test_a_prompt_is_continued_once(capsys):
+    assert main(["generate", "runs/x", "--prompt", "two\nlines"]) == 0
+    assert capsys.readouterr().out == "<two\nlines>\n"
+
+
+def test_a_file_gives_a_line_for_each_record(tmp_path, capsys):
+    records = [{"prompt": "p", "id": 1}, {"question": "why?"}, {"prompt": "last"}]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main(["generate", "runs/x", "--file", str(path), "--batch-size", "2", "--exit-distance", "0.1"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["generated"] for line in lines] == ["<p>0", "<Q: why?\nA: >1", "<last>2"]
+    assert lines[0] == {"prompt": "p", "id": 1, "generated": "<p>0", "finish": "stop", "tokens": 3, "mean_depth": 2.5}
+
+
+def test_chat_fills_the_prompt_of_the_run_and_keeps_the_history_when_asked(monkeypatch, capsys):
+    for extra, second in (([], "<Q: b\nA: >"), (["--history"], "<Q: a\nA: <Q: a\nA: >\nQ: b\nA: >")):
+        monkeypatch.setattr("sys.stdin", io.StringIO("a\nb\n"))
+        assert main(["chat", "runs/x", *extra]) == 0
+        assert capsys.readouterr().out == f"<Q: a\nA: >\n{second}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "runs/x"], "nothing to continue"),
+        (["generate", "runs/x", "--file", "missing.jsonl"], "no such file"),
+        (["generate", "runs/x", "--prompt", "a", "--top-p", "2"], "top_p"),
+        (["generate", "runs/x", "--prompt", "a", "--batch-size", "0"], "--batch-size"),
+        (["generate", "runs/x", "--prompt", "a", "--tempreature", "1"], "--help"),
+        (["chat"], "RUN"),
+    ],
+)
+def test_mistakes_are_explained(words, message, capsys):
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"), [("{", "not JSON"), ('{"id": 1}', "question"), ('{"prompt": 3}', "not a text")]
+)
+def test_broken_records_are_named_by_line(tmp_path, line, message, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "good"}\n' + line + "\n")
+    assert main(["generate", "runs/x", "--file", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "line 2" in error and message in error

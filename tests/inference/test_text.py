@@ -1,0 +1,72 @@
+"""Texts and what is shown of them while they grow, with an engine that says what it is told to say."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dreamer_jax.config.errors import UserError
+from dreamer_jax.data.tokenizers import ByteTokenizer
+from dreamer_jax.inference import Engine, Generated, Writer
+
+TOKENIZER = ByteTokenizer()
+
+
+class Says(Engine):
+    """Gives every row the bytes of a text, `block` at a time, and stops where it is told to."""
+
+    def __init__(self, text: str, ends: bool = True):
+        self.said, self.ends, self.prompts = TOKENIZER.encode(text), ends, []
+        self.model: Any = SimpleNamespace()
+
+    def stream(self, prompts, max_tokens, sampling=None, stop_ids=(), finished=None, block=1, numbers=None):
+        self.prompts += [list(prompt) for prompt in prompts]
+        rows = [Generated([], []) for _ in prompts]
+        assert TOKENIZER.eos in stop_ids
+        for start in range(0, len(self.said), block):
+            for i, row in enumerate(rows):
+                row.tokens += self.said[start : start + block]
+                row.depths = [2] * len(row.tokens)
+                if finished is not None and finished(i, row.tokens):
+                    row.finish = "stop"
+            if all(row.finish == "stop" for row in rows):
+                break
+            yield rows
+        for row in rows:
+            row.finish = "stop" if self.ends or row.finish == "stop" else "length"
+        yield rows
+
+
+def test_prompts_begin_with_the_begin_of_text_token():
+    engine = Says("x")
+    Writer(engine, TOKENIZER).write(["ab"], 5)
+    assert engine.prompts == [[TOKENIZER.bos, 97, 98]]
+
+
+def test_a_text_is_cut_before_its_first_stop_string():
+    text = Writer(Says("one two\nthree STOP", ends=False), TOKENIZER).write(["a"], 99, stop=["STOP", "\n"])[0]
+    assert (text.text, text.finish, text.mean_depth) == ("one two", "stop", 2.0)
+
+
+def test_a_text_without_a_stop_string_is_whole():
+    text = Writer(Says("plain", ends=False), TOKENIZER).write(["a"], 5, stop=["STOP"])[0]
+    assert (text.text, text.finish, text.tokens) == ("plain", "length", 5)
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 5])
+def test_what_is_shown_only_grows_and_never_shows_part_of_a_stop_string(block):
+    said = "über 1#2## three 🎉 done###rest"
+    shown = [texts[0].text for texts in Writer(Says(said), TOKENIZER).stream(["a"], 99, stop=["###"], block=block)]
+    for before, after in itertools.pairwise(shown):
+        assert after.startswith(before)
+    assert shown[-1] == "über 1#2## three 🎉 done"
+    assert all("�" not in text for text in shown)
+    assert len(set(shown)) > len(said.encode()) // block // 2
+
+
+def test_an_empty_stop_string_is_refused():
+    with pytest.raises(UserError, match="empty"):
+        Writer(Says("x"), TOKENIZER).write(["a"], 5, stop=[""])
