@@ -25,8 +25,9 @@ def kernel_cases(match: str = "") -> list[Any]:
         UserError: when there is none.
     """
     from dreamer_jax.planning.attention_cases import attention_cases
+    from dreamer_jax.planning.expert_cases import expert_cases
 
-    cases = attention_cases()
+    cases = [*attention_cases(), *expert_cases()]
     found = [case for case in cases if match in f"{case.name} {case.shape}"]
     if not found:
         names = "; ".join(sorted({case.name for case in cases}))
@@ -47,19 +48,19 @@ def predict(topology: Topology, match: str, say: Callable[[str], None]) -> list[
     """
     require_libtpu()
     kernel_cases(match)
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile("w+") as errors:
         environment = child_environment() | {"LIBTPU_INIT_ARGS": DUMP_FLAGS.format(directory=directory)}
         command = [sys.executable, "-m", "dreamer_jax.planning.kernels", topology.name, match, directory]
-        child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        rows = []
-        assert child.stdout is not None and child.stderr is not None
-        for line in child.stdout:
-            if line.startswith("{"):
-                rows.append(json.loads(line))
-                say(f"compiled {rows[-1]['name']}, {rows[-1]['shape']}")
-        errors = child.stderr.read()
-        if child.wait():
-            raise RuntimeError(f"compiling kernels for {topology.name} failed:\n{errors[-4000:]}")
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as child:
+            assert child.stdout is not None
+            rows = []
+            for line in child.stdout:
+                if line.startswith("{"):
+                    rows.append(json.loads(line))
+                    say(f"compiled {rows[-1]['name']}, {rows[-1]['shape']}")
+        if child.returncode:
+            errors.seek(0)
+            raise RuntimeError(f"compiling kernels for {topology.name} failed:\n{errors.read()[-4000:]}")
     return rows
 
 
@@ -91,7 +92,9 @@ def predict_case(case: Any, topology: Topology, directory: Path) -> Row:
         [launch.bytes / chip.bandwidth for launch in launches],
     )
     steps = len(case.steps)
-    xla = max(cost["flops"] * steps / chip.peak_flops, cost["bytes accessed"] * steps / chip.bandwidth)
+    xla = max(
+        cost.get("flops", 0.0) * steps / chip.peak_flops, cost.get("bytes accessed", 0.0) * steps / chip.bandwidth
+    )
     return {
         "name": case.name,
         "shape": case.shape,

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from pallas_kernels.tiles import Generation
 
 LANES = 128
+WIDEST = 1024
+"""Columns of a tile; wider ones would save little traffic, and make programs that take long to compile."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Tiles:
 def _largest(size: int, limit: int, need, parts: int = 1) -> int | None:
     """The largest tile of whole lanes that divides `size`, if possible into a multiple of `parts`, and fits."""
     tiles = [size // n for n in range(1, size // LANES + 1) if size % n == 0 and size // n % LANES == 0]
+    tiles = [tile for tile in tiles if tile <= WIDEST]
     fitting = [tile for tile in tiles if need(tile) <= limit]
     return next((tile for tile in fitting if size // tile % parts == 0), fitting[0] if fitting else None)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 
@@ -11,7 +9,7 @@ from pallas_kernels import tiles
 from pallas_kernels.dispatch.api import Dispatch, blocks_of, plan_blocks, plan_dispatch
 from pallas_kernels.expert_mlp import tpu, xla
 from pallas_kernels.expert_mlp.shapes import Tiles, unsupported
-from pallas_kernels.expert_mlp.tape import Rows, Tape
+from pallas_kernels.expert_mlp.tape import Tape
 from pallas_kernels.fallback import no_kernels_here, say_once
 from pallas_kernels.kept import keep
 
@@ -106,13 +104,8 @@ def _backward(residuals, d_out):
     )
     d_x = _combine(d_x_rows, plan, None).astype(x.dtype)
     d_weights = d_slot_weights.reshape(-1).at[plan.slot].get(mode="promise_in_bounds").astype(weights.dtype)
-    if aside is not None:
-        place = aside.depth.astype(jnp.int32)
-        num_blocks = jax.lax.dynamic_update_index_in_dim(
-            aside.num_blocks, plan.num_blocks.astype(jnp.float32), place, 0
-        )
-        tape = replace(tape, rows=Rows(factors, *kept, num_blocks, aside.depth + 1))
-        return d_x, d_weights, None, None, None, tape
+    if tape is not None and aside is not None:
+        return d_x, d_weights, None, None, None, tape.keep(factors, *kept, plan.num_blocks)
     totals = tape or Tape.empty(gate_up.shape, _tiles(plan.slot.size, gate_up.shape, x.dtype), 1, 0, x.dtype)
     totals = totals.add(factors, x_rows, d_rows, plan.num_blocks[None], _target())
     if tape is not None:

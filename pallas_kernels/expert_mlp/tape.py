@@ -83,6 +83,13 @@ class Tape:
         totals = accumulate(totals, factors, (x, d_out), visits, block=self.block, tile=self.columns, target=target)
         return replace(self, gate_up=totals[0].reshape(self.gate_up.shape), down=totals[1][:, 0])
 
+    def keep(self, factors: jax.Array, x: jax.Array, d_out: jax.Array, num_blocks: jax.Array) -> Tape:
+        """The tape with one more depth kept aside: the new `Rows` arrays, and the blocks of each expert [E] there."""
+        assert self.rows is not None
+        place = self.rows.depth.astype(jnp.int32)
+        blocks = jax.lax.dynamic_update_index_in_dim(self.rows.num_blocks, num_blocks.astype(jnp.float32), place, 0)
+        return replace(self, rows=Rows(factors, x, d_out, blocks, self.rows.depth + 1))
+
     def settle(self, target: Generation) -> Tape:
         """The tape with the rows kept aside added to the totals."""
         rows = self.rows

@@ -1,0 +1,276 @@
+"""The experts' kernels at the paper's shapes, for `dreamer bench kernels`: rows already in blocks of their experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from dreamer_jax.planning.kernel_case import Case, Launch
+from dreamer_jax.planning.schedule import Schedule
+from pallas_kernels import attention_moe, tiles
+from pallas_kernels.attention_moe import tpu as linear
+from pallas_kernels.dispatch.accumulate import accumulate, visits_of
+from pallas_kernels.dispatch.api import Dispatch, plan_blocks, plan_dispatch
+from pallas_kernels.expert_mlp import shapes, start_tape, tpu
+from pallas_kernels.expert_mlp.api import settle
+from pallas_kernels.tiles import Generation
+
+TOKENS, CHOICES, HIDDEN, BFLOAT16 = 32768, 8, 1024, 2
+PAIRS = TOKENS * CHOICES
+DEPTHS = 4
+"""Depths that share one pass over the gradient's totals."""
+PAPER = ((537, 480), (1097, 472), (517, 504), (1039, 504))
+"""(E, F) of the paper's DR+DA and DR, each at its two depths."""
+LINEAR = ((32, 1024, 4096), (32, 2048, 1024), (32, 1024, 384), (32, 128, 1024))
+"""(G, a, b) of the projections around sequence and depth attention at L = 32."""
+Read = Callable[[str], Schedule]
+
+
+def expert_cases() -> list[Case]:
+    """Forward and gradient of the expert MLP and of the linear experts."""
+    mlp = [make(*shape) for make in (_forward, _gradient) for shape in PAPER]
+    return [*mlp, *(make(*shape) for make in (_linear_forward, _linear_gradient) for shape in LINEAR)]
+
+
+def expected_blocks(pairs: int, experts: int, block: int) -> float:
+    """Blocks that balanced routing fills: whole ones, and on average half of one lost on each expert."""
+    return pairs / block + experts / 2
+
+
+def _normal(key: jax.Array, *shape: int) -> jax.Array:
+    return jax.random.normal(key, shape, jnp.bfloat16) * 0.1
+
+
+def _plan(key: jax.Array, tokens: int, choices: int, experts: int, block: int) -> Dispatch:
+    indices = jax.random.randint(key, (tokens, choices), 0, experts)
+    return plan_dispatch(indices, experts, block, multiple=_target().cores)
+
+
+def _target() -> Generation:
+    return tiles.generation() or tiles.INTERPRETED
+
+
+def _mlp_tiles(experts: int, size: int, target: Generation) -> shapes.Tiles:
+    chosen = shapes.Tiles.of(PAIRS, experts, size, HIDDEN, jnp.dtype("bfloat16"), target)
+    assert chosen is not None
+    return chosen
+
+
+def _mlp_arguments(experts: int, size: int, key: jax.Array):
+    keys = jax.random.split(key, 4)
+    block = _mlp_tiles(experts, size, _target()).block
+    blocks = plan_blocks(PAIRS, experts, block, _target().cores)
+    plan = _plan(keys[3], TOKENS, CHOICES, experts, block)
+    rows, matrices = _normal(keys[0], blocks * block, HIDDEN), _normal(keys[1], experts, 2 * size, HIDDEN)
+    return rows, matrices, _normal(keys[2], experts, size, HIDDEN), plan
+
+
+def _step_bundles(schedule: Schedule) -> int:
+    """Of a grid step that works: all but the zeros of unused blocks, which is the last branch."""
+    grid = schedule.loops[0]
+    return grid.bundles
+
+
+def _forward(experts: int, size: int) -> Case:
+    def kernel(rows, gate_up, down, plan, step):
+        del step
+        return tpu.forward(rows, gate_up, down, plan, keep=False, target=_target())[0]
+
+    def launches(read: Read, target: Generation) -> list[Launch]:
+        return [_mlp_launch(read("expert_mlp_forward"), experts, size, target, 2 * HIDDEN)]
+
+    return Case(
+        "expert_mlp forward",
+        f"M={PAIRS} h={HIDDEN} E={experts} F={size}",
+        lambda key: _mlp_arguments(experts, size, key),
+        kernel,
+        lambda rows, gate_up, down, plan, step: _ragged(rows, gate_up, down, _sizes(plan, rows)),
+        launches,
+        flops=6 * PAIRS * HIDDEN * size,
+        least_bytes=shapes.forward_bytes(PAIRS, experts, size, HIDDEN),
+    )
+
+
+def _gradient(experts: int, size: int) -> Case:
+    """DEPTHS depths of the backward scan on a tape: recomputed forward pass, input gradient, one weight gradient."""
+
+    def arguments(key):
+        rows, gate_up, down, plan = _mlp_arguments(experts, size, key)
+        shape = (TOKENS, CHOICES), gate_up.shape, rows.dtype
+        return rows, gate_up, down, plan, start_tape(*shape, depths=DEPTHS)
+
+    def kernel(rows, gate_up, down, plan, tape, step):
+        del step
+
+        def depth(_, carry):
+            d_rows, tape = carry
+            values, kept = tpu.forward(rows, gate_up, down, plan, keep=True, target=_target())
+            ones = (plan.source < PAIRS).astype(jnp.float32)
+            d_x, _, *aside = tpu.input_gradient(
+                d_rows, kept, ones, gate_up, down, plan, tape.rows, rows, target=_target()
+            )
+            return d_x + values, tape.keep(*aside, plan.num_blocks)
+
+        d_rows, tape = jax.lax.fori_loop(0, DEPTHS, depth, (rows, tape))
+        return d_rows, settle(tape)
+
+    def xla(rows, gate_up, down, plan, tape, step):
+        del step
+        sizes = _sizes(plan, rows)
+
+        def depth(_, carry):
+            d_rows, totals = carry
+            values, vjp = jax.vjp(lambda *floats: _ragged(*floats, sizes), rows, gate_up, down)
+            d_x, *own = vjp(d_rows)
+            return d_x + values, [total + d.astype(jnp.float32) for total, d in zip(totals, own, strict=True)]
+
+        carry = (rows, [tape.gate_up, tape.down])
+        for n in range(DEPTHS):  # not a loop: its body would be counted once
+            carry = depth(n, carry)
+        return carry
+
+    def launches(read: Read, target: Generation) -> list[Launch]:
+        forward, inward, outward = (
+            read(name) for name in ("expert_mlp_forward", "expert_mlp_input_gradient", "expert_weight_gradient")
+        )
+        each = [
+            _mlp_launch(forward, experts, size, target, 2 * HIDDEN + 2 * size),
+            _mlp_launch(inward, experts, size, target, 5 * HIDDEN + 5 * size),
+        ]
+        return [*each * DEPTHS, _weight_launch(outward, experts, size, target)]
+
+    return Case(
+        "expert_mlp gradient",
+        f"M={PAIRS} h={HIDDEN} E={experts} F={size}, {DEPTHS} depths",
+        arguments,
+        kernel,
+        xla,
+        launches,
+        flops=3 * DEPTHS * 6 * PAIRS * HIDDEN * size,
+        least_bytes=DEPTHS * (2 * shapes.forward_bytes(PAIRS, experts, size, HIDDEN))
+        + DEPTHS * shapes.weight_gradient_bytes(PAIRS, experts, size, HIDDEN, DEPTHS),
+        carried=4,
+    )
+
+
+def _mlp_launch(schedule: Schedule, experts: int, size: int, target: Generation, row: int) -> Launch:
+    """A walk over the used blocks; `row` elements of each row move, and every expert's matrices once."""
+    block = _mlp_tiles(experts, size, target).block
+    used = expected_blocks(PAIRS, experts, block)
+    moved = BFLOAT16 * (used * block * row + 3 * experts * size * HIDDEN)
+    return Launch(used / target.cores * _step_bundles(schedule), moved)
+
+
+def _weight_launch(schedule: Schedule, experts: int, size: int, target: Generation) -> Launch:
+    chosen = _mlp_tiles(experts, size, target)
+    used, passes = DEPTHS * expected_blocks(PAIRS, experts, chosen.block), HIDDEN // chosen.columns
+    moved = shapes.weight_gradient_bytes(int(used * chosen.block), experts, size, HIDDEN, passes=passes)
+    return Launch(used * passes / target.cores * _step_bundles(schedule), moved)
+
+
+def _sizes(plan: Dispatch, rows: jax.Array) -> jax.Array:
+    """Rows of each expert's blocks [E], the last one's with the unused blocks."""
+    sizes = plan.num_blocks * plan.source.shape[1]
+    return sizes.at[-1].add(rows.shape[0] - jnp.sum(sizes))
+
+
+def _ragged(rows, gate_up, down, sizes):
+    """XLA's grouped products, with the matrices as they are stored."""
+    dimensions = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
+    gate, up = jnp.split(jax.lax.ragged_dot_general(rows, gate_up, sizes, dimensions), 2, axis=1)
+    return jax.lax.ragged_dot(jax.nn.silu(gate) * up, down, sizes)
+
+
+def _linear_tiles(experts: int, inward: int, outward: int, target: Generation) -> attention_moe.Tiles:
+    chosen = attention_moe.Tiles.of(TOKENS, (experts, inward, outward), jnp.dtype("bfloat16"), target)
+    assert chosen is not None
+    return chosen
+
+
+def _linear_arguments(experts: int, inward: int, outward: int, key: jax.Array):
+    keys = jax.random.split(key, 4)
+    block = _linear_tiles(experts, inward, outward, _target()).block
+    plan = _plan(keys[0], TOKENS, 1, experts, block)
+    rows = _normal(keys[1], plan.source.size, inward)
+    return rows, _normal(keys[2], experts, inward, outward), _normal(keys[3], inward, outward), plan
+
+
+def _linear_launch(schedule: Schedule, experts: int, block: int, target: Generation, tiles: int, moved: float):
+    used = expected_blocks(TOKENS, experts, block)
+    return Launch(used * tiles / target.cores * _step_bundles(schedule), moved)
+
+
+def _linear_forward(experts: int, inward: int, outward: int) -> Case:
+    def kernel(rows, routed, shared, plan, step):
+        del step
+        tile = _linear_tiles(*routed.shape, _target()).outputs
+        return linear.forward(rows, routed, shared, plan, tile=tile, target=_target())
+
+    def xla(rows, routed, shared, plan, step):
+        del step
+        return jax.lax.ragged_dot(rows, routed + shared, _sizes(plan, rows))
+
+    def launches(read: Read, target: Generation) -> list[Launch]:
+        chosen = _linear_tiles(experts, inward, outward, target)
+        tiles = outward // chosen.outputs
+        moved = BFLOAT16 * (TOKENS * (tiles * inward + outward) + experts * inward * outward)
+        return [_linear_launch(read("expert_linear_forward"), experts, chosen.block, target, tiles, moved)]
+
+    return Case(
+        "expert_linear forward",
+        f"T={TOKENS} G={experts} {inward}x{outward}",
+        lambda key: _linear_arguments(experts, inward, outward, key),
+        kernel,
+        xla,
+        launches,
+        flops=2 * TOKENS * inward * outward,
+        least_bytes=BFLOAT16 * (TOKENS * (inward + outward) + experts * inward * outward),
+    )
+
+
+def _linear_gradient(experts: int, inward: int, outward: int) -> Case:
+    """Input and weight gradient, the latter added to float32 totals."""
+
+    def arguments(key):
+        rows, routed, shared, plan = _linear_arguments(experts, inward, outward, key)
+        d_rows = _normal(key, rows.shape[0], outward)
+        return rows, d_rows, routed, shared, plan, jnp.zeros((experts, 1, inward, outward), jnp.float32)
+
+    def kernel(rows, d_rows, routed, shared, plan, totals, step):
+        del step
+        chosen, target = _linear_tiles(*routed.shape, _target()), _target()
+        inner = linear.input_gradient(d_rows, rows, routed, shared, plan, tile=chosen.inputs, target=target)
+        visits = visits_of(plan.num_blocks[None], plan.source.shape[0])
+        how = {"block": chosen.block, "tile": chosen.columns, "target": target}
+        return inner, accumulate([totals], rows[None], [d_rows], visits, **how)[0]
+
+    def xla(rows, d_rows, routed, shared, plan, totals, step):
+        del step
+        _, vjp = jax.vjp(lambda x, w, s: jax.lax.ragged_dot(x, w + s, _sizes(plan, rows)), rows, routed, shared)
+        d_x, d_routed, d_shared = vjp(d_rows)
+        return (d_x, d_shared), totals + d_routed[:, None].astype(jnp.float32)
+
+    def launches(read: Read, target: Generation) -> list[Launch]:
+        chosen = _linear_tiles(experts, inward, outward, target)
+        tiles, columns = inward // chosen.inputs, outward // chosen.columns
+        moved = BFLOAT16 * (TOKENS * (tiles * outward + 2 * inward) + experts * inward * outward)
+        grown = BFLOAT16 * TOKENS * (columns * inward + outward) + 8 * experts * inward * outward
+        block = chosen.block
+        return [
+            _linear_launch(read("expert_linear_input_gradient"), experts, block, target, tiles, moved),
+            _linear_launch(read("expert_weight_gradient"), experts, block, target, columns, grown),
+        ]
+
+    return Case(
+        "expert_linear gradient",
+        f"T={TOKENS} G={experts} {inward}x{outward}",
+        arguments,
+        kernel,
+        xla,
+        launches,
+        flops=3 * 2 * TOKENS * inward * outward,
+        least_bytes=BFLOAT16 * TOKENS * (3 * inward + 2 * outward) + 10 * experts * inward * outward,
+        carried=5,
+    )
