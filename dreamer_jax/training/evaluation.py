@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from dreamer_jax.config.schema import Config
 from dreamer_jax.data import Data, Record
-from dreamer_jax.model import Dreamer
+from dreamer_jax.inference import Engine, fold
 from dreamer_jax.training.state import TrainState
 
 
@@ -50,40 +48,16 @@ def _sum(parts: Iterable[dict[str, jax.Array]]) -> dict[str, float]:
 def answer(config: Config, state: TrainState, data: Data, records: list[Record], limit: int = 64) -> list[str]:
     """The model's own answers to prompts, decoded greedily.
 
-    Every new token costs a full forward pass: meant for a few short examples, not for serving.
-
     Args:
         records: their prompts are answered; longer ones than a row are answered with "".
-        limit: most tokens of an answer.
+        limit: most tokens of an answer; it also ends where a row of training would.
     """
     tokenizer, length = data.tokenizer, config.data.sequence_length
     prompts = [[tokenizer.bos, *tokenizer.encode(record.prompt)] for record in records]
-    tokens = np.full((len(prompts), length), tokenizer.pad, np.int32)
-    ends = [len(prompt) if len(prompt) < length else 0 for prompt in prompts]
-    for row, (prompt, end) in enumerate(zip(prompts, ends, strict=True)):
-        tokens[row, :end] = prompt[:end]
-    starts, running = list(ends), [end > 0 for end in ends]
-
-    model = Dreamer(config.model)
-    variables = {"params": state.params, "balancing": {"bias": state.balancing}}
-
-    @jax.jit
-    def next_token(variables, tokens, ends) -> jax.Array:
-        # Causal attention: what stands after a row's end doesn't matter.
-        hidden, _ = model.apply(variables, tokens, method="trunk")
-        last = hidden[jnp.arange(tokens.shape[0]), ends - 1]
-        logits: Any = model.apply(variables, last, method="head")
-        return jnp.argmax(logits, axis=-1)
-
-    for _ in range(limit):
-        if not any(running):
-            break
-        chosen = np.asarray(next_token(variables, tokens, np.array(ends, np.int32)))
-        for row in range(len(prompts)):
-            if not running[row]:
-                continue
-            running[row] = int(chosen[row]) != tokenizer.eos and ends[row] < length
-            if running[row]:
-                tokens[row, ends[row]] = chosen[row]
-                ends[row] += 1
-    return [tokenizer.decode(tokens[row, starts[row] : ends[row]].tolist()) for row in range(len(prompts))]
+    fitting = [i for i, prompt in enumerate(prompts) if len(prompt) < length]
+    engine = Engine(fold(config.model, state.params, state.balancing))
+    rows = engine.generate([prompts[i] for i in fitting], limit, stop_ids=[tokenizer.eos])
+    answers = [""] * len(prompts)
+    for i, row in zip(fitting, rows, strict=True):
+        answers[i] = tokenizer.decode(row.tokens[: length - len(prompts[i])])
+    return answers

@@ -95,11 +95,11 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("command", DREAMER)
 def test_documented_command(command, workplace, trained, capsys):
     words = shlex.split(command)[1:]
-    if words[0] in ("checkpoint", "compare"):
+    if words[0] in ("checkpoint", "compare", "generate"):
         words = [trained if word.startswith("runs/") else word for word in words]
     if words[0] in OWN_TESTS or "prepared" in words:
         pytest.skip("run by that command's own tests: needs prepared data, an exported folder or a run with Chromium")
-    if words[0] == "train" or words[:2] == ["bench", "train"]:
+    if words[0] == "train" or words[:2] in (["bench", "train"], ["bench", "generate"]):
         small = dict(SMALL_RUN)
         if "jsonl" in command or "gsm8k" in command:
             small |= {"data.path": "my.jsonl", "data.tokenizer": "bytes", "evaluation.harder": "0"}
@@ -111,7 +111,7 @@ def test_documented_command(command, workplace, trained, capsys):
             if "--against" in words:
                 pytest.importorskip("transformers", reason="the peer of the benchmark, extra `bench`")
             small = {k: v for k, v in small.items() if not k.startswith("data.") or k == "data.sequence_length"}
-            small["steps"] = "2"
+            small |= {"steps": "2"} if words[1] == "train" else {"tokens": "3", "prompt-tokens": "5", "rounds": "1"}
         words = with_options(words, small)
     if "--write" in words:
         words[words.index("--write") + 1] = str(workplace / "family")
