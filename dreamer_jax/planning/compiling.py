@@ -102,7 +102,10 @@ def roomier_buffers(config: Config, topology: Topology, failed: Compiled) -> Com
     for shape in CUBES:
         roomier = parse_topology(f"v5p:{shape}", topology.slices)
         if roomier.chips == topology.chips and topology.chip.name != "v5p":
-            other = compile_step(config, roomier)
+            try:
+                other = compile_step(config, roomier)
+            except RuntimeError:
+                continue
             if other.fits:
                 note = f"{failed.message}\nBuffers below: the same step compiled for {roomier.name}, where it fits."
                 return dataclasses.replace(failed, message=note, buffers=other.buffers, named_bytes=other.named_bytes)

@@ -18,7 +18,7 @@ _SPACE = re.compile(r"S\((\d+)\)")
 _NAME = re.compile(r"%([\w.\-]+)")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = ")
-_CALLED = re.compile(r"(?:calls|to_apply|body|condition|branch_computations|called_computations)=\{?(%[^,}\s]+)")
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%[\w.\-]+)")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Instruction:
     @property
     def all_called(self) -> list[str]:
         """Every computation it calls."""
-        return [name[1:] for name in _CALLED.findall(self.attributes)]
+        return [name for listed in _CALLED.findall(self.attributes) for name in _NAME.findall(listed)]
 
 
 @dataclass
@@ -125,20 +125,34 @@ def parse_program(text: str) -> Program:
     """
     computations: dict[str, Computation] = {}
     entry, current = "", None
-    for line in text.splitlines():
-        if current is None or not line.startswith(" "):
+    for line in _whole_lines(text):
+        if line == "}":
+            current = None
+        elif current is None:
             header = _HEADER.match(line)
-            current = Computation(header[2]) if header else None
-            if header and current:
-                computations[current.name] = current
+            if header:
+                current = computations[header[2]] = Computation(header[2])
                 entry = current.name if header[1] else entry
-            continue
-        instruction = _instruction(line)
-        if instruction:
-            current.instructions.append(instruction)
+        else:
+            instruction = _instruction(line)
+            if instruction:
+                current.instructions.append(instruction)
     if not entry:
         raise ValueError("the text has no ENTRY computation; is it that of a compiled HLO module?")
     return Program(computations, entry)
+
+
+def _whole_lines(text: str) -> list[str]:
+    """The lines of a module; what a kernel's description broke into several is one again."""
+    lines: list[str] = []
+    inside = False
+    for line in text.splitlines():
+        if not inside or line == "}" or _LINE.match(line):
+            lines.append(line)
+        else:
+            lines[-1] += line
+        inside = line != "}" and (inside or bool(_HEADER.match(line)))
+    return lines
 
 
 def arrays_of(shape: str) -> tuple[Array, ...]:

@@ -40,7 +40,11 @@ def describe(config: Config, topology: Topology, compiled: Compiled | None, boun
 def settings_of(config: Config) -> dict[str, Any]:
     """The settings of the training that a sweep varies, beside the mesh."""
     training = config.training
-    return {"microbatches": training.microbatches, "remat": training.remat}
+    return {
+        "microbatches": training.microbatches,
+        "remat": training.remat,
+        "gradient_depths": training.gradient_depths,
+    }
 
 
 def render(plan: Plan) -> str:

@@ -18,7 +18,7 @@ from dreamer_jax.parallel.mesh import EXPERT, SLICE
 from dreamer_jax.planning.collectives import Collective
 from dreamer_jax.planning.topology import Topology
 from dreamer_jax.planning.torus import Wires
-from dreamer_jax.planning.work import Operation, operations, rows_per_expert, share_of_tiles
+from dreamer_jax.planning.work import AGAIN, Operation, operations, rows_per_expert, share_of_tiles
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def roofline(config: Config, topology: Topology, collectives: Sequence[Collectiv
         collectives: those of the compiled program; None estimates them from the configuration.
     """
     chip = topology.chip
-    terms = tuple(_term(operation, topology) for operation in operations(config))
+    terms = tuple(_term(operation, topology) for operation in operations(config, chip.name))
     wires = Wires(config.mesh, topology)
     exchanges = _expected(config, wires) if collectives is None else _compiled(config, collectives, wires)
     seconds = sum(term.seconds for term in terms) + sum(e.seconds for e in exchanges if not e.hidden)
@@ -99,7 +99,7 @@ def roofline(config: Config, topology: Topology, collectives: Sequence[Collectiv
         useful / (chip.peak_flops * seconds),
         tokens / seconds,
         rows_per_expert(config),
-        share_of_tiles(config),
+        share_of_tiles(config, chip.name),
         collectives is not None,
     )
 
@@ -161,6 +161,6 @@ def _expert_exchange(config: Config, wires: Wires) -> Exchange:
     model = config.model
     tokens = config.training.batch_size * config.data.sequence_length // config.mesh.size
     size = config.mesh.expert * tokens * model.hidden_size * 2
-    passes = 4 + (config.training.remat == "full")
+    passes = 4 + AGAIN[config.training.remat].cheap
     seconds = wires.seconds("all-gather", size, [EXPERT]) * passes * model.depth
     return Exchange("expert exchange", size * passes * model.depth, seconds)

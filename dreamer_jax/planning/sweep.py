@@ -7,15 +7,16 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import get_args, get_type_hints
+from typing import get_args
 
 from dreamer_jax.budget import analytic, memory
 from dreamer_jax.config import Config, ConfigError, UserError
-from dreamer_jax.config.schema import MeshConfig, TrainingConfig
+from dreamer_jax.config.schema import MeshConfig, Remat, TrainingConfig
 from dreamer_jax.planning.compiling import Compiled, compile_step
 from dreamer_jax.planning.roofline import Roofline, roofline
 from dreamer_jax.planning.topology import Topology
 
+GRADIENT_DEPTHS = (1, 4, 8)
 MOST_EXPERTS = 16
 """Largest expert axis that is tried."""
 
@@ -102,15 +103,15 @@ def summary(candidate: Candidate) -> str:
     mesh, training = candidate.config.mesh, candidate.config.training
     return (
         f"data {'x'.join(map(str, mesh.data))}, expert {mesh.expert}, microbatches {training.microbatches}, "
-        f"remat {training.remat}: at most {100 * candidate.bound.mfu:.1f} % MFU"
+        f"remat {training.remat}, gradient_depths {training.gradient_depths}: "
+        f"at most {100 * candidate.bound.mfu:.1f} % MFU"
     )
 
 
 def _settings(training: TrainingConfig) -> Iterator[dict]:
-    policies = get_args(get_type_hints(TrainingConfig)["remat"])
     microbatches = [2**power for power in range(4) if training.batch_size % 2**power == 0]
-    for microbatch, policy in itertools.product(microbatches, policies):
-        yield {"microbatches": microbatch, "remat": policy}
+    for microbatch, policy, depths in itertools.product(microbatches, get_args(Remat), GRADIENT_DEPTHS):
+        yield {"microbatches": microbatch, "remat": policy, "gradient_depths": depths}
 
 
 def _estimate(config: Config) -> float:

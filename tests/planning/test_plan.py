@@ -1,0 +1,183 @@
+"""`dreamer plan`: what it says, with a compiler that is played where none is needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dreamer_jax.cli import plan as command
+from dreamer_jax.cli.main import main
+from dreamer_jax.config import load_config
+from dreamer_jax.config.schema import MeshConfig
+from dreamer_jax.planning import compiling
+from dreamer_jax.planning import sweep as sweeping
+from dreamer_jax.planning import table as tables
+from dreamer_jax.planning.collectives import Collective
+from dreamer_jax.planning.compiling import Compiled
+from dreamer_jax.planning.memory import Buffer
+from dreamer_jax.planning.report import describe, render, render_sweep
+from dreamer_jax.planning.roofline import roofline
+from dreamer_jax.planning.topology import parse_topology
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = str(ROOT / "configs/models/dr_da_32.yaml")
+V5P = parse_topology("v5p:4x4x4")
+GIB = 1 << 30
+
+GATHER = Collective("all-gather", False, True, ("bf16[1104,944,1024]",), 2 * GIB, ("data0",), 4, (), 1, "step")
+EXCHANGE = Collective(
+    "reduce-scatter", False, False, ("bf16[4096,1024]",), 1 << 23, ("expert",), 4, ("while",), 32, "x"
+)
+MEMORY = {"arguments": GIB, "outputs": GIB, "aliased": GIB, "temp": 12 * GIB, "code": 0}
+FITS = Compiled(True, "", {"tracing": 9.0, "compiling": 150.0}, MEMORY, (GATHER, EXCHANGE))
+TOO_LARGE = Compiled(
+    False,
+    "RESOURCE_EXHAUSTED: 64.25G exceeds 15.75G",
+    {"tracing": 9.0},
+    buffers=(Buffer("expert_attention/gather", "bf16[141312,1024]", 3 * GIB, 2, True),),
+)
+
+
+def planned(compiled, *overrides):
+    loaded = load_config(MODEL, list(overrides))
+    config = command.with_mesh(loaded, V5P)
+    found = compiled.collectives if compiled else None
+    return describe(config, V5P, compiled, roofline(config, V5P, found))
+
+
+def test_the_torus_is_the_mesh_unless_one_is_set():
+    assert command.with_mesh(load_config(MODEL), V5P).mesh == MeshConfig(data=(4, 4, 4))
+    chosen = command.with_mesh(load_config(MODEL, ["--mesh.data", "4,4", "--mesh.expert", "4"]), V5P)
+    assert chosen.mesh == MeshConfig(data=(4, 4), expert=4)
+
+
+def test_roofline_alone_needs_no_compiler(capsys):
+    assert main(["plan", MODEL, "--topology", "v5p:4x4x4", "--roofline", "--json"]) == 0
+    its = json.loads(capsys.readouterr().out)
+    assert its["parameters"] == pytest.approx(2.0788e9, rel=1e-4)
+    assert its["model_flops_per_token"] == pytest.approx(6.04e9, rel=1e-3)
+    assert its["rows_per_expert"] == pytest.approx(16384 * 8 / 1097)
+    assert 0 < its["roofline"]["mfu"] < 1 and "compiled" not in its
+    named = {term["name"] for term in its["roofline"]["terms"]}
+    assert {"experts: weight gradients", "head and loss", "sequence attention: scores"} <= named
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--topology", "v5p:5x5x5"], "unknown topology 'v5p:5x5x5'"),
+        (["--topology", "v5e:16x16", "--mesh.data", "4,4"], "v5e:16x16 has 1 x 256"),
+        (["--topology", "v5p:4x4x4", "--slices", "8", "--roofline"], "do not divide the 256 rows"),
+        (
+            ["--topology", "v5p:4x4x4", "--mesh.data", "4,4,4", "--training.batch_size", "96"],
+            "do not divide the 96 rows",
+        ),
+        (["--topology", "v5p:2x2x2", "--mesh.expert", "8", "--model.num_experts", "4"], "can't divide the 4 experts"),
+        (["--topology", "v5p:4x4x4", "--slices", "0"], "not an integer of 1 or more"),
+        ([], "--topology"),
+    ],
+)
+def test_bad_meshes_are_refused_before_compiling(words, said, capsys, monkeypatch):
+    monkeypatch.setattr(compiling.subprocess, "run", lambda *_, **__: pytest.fail("started to compile"))
+    small = ["--model.experts_per_token", "2"]
+    assert main(["plan", MODEL, *small, *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_plan_that_fits_names_memory_collectives_and_bound():
+    text = render(planned(FITS))
+    assert "2,078,767,488 parameters" in text and "6.040 GFLOP a token" in text
+    assert "temp" in text and "12.000" in text and "CPU time: tracing 9 s, compiling 150 s" in text
+    (gather,) = [line for line in text.splitlines() if line.startswith("all-gather")]
+    assert "2,048.00" in gather and "overlapped" in gather and "no" in gather
+    (exchange,) = [line for line in text.splitlines() if line.startswith("reduce-scatter")]
+    assert "x 32" in exchange and "expert" in exchange
+    assert "no gradient is all-reduced" in text
+    assert "119 rows an expert" in text
+    assert "bound, not a prediction" in text and "MFU" in text and "tokens/s a chip" in text
+    assert "cost_analysis" not in json.dumps(planned(FITS)) and "optimal_seconds" not in json.dumps(planned(FITS))
+
+
+def test_a_plan_that_does_not_fit_names_buffers_and_what_to_change():
+    text = render(planned(TOO_LARGE, "--training.remat", "none"))
+    assert "It does not fit" in text and "64.25G exceeds 15.75G" in text
+    assert "bf16[141312,1024]" in text and "expert_attention/gather" in text
+    helps = text[text.index("What would help") :]
+    assert "--training.remat full" in helps and "--training.microbatches 2" in helps and "expert axis" in helps
+    assert "--training.remat full" not in render(planned(TOO_LARGE))
+
+
+def test_exit_codes_and_chips_with_more_memory(monkeypatch, capsys):
+    """What doesn't fit on v5e is compiled for as many v5p chips, to name its buffers."""
+    asked = []
+
+    def play(config, topology, keep_text=None):
+        asked.append(topology.name)
+        return FITS if topology.chip.name == "v5p" else TOO_LARGE
+
+    monkeypatch.setattr(compiling, "compile_step", play)
+    words = ["plan", MODEL, "--topology"]
+    assert main([*words, "v5p:4x4x4"]) == 0
+    assert main([*words, "v5e:16x16"]) == 1
+    assert asked == ["v5p:4x4x4", "v5e:16x16", "v5p:4x8x8"]
+    assert "compiled for v5p:4x8x8, where it fits" in capsys.readouterr().out
+
+
+def test_a_sweep_ranks_by_bound_and_takes_what_fits(monkeypatch):
+    """Without rematerialisation it never fits here: the winner is the best of the others that were compiled."""
+
+    def play(config, topology):
+        return TOO_LARGE if config.training.remat == "none" else FITS
+
+    monkeypatch.setattr(sweeping, "compile_step", play)
+    monkeypatch.setattr(sweeping, "GRADIENT_DEPTHS", (1,))
+    lines = []
+    found = sweeping.sweep(load_config(MODEL).config, V5P, most=2, progress=lines.append)
+    fits = [bool(c.compiled and c.compiled.fits) for c in found]
+    assert fits == sorted(fits, reverse=True) and sum(fits) >= 1
+    assert found[0].config.training.remat != "none"
+    assert 1 <= len(lines) <= 4
+    estimated = [c.bound.mfu for c in found if c.compiled is None]
+    assert estimated == sorted(estimated, reverse=True) and len(estimated) > 20
+    text = render_sweep([describe(c.config, V5P, c.compiled, c.bound) for c in found])
+    assert "best that fits: --mesh.data" in text and "not compiled" in text
+
+
+def test_meshes_of_a_sweep_keep_whole_torus_axes():
+    shapes = [(mesh.data, mesh.expert) for mesh in sweeping.meshes(V5P)]
+    assert shapes == [((4, 4, 4), 1), ((4, 4, 2), 2), ((4, 4), 4), ((4, 2), 8), ((4,), 16)]
+    flat = [(mesh.data, mesh.expert) for mesh in sweeping.meshes(parse_topology("v5e:16x16", 2))]
+    assert flat == [((16, 16), 1), ((16, 8), 2), ((16, 4), 4), ((16, 2), 8), ((16,), 16)]
+
+
+def test_the_child_process_reports_what_it_found_before_a_crash(monkeypatch):
+    class Crashed:
+        returncode, stderr = -11, "Fatal"
+
+    def play(command_line, **_):
+        result = Path(command_line[4])
+        result.write_text(json.dumps({"fits": True, "memory": MEMORY, "seconds": {"compiling": 1.0}}) + "\n")
+        return Crashed
+
+    monkeypatch.setattr(compiling, "require_libtpu", lambda: None)
+    monkeypatch.setattr(compiling.subprocess, "run", play)
+    found = compiling.compile_step(command.with_mesh(load_config(MODEL), V5P), V5P)
+    assert found.fits and found.total == 13 * GIB
+    assert found.collectives is None and "crashed while writing" in found.problem
+
+
+def test_without_libtpu_plan_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr("dreamer_jax.planning.topology.importlib.util.find_spec", lambda name: None)
+    assert main(["plan", MODEL, "--topology", "v5p:4x4x4"]) == 2
+    assert "pip install -e '.[tpu]'" in capsys.readouterr().err
+
+
+def test_the_table_of_plans(tmp_path, capsys):
+    for name, compiled in (("a", FITS), ("b", TOO_LARGE)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(planned(compiled)))
+    assert tables.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and all(line.count("|") == lines[0].count("|") for line in lines)
+    assert "| 12.00 | 13.00 |" in lines[2] and "DR+DA/32" in lines[2] and "does not fit" in lines[3]

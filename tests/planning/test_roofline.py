@@ -1,0 +1,155 @@
+"""The bound: operations against the analytic count, wires against arithmetic by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from dreamer_jax.budget import analytic
+from dreamer_jax.config import Config, UserError
+from dreamer_jax.config.schema import DataConfig, MeshConfig, ModelConfig, TrainingConfig
+from dreamer_jax.planning import topology as topologies
+from dreamer_jax.planning import work
+from dreamer_jax.planning.collectives import Collective
+from dreamer_jax.planning.roofline import roofline
+from dreamer_jax.planning.topology import parse_topology
+from dreamer_jax.planning.torus import Wires
+from dreamer_jax.planning.work import operations, rows_per_expert, share_of_tiles
+
+V5P, V5E = parse_topology("v5p:4x4x4"), parse_topology("v5e:16x16")
+WIDE = ModelConfig(
+    variant="DR",
+    depth=4,
+    hidden_size=1024,
+    vocab_size=8192,
+    sa_heads=16,
+    sa_kv_heads=8,
+    sa_head_size=128,
+    num_experts=4,
+    experts_per_token=4,
+    expert_size=1024,
+    router_size=128,
+)
+
+
+def config(mesh=None, model=WIDE, **training) -> Config:
+    """A step of 64 rows of 4096 tokens on 64 chips."""
+    mesh = mesh or MeshConfig(data=(4, 4, 4))
+    return Config(
+        model=model,
+        data=DataConfig(sequence_length=4096),
+        training=TrainingConfig(**({"batch_size": 64, "remat": "none"} | training)),
+        mesh=mesh,
+    )
+
+
+def one(found, name):
+    return next(operation for operation in found if operation.name == name)
+
+
+def test_experts_by_hand(monkeypatch):
+    """16,384 rows over 4 experts: whole blocks of 128 but for half a block an expert; h = F = 1024."""
+    target = dataclasses.replace(work.GENERATIONS["v5p"], expert_rows=((0, 128),))
+    monkeypatch.setitem(work.GENERATIONS, "v5p", target)
+    found = operations(config(), "v5p")
+    rows = 4096 * 4 + 4 * 64
+    assert one(found, "experts: forward").flops == 4 * 2 * rows * 1024 * 3 * 1024
+    assert one(found, "experts: forward").bytes == 4 * (2 * rows * 1024 * 2 + 4 * 3 * 1024**2 * 2 + 2 * rows * 1024 * 2)
+    assert rows_per_expert(config()) == 4096
+    assert share_of_tiles(config(), "v5p") == pytest.approx(16384 / rows)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_matrix_work_is_the_analytic_count_and_little_more(remat):
+    """What it adds: part-filled tiles, the causal triangle's edge, the scores again, routing in float32."""
+    tokens = 4096
+    counted = sum(operation.flops for operation in operations(config(remat=remat), "v5p"))
+    expected = analytic.executed_training_flops(WIDE, 4096, remat == "full")[0] * tokens
+    assert 1.0 < counted / expected < 1.15
+
+
+def test_what_is_kept_saves_what_is_computed_again():
+    flops = {r: sum(o.flops for o in operations(config(remat=r), "v5p")) for r in ("full", "attention", "none")}
+    assert flops["full"] > flops["attention"] > flops["none"]
+    forward = analytic.matmul_flops(WIDE, analytic.average_context(4096))
+    again = (analytic.total(forward) - forward["head"]) * 4096
+    assert flops["full"] - flops["none"] == pytest.approx(again, rel=0.15)
+
+
+def test_gradient_depths_share_the_totals_traffic():
+    totals = 4 * 3 * 1024**2 * 8 * 4  # of E experts of 3hF, read and written in float32 at 4 depths
+    each = one(operations(config(), "v5p"), "experts: weight gradients").bytes
+    shared = one(operations(config(gradient_depths=4), "v5p"), "experts: weight gradients").bytes
+    assert each - shared == totals * 3 / 4
+    more_than_there_are = one(operations(config(gradient_depths=64), "v5p"), "experts: weight gradients").bytes
+    assert more_than_there_are == shared
+
+
+def test_expert_parallelism_gathers_rows_and_sends_tokens():
+    alone = config()
+    together = config(MeshConfig(data=(4, 4), expert=4))
+    assert rows_per_expert(together) == 4 * rows_per_expert(alone)
+    exchange = one(roofline(together, V5P).exchanges, "expert exchange")
+    # 4 chips' tokens gathered and summed, forward and backward, at each of 4 depths.
+    assert exchange.bytes == 4 * 4096 * 1024 * 2 * 4 * 4
+    assert exchange.seconds == pytest.approx(exchange.bytes * 3 / 4 / (2 * 90e9))
+
+
+def test_wires():
+    wires = Wires(MeshConfig(data=(4, 4, 4)), V5P)
+    assert wires.seconds("all-gather", 180e9, ["data0"]) == pytest.approx(0.75)  # a ring: both links of an axis
+    assert wires.seconds("all-reduce", 180e9, ["data0"]) == pytest.approx(1.5)
+    assert wires.seconds("all-gather", 1e9, []) == 0
+    assert wires.seconds("collective-permute", 90e9, ["data1"]) == pytest.approx(1.0)
+    assert wires.seconds("all-to-all", 180e9, ["data2"]) == pytest.approx(1.0)
+    half = Wires(MeshConfig(data=(4, 4, 2), expert=2), V5P)
+    assert half.seconds("all-gather", 90e9, ["expert"]) == pytest.approx(0.5)  # two neighbours: one link
+    line = Wires(MeshConfig(data=(16, 2), expert=8), V5E)
+    assert line.seconds("reduce-scatter", 45e9, ["expert"]) == pytest.approx(7 / 8)  # part of a ring is a line
+    square = Wires(MeshConfig(data=(4, 2), expert=8), V5P)
+    assert square.seconds("all-gather", 270e9, ["expert"]) == pytest.approx(7 / 8)  # a ring of 4 by a line of 2
+
+
+def test_slices_are_connected_by_the_network():
+    two = parse_topology("v5p:4x4x4", 2)
+    wires = Wires(MeshConfig(slices=2, data=(4, 4, 4)), two)
+    assert wires.seconds("all-reduce", 6.25e9, ["slice"]) == pytest.approx(1.0)
+    bound = roofline(config(MeshConfig(slices=2, data=(4, 4, 4)), batch_size=128), two)
+    assert one(bound.exchanges, "between slices").seconds > 0
+
+
+def collective(**changes) -> Collective:
+    base = Collective("all-gather", False, False, ("bf16[8]",), 180_000_000, ("data0",), 4, (), 1, "")
+    return dataclasses.replace(base, **changes)
+
+
+def test_the_compiled_programs_collectives_take_the_place_of_the_estimate():
+    asked = config()
+    bound = roofline(asked, V5P, [collective(), collective(loops=("while",), times=None)])
+    assert bound.compiled and {e.name for e in bound.exchanges} == {"weight gather", "expert exchange"}
+    assert one(bound.exchanges, "weight gather").seconds == pytest.approx(0.75e-3)
+    assert one(bound.exchanges, "expert exchange").seconds == pytest.approx(4 * 0.75e-3)  # once a depth
+    hidden = roofline(asked, V5P, [collective(overlapped=True)])
+    assert hidden.seconds == pytest.approx(roofline(asked, V5P, []).seconds)
+
+
+def test_the_bound_is_the_sum_of_the_longer_times_and_the_exchanges():
+    bound = roofline(config(), V5P)
+    whole = sum(max(t.matrix_seconds, t.memory_seconds) for t in bound.terms) + bound.total("collective")
+    assert bound.seconds == pytest.approx(whole)
+    useful = analytic.training_flops(WIDE, 4096)[0] * 4096
+    assert bound.mfu == pytest.approx(useful / 459e12 / bound.seconds) and bound.mfu < 1
+    assert bound.tokens_per_second == pytest.approx(4096 / bound.seconds)
+
+
+@pytest.mark.parametrize("name", ["v5p:4x4", "v5e:3x5", "v7:2x2", "H100:1x1", "v5p", ""])
+def test_unknown_topologies_are_refused_by_name(name):
+    with pytest.raises(UserError, match="unknown topology"):
+        parse_topology(name)
+
+
+def test_without_libtpu_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"\.\[tpu\]"):
+        topologies.devices_of(V5P)
