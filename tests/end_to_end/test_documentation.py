@@ -48,7 +48,7 @@ def documented_commands() -> list[tuple[str, str]]:
 COMMANDS = documented_commands()
 DREAMER = sorted({command for _, command in COMMANDS if command.startswith("dreamer ")})
 SCRIPTS = sorted({command for _, command in COMMANDS if command.startswith("bash launch/")})
-OWN_TESTS = ("analyze", "data", "eval", "export", "import")
+OWN_TESTS = ("analyze", "data", "eval", "export", "import", "plan")
 ELSEWHERE = ("pip install ", "source ", "tensorboard ")
 """Set-up lines that the environment of the tests already stands for."""
 
