@@ -96,7 +96,7 @@ def place_rows(batch: dict[str, np.ndarray], rows: range, total: int, sharding: 
     """
 
     def place(values: np.ndarray) -> jax.Array:
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(total)
             return values[start - rows.start : stop - rows.start]
 

@@ -138,7 +138,7 @@ class _Loop:
         self.place = place
         self.counter = SkipCounter(self.config.safety.skipped_in_a_row, place.skipped, place.streak)
         offset = place.offset
-        batches = self.data.training_batches(start + offset, self.last_step + offset, self.rows)
+        batches: Any = self.data.training_batches(start + offset, self.last_step + offset, self.rows)
         try:
             first = next(batches)
             self._compile_all(state, first[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ class FakeData:
 
 
 def abstract(config: Config, mesh) -> TrainState:
-    def place(*shape: int, dtype=jnp.float32):
+    def place(*shape: int, dtype=jnp.float32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     return TrainState(place(dtype=jnp.int32), {"seen": place(BATCHES)}, {"mu": place(1)}, {"router": place(2)})
