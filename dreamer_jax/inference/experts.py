@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from dreamer_jax.config.schema import Implementation
 from dreamer_jax.model import resolve_operations
 from pallas_kernels.dispatch import blocks_of, plan_dispatch, rows_of
+from pallas_kernels.tiles import generation
 
 BLOCKED = 8
 """Mean rows of an expert from which on they are computed in blocks; below, one by one."""
@@ -35,7 +36,7 @@ def linear(x: jax.Array, index: jax.Array, weight: jax.Array, implementation: Im
     """
     if index.ndim == 0:
         return x @ _at(weight, index)
-    if jax.default_backend() != "cpu":
+    if not _in_place(implementation):
         ones, nothing = jnp.ones(x.shape[0], jnp.float32), jnp.zeros(weight.shape[1:], weight.dtype)
         return resolve_operations(implementation).expert_linear(x, index, ones, weight, nothing)
     return _by_expert(x, index[:, None], weight.shape[0], weight.shape[2], lambda rows, e: rows @ _at(weight, e))[:, 0]
@@ -53,7 +54,7 @@ def mlp(
 
     A pair whose index is E has no expert here (another device has it) and contributes nothing.
     """
-    if jax.default_backend() != "cpu":
+    if not _in_place(implementation):
         return resolve_operations(implementation).expert_mlp(x, indices, weights, gate_up, down)
 
     def expert(rows: jax.Array, e: jax.Array) -> jax.Array:
@@ -63,6 +64,11 @@ def mlp(
     values = _by_expert(x, indices, gate_up.shape[0], x.shape[1], expert)
     weights = jnp.where(indices < gate_up.shape[0], weights, 0)
     return jnp.sum(values * weights.astype(x.dtype)[..., None], axis=1)
+
+
+def _in_place(implementation: Implementation) -> bool:
+    """Whether this is for a CPU, and not to try kernels on one."""
+    return implementation != "pallas" and jax.default_backend() == "cpu" and generation() is None
 
 
 def _by_expert(
