@@ -8,19 +8,21 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from dreamer_jax.cli import bench_checkpoint, bench_data, bench_generate, bench_kernels
+from dreamer_jax.cli import bench_checkpoint, bench_data, bench_export, bench_generate, bench_kernels
 from dreamer_jax.cli.budget import Parser, positive, split_overrides
 from dreamer_jax.config import UserError, load_config
 
 USAGE = """\
 usage: dreamer bench train --config CONFIG [--against transformers] [--steps N] [--json] [--section.key value ...]
        dreamer bench data [--tokenizer SPEC] [--mixture FILE] [--megabytes N] [--workers N] [--json]
+       dreamer bench export --config CONFIG [--peer CONFIG] [--dtype TYPE] [--json]
        dreamer bench generate --config CONFIG [--config ...] [--against transformers] [--batch B] [--json]
        dreamer bench checkpoint --config CONFIG [--steps N] [--pairs N] [--json]
        dreamer bench kernels [--topology v5p:2x2x1] [--match TEXT] [--json]
 
 checkpoint  time that saving takes from training, and memory that restoring takes
 data   tokens a second of preparing and feeding training data, and the memory that takes
+export  prefill and decoding of the exported PyTorch model next to Qwen3-MoE, on a CPU
 kernels  each kernel's time next to XLA's, predicted for a TPU that isn't there, or measured
 train  tokens a second, compile time and utilisation of the train step on random tokens
 generate  tokens a second and time to the first token, of models next to each other and to Qwen3-MoE
@@ -36,6 +38,7 @@ def run(arguments: list[str]) -> int:
         "train": _train,
         "checkpoint": bench_checkpoint.run,
         "data": bench_data.run,
+        "export": bench_export.run,
         "generate": bench_generate.run,
         "kernels": bench_kernels.run,
     }

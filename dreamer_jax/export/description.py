@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from dreamer_jax.config import Config, LoadedConfig, UserError
 from dreamer_jax.config.files import Setting
-from dreamer_jax.config.keys import key_types, values_of
+from dreamer_jax.config.keys import INTEGERS, key_types, values_of
 from dreamer_jax.config.loading import build
 from dreamer_jax.data.tokenizers import Tokenizer
 from dreamer_jax.export.safetensors_files import read_json
@@ -117,7 +117,13 @@ def _checked(path: Path, key: str, value: Any) -> Any:
         raise UserError(f"{path}: unknown setting '{key}'; it was written by another version of dreamer-jax")
     if expected is float and type(value) is int:
         value = float(value)
-    options = getattr(expected, "__args__", None)
-    if not (value in options if options else type(value) is expected):
+    if expected == INTEGERS:  # a list in JSON; one integer in folders of earlier versions
+        value = tuple(value) if isinstance(value, list) else (value,)
+        right = bool(value) and all(type(number) is int for number in value)
+    elif get_origin(expected) is Literal:
+        right = value in get_args(expected)
+    else:
+        right = type(value) is expected
+    if not right:
         raise UserError(f"{path}: {key} can't be {value!r}")
     return value

@@ -41,7 +41,6 @@ except ImportError:
 
 EPSILON = 1e-6
 GATHERED_BYTES = 1 << 20
-HEAD_ROWS = 16384
 FORMAT_VERSION = 1
 
 
@@ -102,11 +101,15 @@ class DreamerConfig(PretrainedConfig):
 
 
 class Cache:
-    """Keys and values of the sequence attention, [B, kv, S, d] for each depth; room grows by doubling."""
+    """Keys and values of the sequence attention, [B, kv, S, d] for each depth; room grows by doubling.
+
+    It also keeps what doesn't change while a text is continued: the routers' keys, rotated for each depth.
+    """
 
     def __init__(self):
         self.rows: list[tuple[Tensor, Tensor]] = []
         self.lengths: list[int] = []
+        self.router_keys: dict[tuple[int, int], Tensor] = {}
 
     def get_seq_length(self, depth: int = 0) -> int:
         """Tokens held."""
@@ -221,15 +224,27 @@ class Router(Weights):
 
     def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor | None]:
         """[T, h] -> selected experts [T, k], their sigmoid scores [T, k] float32, in training selections [E]."""
-        query = rotate_by_depth(self.query_norm(x.float() @ self.query.to(x.dtype).float()), step.router_rotation)
-        keys = self.keys_norm(self.keys.float())
-        logits = query @ keys.T * keys.shape[1] ** -0.5
+        query = x.float() @ self.query.to(x.dtype).float()
+        query = F.rms_norm(query, query.shape[1:], eps=EPSILON)
+        logits = query @ self.rotated_keys(step).T
         indices = (logits.detach() + self.bias.float()).topk(self.active, -1).indices
         counts = None
         if self.training:
             chosen = indices if step.real is None else indices[step.real]
             counts = torch.bincount(chosen.flatten(), minlength=self.experts)
         return indices, logits.gather(-1, indices).sigmoid(), counts
+
+    def rotated_keys(self, step: Step) -> Tensor:
+        """[E, r] float32: scaled for the product, and turned back by the depth in place of turning queries forward."""
+        kept = None if step.cache is None or torch.is_grad_enabled() else step.cache.router_keys
+        if kept is not None and (id(self), step.depth) in kept:
+            return kept[id(self), step.depth]
+        cos, sin = step.router_rotation
+        keys = rotate_by_depth(self.keys_norm(self.keys.float()), (cos, -sin))
+        keys = keys * self.query_norm.weight.float() * keys.shape[1] ** -0.5
+        if kept is not None:
+            kept[id(self), step.depth] = keys
+        return keys
 
     @torch.no_grad()
     def update_balancing(self) -> None:
@@ -243,27 +258,47 @@ class Router(Weights):
         self.used = None
 
 
-def for_each_expert(x: Tensor, indices: Tensor, experts: int, function) -> Tensor:
-    """Apply function(rows, expert) to the rows of every expert that was selected: tokens are sorted by expert.
+class Groups(NamedTuple):
+    """Rows sorted by expert: which experts have rows, and how many."""
+
+    experts: list[int]
+    sizes: list[int]
+    ends: Tensor | None  # [E] int32, where the rows of each expert end; None: groups are few
+
+
+def grouped_product(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    """[rows, a], sorted by expert, times the matrix [a, b] of each expert's own -> [rows, b]."""
+    strides = (*rows.stride(), *weight.stride())
+    aligned = all(stride == 1 or stride * rows.element_size() % 16 == 0 for stride in strides)  # grouped_mm asks for it
+    if groups.ends is not None and weight.dtype == rows.dtype and aligned:
+        return F.grouped_mm(rows, weight, offs=groups.ends)
+    parts = zip(rows.split(groups.sizes), groups.experts)  # noqa: B905
+    return torch.cat([part @ weight[expert].to(rows.dtype) for part, expert in parts])
+
+
+def through_experts(x: Tensor, indices: Tensor, weights: Tensor, experts: int, function) -> Tensor:
+    """Send every token through the experts it selected, and add up what comes back.
 
     Args:
         x: [T, a].
-        indices: [T, k], the experts each token selected.
-        function: ([rows, a], expert) -> [rows, b].
+        indices, weights: [T, k], the experts each token selected, and what each counts for.
+        function: (rows [R, a] sorted by expert, groups) -> [R, b].
 
     Returns:
-        [T, k, b].
+        [T, b].
     """
     choices, flat = indices.shape[1], indices.flatten()
     if len(indices) == 1:  # nothing to sort
-        return torch.cat([function(x, expert) for expert in flat.tolist()])[None]
+        return weights @ function(x.expand(choices, -1), Groups(flat.tolist(), [1] * choices, None))
     order = flat.argsort(stable=True)
-    rows = x[order // choices]
-    counts = torch.bincount(flat, minlength=experts).tolist()
-    hit = [expert for expert, count in enumerate(counts) if count]
-    parts = rows.split([counts[expert] for expert in hit])
-    done = torch.cat([function(part, expert) for part, expert in zip(parts, hit)])  # noqa: B905
-    return torch.empty_like(done).index_copy(0, order, done).view(*indices.shape, -1)
+    sizes = torch.bincount(flat, minlength=experts)
+    ends = sizes.cumsum(0).int() if hasattr(F, "grouped_mm") else None  # torch 2.10
+    listed = sizes.tolist()
+    hit = [expert for expert, size in enumerate(listed) if size]
+    done = function(x[order // choices], Groups(hit, [listed[expert] for expert in hit], ends))
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    return F.embedding_bag(place.view_as(indices), done, per_sample_weights=weights, mode="sum")
 
 
 def gather_pays(weight: Tensor, indices: Tensor) -> bool:
@@ -309,10 +344,9 @@ class Projections(Weights):
             return x @ weight.to(x.dtype)
         indices, scores = choice[0], choice[1].to(x.dtype)
         if gather_pays(weight, indices):
-            routed = torch.einsum("ta,tab->tb", x, weight[indices[:, 0]].to(x.dtype))
+            out = scores * torch.einsum("ta,tab->tb", x, weight[indices[:, 0]].to(x.dtype))
         else:
-            routed = for_each_expert(x, indices, len(weight), lambda part, e: part @ weight[e].to(x.dtype))[:, 0]
-        out = scores * routed
+            out = through_experts(x, indices, scores, len(weight), lambda rows, g: grouped_product(rows, weight, g))
         return out if shared is None else out + scores.detach() * (x @ shared.to(x.dtype))
 
 
@@ -330,18 +364,21 @@ class Attention(nn.Module):
         flat, own = x.flatten(0, 1), self.projections
         choice, counts = own.route(flat, step)
         qkv = own.project(flat, choice, own.qkv, own.qkv_shared).view(len(flat), -1, self.size)
-        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], 1)
-        attended, row = self.attend(self.q_norm(q), self.k_norm(k), v, x.shape[:2], step)
+        qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], 1)
+        scales = self.q_norm.weight.expand(self.heads, -1), self.k_norm.weight.expand(self.kv_heads, -1)
+        qk = F.rms_norm(qk.float(), (self.size,), eps=EPSILON) * torch.cat(scales).float()  # both norms at once
+        attended, row = self.attend(qk.to(x.dtype), v, x.shape[:2], step)
         return own.project(attended, choice, own.out, own.out_shared).view_as(x), counts, row
 
 
 class SequenceAttention(Attention):
     """SA: tokens look at earlier tokens of their document, at the same depth."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, shape, step: Step):
-        """[T, n, d] and [T, kv, d] twice -> [T, n d]."""
-        q, k, v = (t.view(*shape, -1, self.size) for t in (q, k, v))
-        q, k, v = (t.transpose(1, 2) for t in (rotate(q, step.positions), rotate(k, step.positions), v))
+    def attend(self, qk: Tensor, v: Tensor, shape, step: Step):
+        """Queries and keys [T, n + kv, d], values [T, kv, d] -> [T, n d]."""
+        qk, v = (t.view(*shape, -1, self.size) for t in (qk, v))
+        q, k = rotate(qk, step.positions).split([self.heads, self.kv_heads], 2)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if step.cache is not None:
             k, v = step.cache.update(k, v, step.depth)
         causal = step.mask is None and q.shape[2] > 1
@@ -354,9 +391,9 @@ class SequenceAttention(Attention):
 class DepthAttention(Attention):
     """DA: tokens look back at what they were at earlier depths; nothing crosses tokens, nothing outlives one."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, shape, step: Step):
-        """[T, n, d] and [T, kv, d] twice -> [T, n d], and the row of the depth cache."""
-        q, k = rotate_by_depth(q, step.da_rotation), rotate_by_depth(k, step.da_rotation)
+    def attend(self, qk: Tensor, v: Tensor, shape, step: Step):
+        """Queries and keys [T, n + kv, d], values [T, kv, d] -> [T, n d], and the row of the depth cache."""
+        q, k = rotate_by_depth(qk, step.da_rotation).split([self.heads, self.kv_heads], 1)
         rows = [*step.earlier, (k, v)]
         keys, values = (torch.stack([row[i] for row in rows], 2).float() for i in (0, 1))  # [T, kv, l + 1, d]
         grouped = q.float().view(len(q), self.kv_heads, -1, self.size)  # [T, kv, n / kv, d]
@@ -382,14 +419,15 @@ class ExpertAttention(Weights):
         if gather_pays(self.gate_up, indices):
             gate, up = torch.einsum("th,tkfh->tkf", flat, self.gate_up[indices].to(x.dtype)).chunk(2, -1)
             values = torch.einsum("tkf,tkfh->tkh", F.silu(gate) * up, self.down[indices].to(x.dtype))
+            out = torch.einsum("tkh,tk->th", values, weights)
         else:
-            values = for_each_expert(flat, indices, len(self.down), self.expert)
-        return torch.einsum("tkh,tk->th", values, weights).view_as(x), counts
+            out = through_experts(flat, indices, weights, len(self.down), self.experts)
+        return out.view_as(x), counts
 
-    def expert(self, rows: Tensor, index: int) -> Tensor:
-        """[rows, h] -> [rows, h] through one expert: W_down(silu(W_gate x) * (W_up x))."""
-        gate, up = F.linear(rows, self.gate_up[index].to(rows.dtype)).chunk(2, -1)
-        return (F.silu(gate) * up) @ self.down[index].to(rows.dtype)
+    def experts(self, rows: Tensor, groups: Groups) -> Tensor:
+        """[R, h] sorted by expert -> [R, h]: W_down(silu(W_gate x) * (W_up x))."""
+        gate, up = grouped_product(rows, self.gate_up.mT, groups).chunk(2, -1)
+        return grouped_product(F.silu(gate) * up, self.down, groups)
 
 
 class Layer(nn.Module):
@@ -548,10 +586,14 @@ class Dreamer(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., V] float32: bfloat16 factors, but the sum isn't rounded to bfloat16."""
-        weight = self.head.weight
-        if x.dtype == weight.dtype == torch.float32:
+        weight = self.head.weight.to(x.dtype)
+        if x.dtype == torch.float32:
             return F.linear(x, weight)
-        return torch.cat([F.linear(x.float(), w.to(x.dtype).float()) for w in weight.split(HEAD_ROWS)], -1)
+        # A bfloat16 product is summed in float32 and rounded once; a second one computes what the rounding lost.
+        flat = x.flatten(0, -2)
+        rounded = F.linear(flat, weight).detach()
+        lost = torch.addmm(rounded, flat, weight.T, beta=-1)
+        return (rounded.float() + lost).view(*x.shape[:-1], -1)
 
     def update_balancing(self) -> None:
         """Move the routers' biases by what training passes have selected since the last call: after every step."""

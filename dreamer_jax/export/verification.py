@@ -33,7 +33,9 @@ ROUNDING_FACTOR = 1.5
 be that many times as far from the float32 ones as JAX's are, on average."""
 
 NEW_TOKENS = 16
-GATHERED_BYTES = 1 << 28
+READ_BYTES = 1 << 36
+"""Of expert matrices, all that comparing may read on one side: a minute or two."""
+
 TEXT = (
     "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or "
     "twice she had peeped into the book her sister was reading, but it had no pictures or conversations in it, 'and "
@@ -161,21 +163,15 @@ def _torch_side(folder: Path, tokens: np.ndarray, prompt: int, bfloat16: bool):
 
 
 def _tokens(model: StoredModel, description: Description) -> np.ndarray:
-    """[4, S] int32: two rows of random tokens, two of text; S as memory and the trained context allow."""
+    """[4, S] int32: two rows of random tokens, two of text; S as time and the trained context allow."""
     config = model.config.model
-    gathered = 4 * config.hidden_size * max(3 * config.expert_size * config.experts_per_token, _qkv_size(config))
-    length = int(np.clip(GATHERED_BYTES // gathered // 4, 4, min(64, model.config.data.sequence_length)))
+    read = 4 * config.depth * config.hidden_size * (3 * config.expert_size * config.experts_per_token)
+    length = int(np.clip(READ_BYTES // (4 * read), 8, min(64, model.config.data.sequence_length)))
     tokenizer = tokenizer_of(description)
     text = [tokenizer.bos, *tokenizer.encode(TEXT)]
     text = np.resize(np.array(text, np.int32), (2, length))
     random = np.random.default_rng(0).integers(0, config.vocab_size, text.shape).astype(np.int32)
     return np.concatenate([random, text])
-
-
-def _qkv_size(config: Any) -> int:
-    return config.depth_attention * config.da_head_size * (config.da_heads + 2 * config.da_kv_heads) + (
-        config.sa_head_size * (config.sa_heads + 2 * config.sa_kv_heads)
-    )
 
 
 def _trace(dreamer: Any, tokens: np.ndarray) -> Trace:

@@ -1,6 +1,7 @@
 """The PyTorch model against the JAX model: logits, gradients, caches, generation, balancing, in float32."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -212,15 +213,35 @@ def test_generation_stops_and_samples() -> None:
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
 
 
-def test_gathered_and_grouped_experts_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    dreamer = torch_model(small_config(), keep_shared=True)
-    tokens = random_tokens(small_config())
+def test_the_three_ways_through_experts_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 32, "expert_size": 24, "sa_head_size": 8, "da_head_size": 8}  # rows of 16 bytes and more
+    config = small_config(**sizes)
+    dreamer, tokens = torch_model(config, keep_shared=True), random_tokens(config)
+    calls = []
+    grouped_mm = torch.nn.functional.grouped_mm
     results = []
-    for size in (0, 1 << 40):
-        monkeypatch.setattr(modeling_dreamer, "GATHERED_BYTES", size)
-        results.append(logits_of(dreamer, tokens, SEGMENT_IDS))
-    assert not np.array_equal(*results)  # they did take different paths
-    assert relative_error(*results) < TOLERANCE
+    for gathered, grouped in ((1 << 40, True), (0, True), (0, False)):
+        monkeypatch.setattr(modeling_dreamer, "GATHERED_BYTES", gathered)
+        if grouped:
+            counted = lambda *a, **k: calls.append(a) or grouped_mm(*a, **k)  # noqa: E731
+            monkeypatch.setattr(torch.nn.functional, "grouped_mm", counted)
+        else:
+            monkeypatch.delattr(torch.nn.functional, "grouped_mm")  # before torch 2.10
+        before = len(calls)
+        results.append((logits_of(dreamer, tokens, SEGMENT_IDS), gradients_of(dreamer, tokens)))
+        assert (len(calls) > before) == (grouped and not gathered)
+    for logits, gradients in results[1:]:
+        assert relative_error(results[0][0], logits) < TOLERANCE
+        for name, gradient in gradients.items():
+            assert relative_error(results[0][1][name], gradient) < 1e-4, name
+
+
+def gradients_of(dreamer: Any, tokens: Any) -> dict[str, Any]:
+    """Parameter name -> gradient of a loss that no symmetry makes zero."""
+    dreamer.zero_grad()
+    logits = dreamer(torch.tensor(tokens))
+    (logits.log_softmax(-1)[..., 0] * torch.linspace(1, 2, logits.shape[1])).sum().backward()
+    return {name: p.grad.numpy() for name, p in dreamer.named_parameters() if p.grad is not None}
 
 
 def test_bfloat16_greedy_tokens_and_float32_routing() -> None:

@@ -107,8 +107,8 @@ def test_a_wrong_rotation_shows_at_the_depth_it_matters(
 ) -> None:
     original = modeling_dreamer.DepthAttention.attend
 
-    def forgetful(self, q, k, v, shape, step):
-        return original(self, q, k, v, shape, step._replace(earlier=step.earlier[1:]))
+    def forgetful(self, qk, v, shape, step):
+        return original(self, qk, v, shape, step._replace(earlier=step.earlier[1:]))
 
     monkeypatch.setattr(modeling_dreamer.DepthAttention, "attend", forgetful)
     with pytest.raises(UserError, match="first in depth 1: DA"):

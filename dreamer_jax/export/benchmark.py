@@ -1,0 +1,113 @@
+"""How fast the exported PyTorch model is on a CPU, next to Hugging Face's Qwen3-MoE."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dreamer_jax.config.schema import Config
+from dreamer_jax.training.peer import EXPERTS, check_comparable, qwen, require_transformers
+
+Seconds = dict[str, float]
+
+
+def bench_export(
+    config: Config,
+    peer: Config,
+    dtype: str,
+    prompt: int,
+    tokens: int,
+    rounds: int,
+    threads: int,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Time a prefill and a decoded token of both, in turns, with random weights.
+
+    Args:
+        config: our model.
+        peer: an LA configuration; Qwen3-MoE gets its sizes.
+        dtype: "float32" or "bfloat16", of both.
+        prompt, tokens: tokens of the one prompt, and to decode after it.
+        rounds: turns of each side.
+        threads: of torch. With one, the time taken is the CPU time, which other programs disturb less.
+        say: told what is being done.
+
+    Returns:
+        JSON-like: `machine`; `ours` and `theirs`: parameters, and median seconds of `prefill` and of a `decode`d
+        token; `ratio`: for both, their seconds over ours, median and range over the rounds.
+
+    Raises:
+        UserError: torch or transformers is missing, or `peer` isn't an LA configuration in float32.
+    """
+    require_transformers()
+    check_comparable(peer)
+    import torch
+    import transformers
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(config.run.seed)
+    clock = time.process_time if threads == 1 else time.perf_counter
+    prompt_tokens = torch.randint(0, min(config.model.vocab_size, peer.model.vocab_size), (1, prompt))
+
+    def measure(model: Any) -> Seconds:
+        return _seconds(model, prompt_tokens, tokens, clock)
+
+    ours = _ours(config).to(getattr(torch, dtype)).eval()
+    candidates = {}
+    for experts in EXPERTS:
+        say(f"trying Qwen3-MoE with experts {experts}")
+        model = qwen(peer, experts).to(getattr(torch, dtype)).eval()
+        measure(model)
+        candidates[experts] = (min(sum(measure(model).values()) for _ in range(3)), model)
+    experts = min(candidates, key=lambda name: candidates[name][0])
+    theirs = candidates[experts][1]
+    del candidates
+    measure(ours)
+    taken: list[tuple[Seconds, Seconds]] = []
+    for number in range(rounds):
+        say(f"round {number + 1} of {rounds}")
+        taken.append((measure(ours), measure(theirs)))
+    return {
+        "machine": {"threads": threads, "torch": torch.__version__, "transformers": transformers.__version__},
+        "dtype": dtype,
+        "prompt": prompt,
+        "ours": _side(ours, [pair[0] for pair in taken]),
+        "theirs": _side(theirs, [pair[1] for pair in taken]) | {"experts": experts},
+        "ratio": {part: _spread([pair[1][part] / pair[0][part] for pair in taken]) for part in ("prefill", "decode")},
+    }
+
+
+def _ours(config: Config) -> Any:
+    """The class of an exported folder, with random weights."""
+    import dataclasses
+
+    from dreamer_jax.export import modeling_dreamer
+
+    fields = dataclasses.asdict(config.model)
+    del fields["dtype"], fields["implementation"]
+    return modeling_dreamer.DreamerForCausalLM(modeling_dreamer.DreamerConfig(**fields))
+
+
+def _seconds(model: Any, prompt: Any, tokens: int, clock: Callable[[], float]) -> Seconds:
+    """One prefill and one decoded token after it, each by the model's own cache."""
+    import torch
+
+    with torch.no_grad():
+        started = clock()
+        out = model(input_ids=prompt, use_cache=True, logits_to_keep=1)
+        filled = clock()
+        for _ in range(tokens):
+            fed = out.logits[:, -1:].argmax(-1)
+            out = model(input_ids=fed, past_key_values=out.past_key_values, use_cache=True)
+        return {"prefill": filled - started, "decode": (clock() - filled) / tokens}
+
+
+def _side(model: Any, taken: list[Seconds]) -> dict[str, Any]:
+    medians = {part: statistics.median(seconds[part] for seconds in taken) for part in ("prefill", "decode")}
+    return {"parameters": sum(weight.numel() for weight in model.parameters()), **medians}
+
+
+def _spread(ratios: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
