@@ -19,7 +19,7 @@ from pallas_kernels.tiles import Generation
 
 TOKENS, CHOICES, HIDDEN, BFLOAT16 = 32768, 8, 1024, 2
 PAIRS = TOKENS * CHOICES
-DEPTHS = 4
+DEPTHS = 8
 """Depths that share one pass over the gradient's totals."""
 PAPER = ((537, 480), (1097, 472), (517, 504), (1039, 504))
 """(E, F) of the paper's DR+DA and DR, each at its two depths."""

@@ -41,7 +41,8 @@ def predict(topology: Topology, match: str, say: Callable[[str], None]) -> list[
     Times are seconds. Keys: `name`, `shape`; `seconds` = the sum over launches of the longer of `compute_seconds`
     (bundles over clock) and `memory_seconds` (bytes over bandwidth); `roofline_seconds` (least bytes, matrix FLOPs);
     `xla_seconds`, the same of what XLA compiles the work to, by the bytes and FLOPs it counts itself; `temporary`,
-    bytes; `schedules`, Pallas kernel -> bundles of its program and of its innermost loops.
+    bytes; `launch_seconds`, of each launch; `schedules`, Pallas kernel -> bundles of its program and of its innermost
+    loops, and the matrix unit's share of its capacity.
 
     Raises:
         UserError: libtpu is missing, or no kernel matches.
@@ -99,6 +100,7 @@ def predict_case(case: Any, topology: Topology, directory: Path) -> Row:
         "name": case.name,
         "shape": case.shape,
         "seconds": sum(map(max, compute, memory)),
+        "launch_seconds": list(map(max, compute, memory)),
         "compute_seconds": sum(compute),
         "memory_seconds": sum(memory),
         "roofline_seconds": max(case.flops / chip.peak_flops, case.least_bytes / chip.bandwidth),
@@ -106,7 +108,8 @@ def predict_case(case: Any, topology: Topology, directory: Path) -> Row:
         "temporary": ours.memory_analysis().temp_size_in_bytes,
         "xla_temporary": theirs.memory_analysis().temp_size_in_bytes,
         "schedules": {
-            name: {"bundles": s.bundles, "loops": [loop.bundles for loop in s.leaves]} for name, s in seen.items()
+            name: {"bundles": s.bundles, "loops": [loop.bundles for loop in s.leaves], "matrix": s.matrix_busy}
+            for name, s in seen.items()
         },
     }
 

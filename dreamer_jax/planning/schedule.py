@@ -67,6 +67,12 @@ class Schedule:
         following = (*self.loops[1:], None)
         return tuple(a for a, b in zip(self.loops, following, strict=True) if b is None or b.level <= a.level)
 
+    @property
+    def matrix_busy(self) -> float:
+        """How busy the matrix unit is from its first instruction to its last; 0 where there is none."""
+        used = [n for n, count in enumerate(self.use.get("MXU", ())) if count]
+        return self.busy("MXU", used[0], used[-1]) if used else 0.0
+
     def busy(self, unit: str, start: int, end: int) -> float:
         """The share of its capacity that a unit is used to between two bundles, both included; 0 to 1."""
         return sum(self.use[unit][start : end + 1]) / (self.capacity[unit] * (end - start + 1))

@@ -88,5 +88,5 @@ def weight_gradient_bytes(
 
 def autodiff_weight_gradient_bytes(pairs: int, experts: int, size: int, hidden: int, itemsize: int = 2) -> int:
     """The same by differentiating a scan: the gradient written in compute dtype, read back, added to float32 totals."""
-    rows = pairs * itemsize * (3 * size + 3 * hidden)  # xs for gate and up at once, d_out for down
+    rows = pairs * itemsize * (3 * size + 2 * hidden)
     return rows + 3 * experts * size * hidden * (2 * itemsize + 8)
