@@ -31,7 +31,7 @@ class Generation:
     vmem: int
     depth_tokens: int = 1024
     depth_slots: int = 4
-    depth_rows: int = 64
+    depth_rows: int = 128
     sequence_block: int = 512
     expert_rows: tuple[tuple[int, int], ...] = ((0, 16), (24, 32), (48, 64), (96, 128), (768, 256))
 

@@ -199,7 +199,9 @@ def _sequence(forward: bool) -> Case:
     def arguments(key):
         keys = jax.random.split(key, 3)
         counts = (heads, kv_heads, kv_heads)
-        q, k, v = (jax.random.normal(k, (rows, length, n, SIZE), jnp.bfloat16) for k, n in zip(keys, counts, strict=True))
+        q, k, v = (
+            jax.random.normal(k, (rows, length, n, SIZE), jnp.bfloat16) for k, n in zip(keys, counts, strict=True)
+        )
         return q, k, v, jnp.ones((rows, length), jnp.int32)
 
     def run(operation):

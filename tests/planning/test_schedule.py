@@ -1,0 +1,102 @@
+"""Reading libtpu's schedule, on a small one written out by hand; and what `dreamer bench kernels` prints of it."""
+
+import json
+
+import pytest
+
+from dreamer_jax.cli.main import main
+from dreamer_jax.planning import kernels
+from dreamer_jax.planning.schedule import read_schedule
+
+# Bundle 0 before the loops; the grid's loop 1..20 (0x1..0x14), whose branch at 3 skips 8..9; in it a loop 10..13 and,
+# behind a branch that skips it whole, a loop 15..17 with an own inner loop 16..17; 21 after the loops.
+BUNDLES = """\
+     0   :  { %s0 = sld [smem:[#allocation0]] } /* Start region 1 */
+   0x1 LB: > { %s1 = sphi %s0 } /* Start region 5 */
+   0x2   : > { %p0 = scmp }
+   0x3   : > { %3 = sbr.rel (%p0) target = $region7 }
+   0x4   : > {}
+   0x5   : > {}
+   0x6   : > {}
+   0x7   : > {}
+   0x8   : > { %v0 = vld } /* Start region 6 */
+   0x9   : > { %v1 = vld } /* End region 6 */
+   0xa LB: >> { %v2 = vld } /* Start/End empty region 7 :: Start region 8 */
+   0xb   : >> { %v2 = vadd }
+   0xc   : > { %9 = sbr.rel (!%p1) target = $region8 }
+   0xd   : >> { vst } /* End region 8 */
+   0xe PF: > { %p2 = scmp }
+   0xf LB: >> { %s2 = smov } /* Start region 9 */
+  0x10 LB: >>> { %v3 = vmatmul } /* Start region 10 */
+  0x11   : >>> { %v4 = vpop } /* End region 10 */
+  0x12   : > { %s9 = smov } /* End region 9 */
+  0x13   : > { %s9 = smov }
+  0x14   : > { %s9 = smov } /* End region 5 */
+  0x15 PF:  { vsyncpa }
+"""
+USE = ["file", "MXU, VALU", "2 4", "", *(["1 2"] * 16 + ["2 0"] * 2 + ["0 4"] * 4)]
+
+
+@pytest.fixture
+def dump(tmp_path):
+    """A directory as libtpu leaves it: an older schedule of the same kernel, and one of another."""
+    for stamp, name, text in ((7, "mine.2", BUNDLES), (5, "mine.1", "garbage"), (9, "other_mine_too", "garbage")):
+        (tmp_path / f"{stamp}-{name}-72-final_bundles.txt").write_text(text)
+        (tmp_path / f"{stamp}-{name}-70-final_hlo-static-per-bundle-utilization.txt").write_text("\n".join(USE))
+    return tmp_path
+
+
+def test_loops_and_what_branches_skip(dump):
+    """Levels, spans, what a loop does itself, and the innermost loops."""
+    schedule = read_schedule(dump, "mine")
+    assert schedule.bundles == 22
+    spans = [(loop.level, loop.start, loop.end, loop.own, loop.optional) for loop in schedule.loops]
+    assert spans == [(1, 1, 20, 13, 2), (2, 10, 13, 4, 0), (2, 15, 17, 1, 0), (3, 16, 17, 2, 0)]
+    assert [loop.bundles for loop in schedule.leaves] == [4, 2]
+
+
+def test_use_of_a_unit(dump):
+    """Instructions over what the bundles could hold."""
+    schedule = read_schedule(dump, "mine")
+    assert schedule.busy("MXU", 16, 17) == 1
+    assert schedule.busy("VALU", 0, 21) == (16 * 2 + 4 * 4) / (22 * 4)
+
+
+def test_a_kernel_that_was_not_dumped(dump):
+    """A clear error, not an empty schedule."""
+    with pytest.raises(FileNotFoundError, match="theirs"):
+        read_schedule(dump, "theirs")
+
+
+def test_without_an_accelerator_it_says_how_to_predict(capsys):
+    """Exit code 2 and the fix."""
+    assert main(["bench", "kernels"]) == 2
+    assert "--topology v5p:2x2x1" in capsys.readouterr().err
+
+
+def test_a_kernel_nobody_knows(capsys):
+    """Names those there are, before anything is compiled."""
+    assert main(["bench", "kernels", "--topology", "v5p:2x2x1", "--match", "flash"]) == 2
+    error = capsys.readouterr().err
+    assert "libtpu" in error or "depth_attention forward" in error
+
+
+def test_the_table(monkeypatch, capsys):
+    """Milliseconds and ratios of a row; and the same as JSON."""
+    row = {
+        "name": "depth_attention forward",
+        "shape": "T=8",
+        "seconds": 0.004,
+        "compute_seconds": 0.003,
+        "memory_seconds": 0.004,
+        "roofline_seconds": 0.002,
+        "xla_seconds": 0.008,
+        "temporary": 3 << 20,
+    }
+    monkeypatch.setattr(kernels, "predict", lambda topology, match, say: [row])
+    assert main(["bench", "kernels", "--topology", "v5p:2x2x1"]) == 0
+    header, line = capsys.readouterr().out.splitlines()
+    assert line.split()[3:] == ["4.000", "3.000", "4.000", "2.000", "2.00", "8.000", "2.00", "3.0"]
+    assert header.split()[:3] == ["kernel", "shape", "ms"]
+    assert main(["bench", "kernels", "--topology", "v5p:2x2x1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [row]
