@@ -29,7 +29,8 @@ find_python() {
         fi
     done
     # The machine's own Python is too old, or has no venv: uv brings one.
-    python3 -m pip install --quiet --user uv >&2
+    python3 -m pip install --quiet --user uv >&2 ||
+        python3 -m pip install --quiet --user --break-system-packages uv >&2
     python3 -m uv python install --quiet 3.12 >&2
     python3 -m uv python find 3.12
 }

@@ -116,7 +116,7 @@ class _Command:
                 self._show(line)
             if self.dry or not self.options.follow:
                 return 0
-            if not lines and not machine.look():
+            if not lines and (machine.cloud.describe_node(self.name) or {}).get("state") != "READY":
                 return 0
             machine.cloud.sleep(5)
 

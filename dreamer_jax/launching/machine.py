@@ -203,14 +203,13 @@ class Machine:
             f"--runtime-version={settings.runtime_version or settings.slice.runtime_version}",
             f"--labels={LABEL}={self.state.token}",
             f"--valid-until-duration={settings.queue_hours}h",
+            "--scopes=https://www.googleapis.com/auth/cloud-platform",  # the roles of the account decide
         ]
         if settings.spot:
             options.append("--spot")
         for flag in ("network", "subnetwork", "service_account"):
             if getattr(settings, flag):
                 options.append(f"--{flag.replace('_', '-')}={getattr(settings, flag)}")
-        if settings.service_account:
-            options.append("--scopes=https://www.googleapis.com/auth/cloud-platform")
         return options
 
     def _kind(self) -> str:

@@ -163,7 +163,8 @@ def test_install_is_done_once_a_stamp(worker):
         assert (calls.read_text() != before) == again
         assert (worker.home / "dreamer/source/here").exists() == bool(prepare)
     assert (
-        "-m pip install --quiet --disable-pip-version-check -c source/requirements/test.lock -e source[tpu,gcs]" in before
+        "-m pip install --quiet --disable-pip-version-check -c source/requirements/test.lock -e source[tpu,gcs]"
+        in before
     )
     assert install("ccc", "false").returncode != 0
     assert not (worker.home / "dreamer/installed").exists()
