@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from dreamer_jax.cli.budget import Parser, positive
+from dreamer_jax.config import UserError
 
 
 def run(arguments: list[str]) -> int:
@@ -28,6 +30,7 @@ def run(arguments: list[str]) -> int:
         tokenizer=options.tokenizer,
         max_length=options.max_length,
         batch_size=options.batch_size,
+        mesh=_mesh(options.mesh_data, options.mesh_expert),
     )
     folder = Path(options.out) if options.out else place.folder
     results = evaluate(
@@ -43,6 +46,20 @@ def run(arguments: list[str]) -> int:
     )
     print(json.dumps(results, indent=1) if options.json else f"\n{table(results)}\n\nrecords {folder}")
     return 0
+
+
+def _mesh(data: int, expert: int) -> Any:
+    """The devices that are asked for; None for one."""
+    if data * expert == 1:
+        return None
+    import jax
+
+    from dreamer_jax.config.schema import MeshConfig
+    from dreamer_jax.parallel import make_mesh
+
+    if data * expert > jax.device_count():
+        raise UserError(f"{data} x {expert} devices are asked for, and jax sees {jax.device_count()}")
+    return make_mesh(MeshConfig(data=(data,), expert=expert), jax.devices()[: data * expert])
 
 
 def _shots(text: str) -> int:
@@ -73,6 +90,8 @@ def _parser() -> Parser:
     add("--depth", type=positive, help="depths to apply, instead of the trained number")
     add("--dtype", choices=("bfloat16", "float32"), help="compute precision, instead of the run's")
     add("--tokenizer", help="where the run's tokenizer is now, if it was moved")
+    add("--mesh.data", dest="mesh_data", type=positive, default=1, help="devices that share the rows of a batch (1)")
+    add("--mesh.expert", dest="mesh_expert", type=positive, default=1, help="devices that share the experts (1)")
     add("--out", metavar="DIR", help="folder of records and results (RUN/evaluation/step-N)")
     add("--fresh", action="store_true", help="discard earlier records")
     add("--json", action="store_true", help="print the results as JSON")

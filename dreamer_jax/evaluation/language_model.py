@@ -165,6 +165,7 @@ def open_model(
     tokenizer: str | None = None,
     max_length: int | None = None,
     batch_size: int = 16,
+    mesh: Any = None,
 ) -> tuple[LanguageModel, Place]:
     """The model of a run directory, or of one checkpoint in it, and where its evaluation belongs.
 
@@ -174,6 +175,7 @@ def open_model(
         dtype: compute precision, instead of the run's.
         tokenizer: where its file is now, if not where the run's configuration says.
         max_length, batch_size: as of `LanguageModel`.
+        mesh: a `jax.sharding.Mesh` of devices that share the work, as `inference.Engine` takes it; None for one.
 
     Raises:
         UserError: no such run, or a tokenizer other than the one the run was trained with.
@@ -184,7 +186,7 @@ def open_model(
     trained = load_run(run)
     chosen = trained_tokenizer(tokenizer or trained.config.data.tokenizer, trained.meta["tokenizer"])
     length = max_length or max(LONGEST_INPUT, trained.config.data.sequence_length)
-    model = LanguageModel(Engine.of(trained, depth=depth, dtype=dtype), chosen, length, batch_size)
+    model = LanguageModel(Engine.of(trained, depth=depth, dtype=dtype, mesh=mesh), chosen, length, batch_size)
     directory = re.sub(r"(^|/)checkpoints/[0-9]+$", "", run.rstrip("/")) or "."
     return model, place_of(trained.config, directory, trained.step, depth, dtype)
 

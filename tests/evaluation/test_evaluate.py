@@ -33,9 +33,9 @@ def run(model, names, data, tmp_path, limit=None, fresh=False, said=None, **sett
     return evaluate(model, chosen, Settings(str(data), **settings), tmp_path / "out", SOURCE, 8, **options)
 
 
-def records(tmp_path, label):
+def records(tmp_path, label, folder="out"):
     """(header, records by index) of a task."""
-    header, *lines = [json.loads(line) for line in (tmp_path / f"out/{label}.jsonl").read_text().splitlines()]
+    header, *lines = [json.loads(line) for line in (tmp_path / folder / f"{label}.jsonl").read_text().splitlines()]
     return header, {line["index"]: line for line in lines}
 
 
@@ -225,6 +225,14 @@ def test_the_command(tmp_path, data, capsys):
     assert main([*words, "--tasks", "mathqa", "--depth", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["mathqa"]["questions"] == 5
     assert (directory / "evaluation" / "step-7-depth-1" / "mathqa.jsonl").is_file()
+
+    # Two devices find the same.
+    before = records(directory / "evaluation", "mathqa", "step-7-depth-1")[1]
+    assert main([*words, "--tasks", "mathqa", "--depth", "1", "--mesh.data", "2", "--out", str(tmp_path / "two")]) == 0
+    for index, record in records(tmp_path, "mathqa", "two")[1].items():
+        assert record["logprobs"] == pytest.approx(before[index]["logprobs"], abs=1e-4)
+    assert main([*words, "--tasks", "mathqa", "--mesh.data", "999"]) == 2
+    assert "999 x 1 devices" in capsys.readouterr().err
 
     assert main([*words, "--tasks", "gsm8k", "--tokenizer", str(data / "x.model")]) == 2
     assert "--tokenizer" in capsys.readouterr().err
