@@ -129,9 +129,7 @@ def check_mesh(config: Config, topology: Topology) -> None:
 def _compiled(told: dict[str, Any], returncode: int) -> Compiled:
     collectives = told.get("collectives")
     if collectives is not None:
-        collectives = tuple(
-            Collective(**{k: tuple(v) if isinstance(v, list) else v for k, v in one.items()}) for one in collectives
-        )
+        collectives = tuple(Collective(**_tuples(one)) for one in collectives)
     problem = told.get("problem", "")
     if told["fits"] and collectives is None and not problem:
         problem = f"the compiler crashed while writing the program as text (code {returncode})"
@@ -147,3 +145,8 @@ def _compiled(told: dict[str, Any], returncode: int) -> Compiled:
         weight_copies=tuple(told.get("weight_copies", ())),
         problem=problem,
     )
+
+
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    """JSON knows lists only."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

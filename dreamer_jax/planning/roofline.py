@@ -124,7 +124,7 @@ def _compiled(config: Config, collectives: Sequence[Collective], wires: Wires) -
         sums = found.setdefault((name, one.overlapped and one.kind == "all-gather"), [0.0, 0.0])
         sums[0] += one.bytes * times
         sums[1] += wires.seconds(one.kind, one.bytes, one.axes) * times
-    return tuple(Exchange(name, *sums, hidden) for (name, hidden), sums in sorted(found.items()))
+    return tuple(Exchange(name, sums[0], sums[1], hidden) for (name, hidden), sums in sorted(found.items()))
 
 
 def _expected(config: Config, wires: Wires) -> tuple[Exchange, ...]:
