@@ -51,13 +51,6 @@ def write(slots: jax.Array, new: jax.Array, depths: jax.Array, positions: jax.Ar
     return slots.at[depths, rows, positions].set(new.astype(slots.dtype), mode="drop")
 
 
-def read(slots: jax.Array, depths: jax.Array) -> jax.Array:
-    """What positions at these depths see: [B, S, kv, d] for one depth, [B, P, S, kv, d] for depths [B, P]."""
-    if depths.ndim == 0:
-        return jax.lax.dynamic_index_in_dim(slots, depths, 0, keepdims=False)
-    return slots[depths, jnp.arange(slots.shape[1])[:, None]]
-
-
 def fill_deeper(caches: Caches, depths: jax.Array, positions: jax.Array) -> Caches:
     """Copy keys and values of these depths into all deeper slots of the same position.
 

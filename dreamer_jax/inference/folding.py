@@ -6,6 +6,7 @@ all layers lie in one row of L * E, so that tokens at different depths can be co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -87,7 +88,7 @@ class Weights(NamedTuple):
     last_norm: jax.Array
 
 
-def fold_weights(config: ModelConfig, params: Tree, balancing: dict[str, jax.Array]) -> Weights:
+def fold_weights(config: ModelConfig, params: Tree, balancing: Mapping[str, Any]) -> Weights:
     """Parameters and balancing biases of training as `Weights` in `config.dtype`; may be jitted.
 
     The shared linear expert is added to every routed one in float32 (Eq. 8) and disappears.

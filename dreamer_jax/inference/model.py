@@ -12,6 +12,7 @@ token after another; nothing here requires it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import flax.struct
@@ -22,7 +23,7 @@ from dreamer_jax.config.errors import UserError
 from dreamer_jax.config.schema import ModelConfig
 from dreamer_jax.inference import experts
 from dreamer_jax.inference.attention import attend_depth, attend_sequence
-from dreamer_jax.inference.caches import Caches, State, read, write
+from dreamer_jax.inference.caches import Caches, State, write
 from dreamer_jax.inference.folding import AttentionWeights, Routing, Weights, fold_weights
 from dreamer_jax.model.primitives import depth_rope, rms_norm, rope
 from dreamer_jax.model.routing import select
@@ -85,7 +86,7 @@ class FoldedModel(flax.struct.PyTreeNode):
 def fold(
     config: ModelConfig,
     params: Any,
-    balancing: dict[str, jax.Array],
+    balancing: Mapping[str, Any],
     depth: int | None = None,
     dtype: str | None = None,
 ) -> FoldedModel:
@@ -158,7 +159,7 @@ class _Step:
         q, k = rope(q, position, config.sa_rope_base), rope(k, position, config.sa_rope_base)
         keys = write(caches.keys, k, self.depths, self.positions)
         values = write(caches.values, v, self.depths, self.positions)
-        attended = attend_sequence(q, read(keys, self.depths), read(values, self.depths), self.positions)
+        attended = attend_sequence(q, keys, values, self.depths, self.positions)
         return self.output(weights, choice, attended), Caches(keys, values)
 
     def depth_attention(self, weights: AttentionWeights, x: jax.Array, memory: Any) -> tuple[jax.Array, Any]:

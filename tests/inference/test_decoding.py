@@ -68,8 +68,10 @@ def select_positions(chosen: np.ndarray, new: State, old: State) -> State:
     return jax.tree.map(pick, new, old)
 
 
-def chunked_logits(model: FoldedModel, tokens: np.ndarray, chunks: list[int]) -> np.ndarray:
-    caches = model.empty_caches(len(tokens), tokens.shape[1])
+def chunked_logits(
+    model: FoldedModel, tokens: np.ndarray, chunks: list[int], capacity: int | None = None
+) -> np.ndarray:
+    caches = model.empty_caches(len(tokens), capacity or tokens.shape[1])
     parts, start = [], 0
     for size in chunks:
         positions = np.broadcast_to(np.arange(start, start + size), (len(tokens), size))
@@ -114,6 +116,14 @@ def test_many_rows_at_once_equal_the_full_forward(variant):
     model = model_of(variant)
     tokens = random_tokens(model.config, 3, (20, LENGTH))
     assert np.abs(chunked_logits(model, tokens, [8, 1]) - full_logits(model, tokens)).max() < TOLERANCE
+
+
+def test_long_caches_of_which_only_a_part_is_read_equal_the_full_forward():
+    """Three blocks of slots, the last one empty; chunks end within a block, at its end and past it."""
+    model = model_of("DR+DA")
+    tokens = random_tokens(model.config, 7, (2, 132))
+    chunks = [126, 1, 1, 1, 3]
+    assert np.abs(chunked_logits(model, tokens, chunks, capacity=384) - full_logits(model, tokens)).max() < TOLERANCE
 
 
 @pytest.mark.parametrize(("variant", "depth"), [("DR+DA", 5), ("DR", 2), ("LA+DA", 2)])
