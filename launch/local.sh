@@ -8,7 +8,7 @@
 # PYTHON chooses the interpreter, DREAMER_VENV the folder of the virtual environment (default .venv).
 set -euo pipefail
 
-processes=4 devices=1 restarts=20 patience=60
+processes=4 devices=1 restarts=20 patience=30
 usage() {
     echo "local.sh: $1; usage: bash launch/local.sh [-n PROCESSES] [-d DEVICES] [-r RESTARTS] -- train CONFIG [...]" >&2
     exit 2

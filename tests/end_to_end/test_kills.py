@@ -172,9 +172,14 @@ def test_two_processes_of_which_one_dies(small):
 
 
 def kill_some(
-    machine: Machine, directory: Path, launcher: list[str], words: list[str], victims: list[tuple[int, int]]
+    machine: Machine,
+    directory: Path,
+    launcher: list[str],
+    words: list[str],
+    victims: list[tuple[int, int]],
+    sent: int = signal.SIGKILL,
 ) -> list[float]:
-    """Run several processes; after some steps SIGKILL one of them. Returns the seconds until all had ended.
+    """Run several processes; after some steps send one of them a signal. Returns the seconds until all had ended.
 
     Args:
         victims: (step, number of the process).
@@ -190,7 +195,7 @@ def kill_some(
             seconds.append(time.monotonic() - killed)
         if remaining and pids and step_of(line) >= remaining[0][0]:
             killed = time.monotonic()
-            os.kill(pids[remaining.pop(0)[1]], signal.SIGKILL)
+            os.kill(pids[remaining.pop(0)[1]], sent)
             pids = []
     assert process.wait() == 0 and not remaining, "".join(log)
     assert len(seconds) == len(victims), "".join(log)
@@ -264,3 +269,13 @@ def test_four_processes_saved_it_and_others_go_on(tmp_path):
         losses[directory.name] = next(r["loss"] for r in read_metrics(directory) if r["step"] == 7 and "loss" in r)
     print("next loss:", losses)
     assert list(losses.values()) == pytest.approx([losses["4x2"]] * 4, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_a_frozen_process_ends_the_job(small):
+    """It doesn't die, it just does nothing any more; the others wait for it, until its heartbeat is missed."""
+    directory = small.folder / "frozen"
+    seconds = kill_some(small, directory, ["-n", "2"], ["--mesh.data", "2"], [(20, 1)], signal.SIGSTOP)
+    print("seconds from the freeze until all had ended:", seconds)
+    assert max(seconds) < 2 * SECONDS_TO_NOTICE
+    assert [r["step"] for r in read_metrics(directory) if "loss" in r] == list(range(1, small.steps + 1))
