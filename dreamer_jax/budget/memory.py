@@ -7,12 +7,9 @@ buffers of a compiler are its own and are read from the compiled program elsewhe
 
 from __future__ import annotations
 
-from typing import Literal
-
 from dreamer_jax.budget import analytic
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.schema import ModelConfig, Remat
 
-Remat = Literal["none", "full"]
 Bytes = dict[str, int]
 SIZE = {"bfloat16": 2, "float32": 4}
 MASTER = 4  # weights, gradients and optimizer state are float32
@@ -65,25 +62,33 @@ def activations(model: ModelConfig, sequence_length: int, batch: int, remat: Rem
     """Bytes of the activations kept from the forward for the backward pass of B x S tokens, head and scores excluded.
 
     full: the residual stream of every depth and the intermediates of the one layer being recomputed; with DA also
-    keys and values of every depth and their gradients (float32). none: the intermediates of every depth; with DA
-    plain autodiff keeps the whole cache at every depth.
+    keys and values of every depth and their gradients (float32). attention: also, of every depth, the projections
+    into and the outputs of the attentions and the experts' gate and up. none: the intermediates of every depth.
     """
     element = SIZE[model.dtype]
     tokens = batch * sequence_length
     layer = _layer_intermediates(model) * element
     residual = model.hidden_size * element
     cache = 2 * model.depth * model.da_kv_heads * model.da_head_size if model.depth_attention else 0
-    if remat == "full":
-        return tokens * (model.depth * residual + layer + cache * (element + MASTER))
-    return tokens * model.depth * (residual + layer + cache * element)
+    kept = {"full": 0, "attention": _kept(model) * element, "none": layer}[remat]
+    return tokens * (model.depth * (residual + kept) + layer + cache * (element + MASTER))
 
 
 def scores(model: ModelConfig, sequence_length: int, batch: int, remat: Remat) -> int:
     """Bytes of the sequence attention's float32 scores, n x S a token; a kernel recomputes them and keeps none."""
     if model.implementation == "pallas":
         return 0
-    layers = 1 if remat == "full" else model.depth
+    layers = model.depth if remat == "none" else 1
     return layers * batch * sequence_length * model.sa_heads * sequence_length * SIZE["float32"]
+
+
+def _kept(model: ModelConfig) -> int:
+    """Elements per token and depth that remat "attention" keeps beside the residual stream."""
+    elements = model.hidden_size + model.experts_per_token * 2 * model.expert_size
+    elements += 2 * (model.sa_heads + model.sa_kv_heads) * model.sa_head_size
+    if model.depth_attention:
+        elements += 2 * (model.da_heads + model.da_kv_heads) * model.da_head_size
+    return elements
 
 
 def _layer_intermediates(model: ModelConfig) -> int:

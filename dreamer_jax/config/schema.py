@@ -17,6 +17,7 @@ from dreamer_jax.config.errors import ConfigError
 Variant = Literal["LA", "LA+DA", "DR", "DR+DA"]
 Mixing = Literal["sequential", "parallel_attention", "parallel"]
 Implementation = Literal["auto", "xla", "pallas"]
+Remat = Literal["full", "attention", "none"]
 
 
 @dataclass(frozen=True)
@@ -179,9 +180,13 @@ class TrainingConfig:
     """AdamW: decoupled weight decay, on matrices only."""
     clip_norm: float = 0.5
     """Largest global norm of the gradient."""
-    remat: Literal["none", "full"] = "full"
-    """full: keep only the residual stream of every depth and recompute a layer in the backward pass (memory
-    linear in depth). none: keep every intermediate; faster where memory allows."""
+    remat: Remat = "full"
+    """What every depth keeps for the backward pass. full: the residual stream alone; the layer is computed again (least
+    memory). attention: also projections, attention outputs and the experts' gate and up; norms, routing and activations
+    are computed again. none: everything; fastest where memory allows."""
+    gradient_depths: int = 1
+    """Depths whose contributions to the expert weight gradients are kept aside and added in one pass, where a kernel
+    does it: less memory traffic, more memory. 1 adds at every depth. Always in float32."""
     log_every: int = 10
     """Steps between two lines of metrics."""
 

@@ -13,6 +13,7 @@ from dreamer_jax.model.attention_moe import Projections
 from dreamer_jax.model.operations import Operations
 from dreamer_jax.model.primitives import RMSNorm, depth_rope
 from pallas_kernels.depth_attention import DepthCache
+from pallas_kernels.kept import keep
 
 
 class DepthAttention(nn.Module):
@@ -41,7 +42,7 @@ class DepthAttention(nn.Module):
         project = Projections(config, self.operations, (heads + 2 * kv_heads) * size, heads * size, name="projections")
         flat = x.reshape(-1, x.shape[-1])  # [T, h]
         choice, counts = project.route(flat, depth, context.total_depth, bias, context.real)
-        qkv = project.qkv(flat, choice).reshape(flat.shape[0], -1, size)  # [T, n + 2 kv, d]
+        qkv = keep(project.qkv(flat, choice)).reshape(flat.shape[0], -1, size)  # [T, n + 2 kv, d]
         q, k, v = jnp.split(qkv, [heads, heads + kv_heads], axis=1)
         q = depth_rope(RMSNorm(name="q_norm")(q), depth, context.total_depth, config.depth_rope_base)
         k = depth_rope(RMSNorm(name="k_norm")(k), depth, context.total_depth, config.depth_rope_base)

@@ -14,6 +14,7 @@ from dreamer_jax.model.operations import Operations
 from dreamer_jax.model.primitives import RMSNorm
 from dreamer_jax.model.sequence_attention import SequenceAttention
 from pallas_kernels.depth_attention import DepthCache
+from pallas_kernels.kept import keep
 
 
 class Context(NamedTuple):
@@ -96,10 +97,10 @@ class Layer(nn.Module):
 
         if config.mixing == "sequential":  # Eq. 4
             y = x + da(x)
-            y = y + sa(y)
+            y = keep(y + sa(y))
             y = y + ea(y)
         elif config.mixing == "parallel_attention":  # Eq. 5
-            y = x + da(x) + sa(x)
+            y = keep(x + da(x) + sa(x))
             y = y + ea(y)
         else:  # Eq. 6
             y = x + da(x) + sa(x) + ea(x)

@@ -32,7 +32,7 @@ class Operations:
         expert_mlp: (x, indices, weights, gate_up, down) -> out.
         expert_linear: (x, index, score, routed, shared) -> out.
         depth_tape: (cache, heads, size) -> the empty tape of this depth attention.
-        expert_tape: ((T, k), shape of gate_up, dtype) -> the empty tape of this expert_mlp, which then takes it as
+        expert_tape: ((T, k), shape of gate_up, dtype, depths=) -> the empty tape of this expert_mlp, which then takes it as
             `tape`; None if it has no tape.
         settle_tape: expert tape -> expert tape, see `pallas_kernels.expert_mlp.settle`.
     """
@@ -42,7 +42,7 @@ class Operations:
     expert_mlp: Callable[..., jax.Array]
     expert_linear: Callable[..., jax.Array]
     depth_tape: Callable[..., Any] = pallas_kernels.depth_attention.xla.start_tape
-    expert_tape: Callable[..., Any] = lambda *_: None
+    expert_tape: Callable[..., Any] = lambda *_, **__: None
     settle_tape: Callable[..., Any] = pallas_kernels.expert_mlp.settle
 
 

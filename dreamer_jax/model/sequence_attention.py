@@ -10,6 +10,7 @@ from dreamer_jax.config.schema import ModelConfig
 from dreamer_jax.model.attention_moe import Projections
 from dreamer_jax.model.operations import Operations
 from dreamer_jax.model.primitives import RMSNorm, rope
+from pallas_kernels.kept import keep
 
 
 class SequenceAttention(nn.Module):
@@ -26,7 +27,7 @@ class SequenceAttention(nn.Module):
         project = Projections(config, self.operations, (heads + 2 * kv_heads) * size, heads * size, name="projections")
         flat = x.reshape(-1, x.shape[-1])  # [T, h]
         choice, counts = project.route(flat, depth, context.total_depth, bias, context.real)
-        qkv = project.qkv(flat, choice).reshape(*x.shape[:2], -1, size)  # [B, S, n + 2 kv, d]
+        qkv = keep(project.qkv(flat, choice)).reshape(*x.shape[:2], -1, size)  # [B, S, n + 2 kv, d]
         q, k, v = jnp.split(qkv, [heads, heads + kv_heads], axis=2)
         position = context.positions[:, :, None]
         q = rope(RMSNorm(name="q_norm")(q), position, config.sa_rope_base)

@@ -9,6 +9,7 @@ gradient is scattered once the same way back, and each device updates its part. 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -112,15 +113,17 @@ def make_loss_and_gradient(config: Config, mesh: Mesh) -> Callable[..., Any]:
 
 def _operations(config: Config, mesh: Mesh) -> Operations:
     operations = resolve_operations(config.model.implementation)
+    expert_tape = functools.partial(operations.expert_tape, depths=config.training.gradient_depths)
+    operations = dataclasses.replace(operations, expert_tape=expert_tape)
     if mesh.shape[EXPERT] == 1:
         return operations
     group = mesh.shape[EXPERT]
 
-    def expert_tape(indices, gate_up, dtype):
-        return operations.expert_tape((indices[0] * group, indices[1]), gate_up, dtype)
+    def tape_of_group(indices, gate_up, dtype):
+        return expert_tape((indices[0] * group, indices[1]), gate_up, dtype)
 
     experts = gathered_experts(operations.expert_mlp, EXPERT)
-    return dataclasses.replace(operations, expert_mlp=experts, expert_tape=expert_tape)
+    return dataclasses.replace(operations, expert_mlp=experts, expert_tape=tape_of_group)
 
 
 def make_evaluation_step(config: Config, mesh: Mesh) -> Callable[[Any, Any, Batch], Metrics]:

@@ -10,6 +10,7 @@ from pallas_kernels.depth_attention import tpu, xla
 from pallas_kernels.depth_attention.cache import DepthCache, write_slot
 from pallas_kernels.depth_attention.shapes import unsupported
 from pallas_kernels.fallback import no_kernels_here, say_once
+from pallas_kernels.kept import keep
 
 Tape = Any
 """What `start_tape` makes: of a kernel, or of the XLA form where no kernel takes the shapes."""
@@ -42,7 +43,8 @@ def depth_attention(
         out, cache = _attend(*flat, cache, depth)
     else:
         out = _attend_taped(*flat, cache, depth, tape)
-        cache = write_slot(cache, k, v, depth)  # dead code where, as in the scan, nobody asks for it
+        # The tape has the gradient of the cache. Dead code where, as on the way back, nobody asks for it.
+        cache = write_slot(cache, jax.lax.stop_gradient(k), jax.lax.stop_gradient(v), depth)
     return out.reshape(q.shape), cache
 
 
@@ -93,7 +95,7 @@ def _attend_taped(q, k, v, cache, depth, tape):
 
 
 def _forward_taped(q, k, v, cache, depth, tape):
-    out, logs, _ = tpu.attend(q, k, v, cache, depth, write=False)
+    out, logs = map(keep, tpu.attend(q, k, v, cache, depth, write=False)[:2])
     return out, (q, k, v, out, logs, cache, depth, tape)
 
 

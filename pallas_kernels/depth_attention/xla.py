@@ -22,9 +22,10 @@ def depth_attention(
     tape: DepthCache | None = None,
 ) -> tuple[jax.Array, DepthCache]:
     """Same contract as `pallas_kernels.depth_attention.depth_attention`; the tape is that of `start_tape` here."""
-    cache = write_slot(cache, k, v, depth)
     if tape is None:
+        cache = write_slot(cache, k, v, depth)
         return _attend(q, cache, depth), cache
+    cache = write_slot(cache, jax.lax.stop_gradient(k), jax.lax.stop_gradient(v), depth)
     return _attend_taped(q, k, v, cache, depth, tape), cache
 
 

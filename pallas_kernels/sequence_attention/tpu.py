@@ -6,6 +6,7 @@ import jax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
+from pallas_kernels.kept import KEPT
 from pallas_kernels.sequence_attention.shapes import block_of
 from pallas_kernels.tiles import INTERPRETED, generation
 
@@ -26,6 +27,7 @@ def sequence_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: ja
             block_kv_dkv_compute=block,
             use_fused_bwd_kernel=True,  # dq beside dk and dv: the scores are computed once
         ),
+        residual_checkpoint_name=KEPT,
         interpret=target is None,
     )
 
