@@ -32,8 +32,8 @@ class Operations:
         expert_mlp: (x, indices, weights, gate_up, down) -> out.
         expert_linear: (x, index, score, routed, shared) -> out.
         depth_tape: (cache, heads, size) -> the empty tape of this depth attention.
-        expert_tape: ((T, k), shape of gate_up, dtype, depths=) -> the empty tape of this expert_mlp, which then takes it as
-            `tape`; None if it has no tape.
+        expert_tape: ((T, k), shape of gate_up, dtype, depths=1) -> the empty tape of this expert_mlp, which then takes
+            it as `tape`; None if it has no tape.
         settle_tape: expert tape -> expert tape, see `pallas_kernels.expert_mlp.settle`.
     """
 
