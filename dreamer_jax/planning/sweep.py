@@ -15,6 +15,7 @@ from dreamer_jax.config.schema import MeshConfig, Remat, TrainingConfig
 from dreamer_jax.planning.compiling import Compiled, compile_step
 from dreamer_jax.planning.roofline import Roofline, roofline
 from dreamer_jax.planning.topology import Topology
+from dreamer_jax.planning.work import blocks_of
 
 GRADIENT_DEPTHS = (1, 4, 8)
 MOST_EXPERTS = 16
@@ -76,7 +77,7 @@ def candidates(config: Config, topology: Topology) -> Iterator[Candidate]:
             changed = dataclasses.replace(config, mesh=mesh, training=training)
         except ConfigError:
             continue  # rows that don't divide, or more chips than experts
-        yield Candidate(changed, roofline(changed, topology), _estimate(changed))
+        yield Candidate(changed, roofline(changed, topology), _estimate(changed, topology.chip.name))
 
 
 def meshes(topology: Topology) -> list[MeshConfig]:
@@ -114,16 +115,24 @@ def _settings(training: TrainingConfig) -> Iterator[dict]:
         yield {"microbatches": microbatch, "remat": policy, "gradient_depths": depths}
 
 
-def _estimate(config: Config) -> float:
-    """Bytes of HBM: the state, a copy of the weights and their gradients, and what is kept for the backward pass."""
-    parameters = analytic.parameters(config.model)
+def _estimate(config: Config, chip: str) -> float:
+    """Bytes of HBM: the state, a copy of the weights and their gradients, and what is kept for the backward pass.
+
+    The experts' rows have room for whatever the router does: under expert parallelism, for those of the whole group.
+    """
+    model, training = config.model, config.training
+    parameters = analytic.parameters(model)
     whole = analytic.total(parameters)
     own = whole - parameters["EA"] * (1 - 1 / config.mesh.expert)
-    chips = config.mesh.size // config.mesh.slices
-    rows = config.training.batch_size // (config.mesh.size * config.training.microbatches)
-    kept = "full" if config.training.remat == "full" else "none"
-    activations = memory.activations(config.model, config.data.sequence_length, rows, kept)
-    return 12 * whole / chips + 6 * own + activations
+    rows = training.batch_size // (config.mesh.size * training.microbatches)
+    kept = memory.activations(model, config.data.sequence_length, rows, training.remat)
+    room = 2 * blocks_of(config, chip).buffer
+    h, size = model.hidden_size, model.expert_size
+    more = room - 2 * blocks_of(config, chip).pairs / config.mesh.expert
+    kept += more * 2 * size * model.depth * (training.remat != "full")
+    aside = training.gradient_depths * (3 * size + 2 * h) * room if training.gradient_depths > 1 else 0
+    state = 12 * whole / (config.mesh.size // config.mesh.slices)
+    return state + 6 * own + kept + room * (4 * h + 5 * size) + aside
 
 
 def _hopeless(candidate: Candidate, topology: Topology) -> bool:

@@ -57,23 +57,22 @@ class Blocks:
 
     Attributes:
         rows: of a block; every expert's rows fill whole blocks but, on average, half of the last.
-        count: blocks of a product.
+        used: blocks of a product that hold rows, on average.
+        pairs: (token, choice) pairs that visit the chip, those of other chips' experts included.
+        buffer: rows that there is room for, whatever the router does: all visiting pairs and every last block.
         passes: times the weight gradient reads the experts' intermediates.
     """
 
     rows: int
-    count: float
+    used: float
+    pairs: int
+    buffer: float
     passes: int
 
     @property
     def tile_rows(self) -> float:
         """Rows as the matrix unit sees them: a block of fewer than its 128 takes as long as one of 128."""
-        return self.count * max(self.rows, LANES)
-
-    @property
-    def padded(self) -> float:
-        """Rows that lie in memory."""
-        return self.count * self.rows
+        return self.used * max(self.rows, LANES)
 
 
 def rows_per_expert(config: Config) -> float:
@@ -84,7 +83,7 @@ def rows_per_expert(config: Config) -> float:
 
 def share_of_tiles(config: Config, chip: str) -> float:
     """Filled part of the matrix tiles of the experts' products on a chip of that name."""
-    return _tokens(config) * config.model.experts_per_token / _blocks(config, chip).tile_rows
+    return _tokens(config) * config.model.experts_per_token / blocks_of(config, chip).tile_rows
 
 
 def operations(config: Config, chip: str) -> list[Operation]:
@@ -116,32 +115,36 @@ def _tiled(size: int) -> int:
     return -(-size // LANES) * LANES
 
 
-def _blocks(config: Config, chip: str) -> Blocks:
+def blocks_of(config: Config, chip: str) -> Blocks:
+    """The blocks of one product of the experts on a chip of that name."""
     model, own = config.model, _own_experts(config)
     rows = _tokens(config) * model.experts_per_token
-    tiles = Tiles.of(rows, own, model.expert_size, model.hidden_size, jnp.dtype(model.dtype), _target(chip))
+    pairs = rows * config.mesh.expert
+    tiles = Tiles.of(pairs, own, model.expert_size, model.hidden_size, jnp.dtype(model.dtype), _target(chip))
     block, passes = (tiles.block, model.hidden_size // tiles.columns) if tiles else (LANES, 1)
-    return Blocks(block, rows / block + own / 2, passes)
+    return Blocks(block, rows / block + own / 2, pairs, pairs + own * (block - 1), passes)
 
 
 def _experts(config: Config, chip: str, again: Again) -> Iterator[Operation]:
-    model, blocks = config.model, _blocks(config, chip)
+    model, blocks = config.model, blocks_of(config, chip)
     h, size, own = model.hidden_size, model.expert_size, _own_experts(config)
     products = 2 * blocks.tile_rows * h * 3 * _tiled(size)
     weights = own * 3 * h * size
-    wide, narrow = blocks.padded * h * HALF, blocks.padded * size * HALF
+    room, used, back = (rows * HALF for rows in (blocks.buffer, blocks.used * blocks.rows, blocks.pairs))
     visiting = _tokens(config) * config.mesh.expert * h * HALF
 
-    # To the experts: written and read. Back: read, and their sums written. Backward the same, and the rows once more.
-    moving = (3 * wide + visiting) * (1 + again.products) + 3 * wide + visiting + 2 * wide * again.cheap
+    # To the experts: read and written. Back: read, and their sums written. Backward the same, and the rows once more.
+    there, home = 2 * room * h, back * h + visiting
+    moving = (there + home) * (1 + again.products) + there + home + there * again.cheap
     yield Operation("experts: rows to experts and back", 0, moving)
-    forward = (2 * wide + weights * HALF) * (1 + again.products) + 2 * narrow  # gate and up are written once
-    yield Operation("experts: forward", products * (1 + again.products), forward)
-    yield Operation("experts: input gradients", products, 2 * wide + 5 * narrow + weights * HALF)
+    forward = (used * h + room * h + weights * HALF) * (1 + again.products)
+    yield Operation("experts: forward", products * (1 + again.products), forward + 2 * room * size)  # gate, up: once
+    gradients = used * (h + 2 * size) + room * (h + 3 * size) + weights * HALF
+    yield Operation("experts: input gradients", products, gradients)
     totals = weights * FULL
     if model.recurrent:  # read and written, by as many depths at once as are kept aside
         totals = weights * 2 * FULL / min(config.training.gradient_depths, model.depth)
-    yield Operation("experts: weight gradients", products, 2 * wide + 3 * narrow * blocks.passes + totals)
+    yield Operation("experts: weight gradients", products, used * (2 * h + 3 * size * blocks.passes) + totals)
 
 
 def _projections(config: Config, again: Again) -> Iterator[Operation]:
