@@ -76,7 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="dreamer checkpoint", description="The checkpoints of a run. See docs/checkpoints.md.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="list|verify|prune")
     listing = actions.add_parser("list", help="steps, sizes and times")
-    verify = actions.add_parser("verify", help="read every file and compare it with the manifest; exit code 1 on damage")
+    verify = actions.add_parser(
+        "verify", help="read every file and compare it with the manifest; exit code 1 on damage"
+    )
     prune = actions.add_parser("prune", help="remove all but the newest and the regular ones; not during training")
     for action in (listing, verify, prune):
         action.add_argument("run", metavar="RUN", help="a run directory")
