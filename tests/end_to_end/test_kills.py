@@ -204,7 +204,7 @@ def kill_some(
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> Machine:
-    machine = Machine(tmp_path_factory.mktemp("large"), steps=400, every=5, variant="DR+DA", depth=2)
+    machine = Machine(tmp_path_factory.mktemp("large"), steps=400, every=5)
     log: list[str] = []
     assert finish(machine.start(machine.folder / "undisturbed"), log) == 0, "".join(log)
     return machine
