@@ -226,6 +226,8 @@ class Machine:
         state = (node or {}).get("state", "MISSING")
         if node is None or state in NODE_LOST:
             raise Preempted(f"the TPU VM is {state}")
+        if node.get("health") == "UNHEALTHY_MAINTENANCE":
+            state = "under maintenance"
         if state != "READY":
             self._say_once(f"TPU VM {self.name}: {state}")
             return False

@@ -103,14 +103,18 @@ class Supervisor:
         """One attempt and the seconds it took; Preempted when it ended because the machine was taken away."""
         machine = self.machine
         self._patiently(machine.ensure)
-        machine.install()
+        self._patiently(machine.install)
         began = self.clock()
         verdict = self._attempt()
         seconds = self.clock() - began
         if verdict is Verdict.SILENT:
             machine.save(installed="")  # perhaps it was set up anew
-            machine.install()
-            if len(machine.reports()) < machine.pods:
+            try:
+                machine.install()
+                silent = len(machine.reports()) < machine.pods
+            except LaunchError:
+                silent = True
+            if silent:
                 raise Preempted("its workers stay silent though it is said to be ready", counts=True)
         if verdict is Verdict.AGAIN:
             for _ in range(LINGER_POLLS):
@@ -132,7 +136,7 @@ class Supervisor:
             if any(r.state == "running" for r in reports):
                 machine.stop()
             self._next_line = self._first(reports).lines + 1 if reports else 1
-            machine.start()
+            self._patiently(machine.start)
         return self._watch()
 
     def _watch(self) -> Verdict:

@@ -128,6 +128,10 @@ class World:
             for node in self.data["nodes"].values():
                 for worker in node["workers"]:
                     worker["state"] = "lost" if worker["state"] == "running" else worker["state"]
+        elif kind == "maintenance":  # the machine starts anew and is back after some looks
+            for node in self.data["nodes"].values():
+                node["maintenance"] = 5
+            self._strike("reboot")
         elif kind == "exit":  # one worker ends with this code, and so the others with 75
             for node in self.data["nodes"].values():
                 for number, worker in enumerate(node["workers"]):
@@ -225,7 +229,7 @@ class World:
         answer = {
             "acceleratorType": "v5litepod-8",
             "createTime": f"2026-01-01T00:00:0{self.data['made']}Z",
-            "health": "HEALTHY",
+            "health": "UNHEALTHY_MAINTENANCE" if node.get("maintenance", 0) > 0 else "HEALTHY",
             "id": node["id"],
             "name": f"{PLACE}/nodes/{plain[0]}",
             "networkEndpoints": [
@@ -236,6 +240,7 @@ class World:
         }
         if node["state"] == "CREATING":
             node["state"] = "READY"
+        node["maintenance"] = node.get("maintenance", 0) - 1
         return json.dumps(answer, indent=2)
 
     def _tpu_vm_delete(self, plain, flags) -> str:

@@ -96,6 +96,16 @@ def test_a_refusal_at_every_moment(kind, capsys):
         check_end(world, code, capsys.readouterr().err)
 
 
+def test_an_outage_of_the_launchers_network_at_every_moment(capsys):
+    asked = 2  # calls until the machine is asked for
+    for call in range(asked, number_of_calls()):
+        world = World(hosts=HOSTS, faults=[{"at": later, "do": "network"} for later in range(call, call + 14)])
+        code = launch(world)
+        err = capsys.readouterr().err
+        assert code == 0 and world.data["made"] == 1, f"call {call}: {err}"
+        check_end(world, code, err)
+
+
 @pytest.mark.parametrize("kind", ["permission", "login", "quota", "passing"])
 def test_a_refusal_from_some_moment_on(kind, capsys):
     for call in range(number_of_calls()):
@@ -126,6 +136,13 @@ def test_workers_that_ask_for_it_are_started_again(code, capsys):
     assert launch(world) == 0
     assert len(world.data["attempts"]) == 2 and world.data["made"] == 1
     check_end(world, 0, capsys.readouterr().err)
+
+
+def test_maintenance_is_waited_out(capsys):
+    world = World(hosts=HOSTS, faults=[{"on": "tpu-vm ssh status", "skip": 2, "do": "maintenance"}])
+    assert launch(world) == 0
+    assert "TPU VM demo: under maintenance" in capsys.readouterr().err
+    assert len(world.data["attempts"]) == 2 and world.data["made"] == 1
 
 
 @pytest.mark.parametrize("code", [1, 2])
