@@ -269,7 +269,13 @@ class _Loop:
         if self.writer:
             self.writer.flush()
         with self.heartbeat.suspended():
-            self.recovery.save_now(state, done, self._here(), tries=2 if self.stopped else 5)
+            try:
+                self.recovery.save_now(state, done, self._here(), tries=2 if self.stopped else 5)
+            except UserError as error:
+                if not self.stopped:
+                    raise
+                self.console.say(f"asked to stop, but {error}")  # a restart repeats the steps; nobody need act
+                return
         if self.stopped:
             self.console.say(f"asked to stop: saved step {self.checkpoints.saved}; start the same command to go on")
 
