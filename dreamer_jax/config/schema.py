@@ -213,6 +213,9 @@ class MeshConfig:
     expert: int = 1
     """Devices, neighbours on the last axis of the torus, that divide the experts among them; each also takes rows of
     the batch."""
+    exchange: Literal["gather", "ragged"] = "gather"
+    """How tokens reach the experts of other devices. gather: all tokens of the group visit all its devices; best for
+    groups up to model.experts_per_token. ragged: each goes where its experts are, by a TPU's ragged all-to-all."""
 
     @property
     def size(self) -> int:

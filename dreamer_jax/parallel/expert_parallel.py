@@ -1,24 +1,28 @@
 """Expert parallelism: every device of an `expert` group has some of the experts and a share of the tokens.
 
-Dropless: every token reaches every expert it selected, whatever the balance.
+Dropless: every token reaches every expert it selected, whatever the balance. Both exchanges below are in the place of
+`Operations.expert_mlp` and are differentiable. The j-th device of a group has the experts `E' j` to `E' (j + 1) - 1`,
+E' being the experts of the matrices it is given; the padding among them is selected by no one.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-ExpertMLP = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-"""(x [T, h], indices [T, k], weights [T, k], gate_up, down) -> [T, h]."""
+ExpertMLP = Callable[..., jax.Array]
+"""(x [T, h], indices [T, k], weights [T, k], gate_up, down, tape=None) -> [T, h]; an index E' stands for no expert."""
 
 
 def gathered_experts(local: ExpertMLP, axis: str) -> ExpertMLP:
-    """An `Operations.expert_mlp` in which all tokens of the group visit every device, and the results are summed.
+    """All tokens of the group visit every device, and the results are summed: one all-gather, one reduce-scatter.
 
-    Each device computes the choices that fall on its own experts: those numbered `E' j` to `E' (j + 1) - 1`, for the
-    j-th device of the group and the E' experts that the matrices it is given have.
+    A device sends `(n - 1) T h` numbers each way, n being the devices of the group: for `n <= k` no more than any
+    exchange of single choices.
 
     Args:
         local: the operation on one device.
@@ -34,3 +38,155 @@ def gathered_experts(local: ExpertMLP, axis: str) -> ExpertMLP:
         return jax.lax.psum_scatter(out, axis, scatter_dimension=0, tiled=True)
 
     return expert_mlp
+
+
+def exchanged_experts(local: ExpertMLP, axis: str) -> ExpertMLP:
+    """Every (token, choice) pair visits the device of its expert and comes back, by ragged all-to-alls.
+
+    Off the TPU, where that operation doesn't exist, an all-gather and a selection take its place. A device sends
+    `T k h (n - 1) / n` numbers each way if the experts are balanced, and has room for all pairs of the group.
+
+    Args:
+        local: the operation on one device; called with one choice a row.
+        axis: mesh axis of the group.
+    """
+
+    def expert_mlp(x, indices, weights, gate_up, down, **how):
+        held, choices = gate_up.shape[0], indices.shape[1]
+        flat = indices.reshape(-1)
+        order = jnp.argsort(flat)  # by device, and there by expert
+        place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
+        group = jax.lax.axis_size(axis)
+        trip = _plan_trip(flat // held, group, axis)
+
+        rows = _copies(x, order, place, choices)
+        received = _travel(rows, trip, axis, group * order.size)
+        wanted = _move(flat[order] % held, jnp.full(group * order.size, held, flat.dtype), trip.there, axis)
+        ones = jnp.ones((wanted.size, 1), jnp.float32)
+        answers = local(received, wanted[:, None], ones, gate_up, down, **how)
+        returned = _travel(answers, trip.back_first, axis, order.size)
+        by_choice = _permuted(returned, place, order).reshape(*indices.shape, -1)  # [T, k, h]
+        return jnp.einsum("tkh,tk->th", by_choice, weights.astype(x.dtype))
+
+    return expert_mlp
+
+
+class Route(NamedTuple):
+    """Rows from every device to every other, each [n] int32, as `jax.lax.ragged_all_to_all` takes them.
+
+    Attributes:
+        start: where the rows for each device begin here.
+        sent: how many they are.
+        landing: where they land there.
+        received: rows from each device.
+    """
+
+    start: jax.Array
+    sent: jax.Array
+    landing: jax.Array
+    received: jax.Array
+
+
+class Trip(NamedTuple):
+    """A route and the way back."""
+
+    there: Route
+    back: Route
+
+    @property
+    def back_first(self) -> Trip:
+        """The way back, as a trip of its own."""
+        return Trip(self.back, self.there)
+
+
+def _plan_trip(owner: jax.Array, group: int, axis: str) -> Trip:
+    """The trip of rows sorted by their owner: [P] int32, the device each row is for."""
+    counts = jnp.sum(owner[:, None] == jnp.arange(group), axis=0, dtype=jnp.int32)
+    table = jax.lax.all_gather(counts, axis)  # [from, to]
+    me = jax.lax.axis_index(axis)
+    starts = jnp.cumsum(table, axis=1) - table  # of the rows for `to`, at `from`
+    landings = jnp.cumsum(table, axis=0) - table  # of the rows of `from`, at `to`
+    there = Route(starts[me], table[me], landings[me], table[:, me])
+    back = Route(landings[:, me], table[:, me], starts[:, me], table[me])
+    return Trip(there, back)
+
+
+def _travel(rows: jax.Array, trip: Trip, axis: str, room: int) -> jax.Array:
+    """Rows [P, h] to where they land, [room, h], zero where none does; gradients take the way back."""
+    shape = rows.shape
+
+    @jax.custom_vjp
+    def travel(rows, trip):
+        return _move(rows, jnp.zeros((room, shape[1]), rows.dtype), trip.there, axis)
+
+    def backward(trip, d_out):
+        return _move(d_out, jnp.zeros(shape, d_out.dtype), trip.back, axis), None
+
+    travel.defvjp(lambda rows, trip: (travel(rows, trip), trip), backward)
+    return travel(rows, trip)
+
+
+def _move(rows: jax.Array, out: jax.Array, route: Route, axis: str) -> jax.Array:
+    """`out` with the rows that arrive written over it."""
+
+    def ragged(rows, out, route):
+        return jax.lax.ragged_all_to_all(
+            rows, out, route.start, route.sent, route.landing, route.received, axis_name=axis
+        )
+
+    return jax.lax.platform_dependent(rows, out, route, tpu=ragged, default=lambda *a: ragged_twin(*a, axis))
+
+
+def ragged_twin(rows: jax.Array, out: jax.Array, route: Route, axis: str) -> jax.Array:
+    """What `jax.lax.ragged_all_to_all` computes, from an all-gather of the rows: for platforms without it."""
+    everyone = jax.lax.all_gather((rows, route.start, route.sent, route.landing), axis)
+    me = jax.lax.axis_index(axis)
+    place = jnp.arange(out.shape[0])
+    for source in range(everyone[0].shape[0]):
+        sent, start, size, landing = (part[source] for part in everyone)
+        offset = place - landing[me]
+        arrives = (offset >= 0) & (offset < size[me])
+        values = sent.at[jnp.clip(start[me] + offset, 0, rows.shape[0] - 1)].get(mode="promise_in_bounds")
+        out = jnp.where(arrives.reshape(-1, *[1] * (rows.ndim - 1)), values, out)
+    return out
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _copies(x: jax.Array, order: jax.Array, place: jax.Array, choices: int) -> jax.Array:
+    """Every token's row once for each choice, [T, h] -> [P, h], in the order given; gathers both ways."""
+    del place
+    return x.at[order // choices].get(mode="promise_in_bounds")
+
+
+def _copies_forward(x, order, place, choices):
+    return _copies(x, order, place, choices), place
+
+
+def _copies_backward(choices, place, d_rows):
+    by_choice = _rows(d_rows, place).reshape(-1, choices, d_rows.shape[1])
+    return jnp.sum(by_choice, axis=1, dtype=jnp.float32).astype(d_rows.dtype), None, None
+
+
+_copies.defvjp(_copies_forward, _copies_backward)
+
+
+@jax.custom_vjp
+def _permuted(rows: jax.Array, place: jax.Array, order: jax.Array) -> jax.Array:
+    """rows[place], whose gradient is gathered by the inverse, `order`."""
+    del order
+    return _rows(rows, place)
+
+
+def _permuted_forward(rows, place, order):
+    return _rows(rows, place), order
+
+
+def _permuted_backward(order, d_rows):
+    return _rows(d_rows, order), None, None
+
+
+_permuted.defvjp(_permuted_forward, _permuted_backward)
+
+
+def _rows(rows: jax.Array, permutation: jax.Array) -> jax.Array:
+    return rows.at[permutation].get(mode="promise_in_bounds", unique_indices=True)

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from dreamer_jax.config.schema import Config
 from dreamer_jax.model import Dreamer, update_balancing
 from dreamer_jax.model.operations import Operations, resolve_operations
-from dreamer_jax.parallel.expert_parallel import gathered_experts
+from dreamer_jax.parallel.expert_parallel import exchanged_experts, gathered_experts
 from dreamer_jax.parallel.gather import gather, scatter, squared_norm, sum_over
 from dreamer_jax.parallel.layout import parameter_layouts
 from dreamer_jax.parallel.mesh import EXPERT, batch_spec
@@ -122,7 +122,8 @@ def _operations(config: Config, mesh: Mesh) -> Operations:
     def tape_of_group(indices, gate_up, dtype):
         return expert_tape((indices[0] * group, indices[1]), gate_up, dtype)
 
-    experts = gathered_experts(operations.expert_mlp, EXPERT)
+    exchange = {"gather": gathered_experts, "ragged": exchanged_experts}[config.mesh.exchange]
+    experts = exchange(operations.expert_mlp, EXPERT)
     return dataclasses.replace(operations, expert_mlp=experts, expert_tape=tape_of_group)
 
 

@@ -24,6 +24,7 @@ MESHES = {
     "expert": MeshConfig(expert=8),
     "mixed": MeshConfig(data=(2, 2), expert=2),
     "slices": MeshConfig(slices=2, data=(2,), expert=2),
+    "ragged": MeshConfig(data=(2,), expert=4, exchange="ragged"),
 }
 
 
@@ -39,8 +40,9 @@ def case(variant: str, experts: int, hot: int | None = None) -> tuple[Config, Tr
     return config, state
 
 
-def loss_and_gradients(config: Config, state: TrainState, mesh_config: MeshConfig) -> Any:
-    """((loss sum, counts), gradients) of a batch, in the model's shapes, on the host."""
+@functools.cache
+def compiled(config: Config, mesh_config: MeshConfig) -> Any:
+    """(params, balancing, batch) -> ((loss sum, counts), gradients), in the model's shapes."""
     config = dataclasses.replace(config, mesh=mesh_config)
     mesh = make_mesh(mesh_config)
     layouts = parameter_layouts(config.model, mesh)
@@ -53,7 +55,12 @@ def loss_and_gradients(config: Config, state: TrainState, mesh_config: MeshConfi
 
     specs_in = (specs, P(), batch_spec(mesh))
     sharded = jax.shard_map(gradient, mesh=mesh, in_specs=specs_in, out_specs=(P(), specs), check_vma=False)
-    return jax.device_get(jax.jit(sharded)(state.params, state.balancing, random_batch(1)))
+    return jax.jit(sharded)
+
+
+def loss_and_gradients(config: Config, state: TrainState, mesh_config: MeshConfig) -> Any:
+    """Those of a batch, on the host."""
+    return jax.device_get(compiled(config, mesh_config)(state.params, state.balancing, random_batch(1)))
 
 
 @functools.cache
@@ -71,11 +78,27 @@ def assert_close(actual: Any, wanted: Any, tolerance: float = 1e-5) -> None:
     jax.tree_util.tree_map_with_path(check, actual, wanted)
 
 
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize("variant", ["LA", "DR+DA"])
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("variant", "mesh"),
+    [
+        ("DR+DA", "torus"),
+        ("DR+DA", "expert"),
+        ("DR+DA", "mixed"),
+        ("LA", "mixed"),
+        slow("DR+DA", "data"),
+        slow("DR+DA", "slices"),
+        slow("DR+DA", "ragged"),
+        slow("LA", "torus"),
+        slow("LA", "expert"),
+    ],
+)
 def test_loss_and_gradients_are_those_of_one_device(variant, mesh):
     """Eleven experts: a prime, divided by no axis."""
-    assert_close(loss_and_gradients(*case(variant, 11), mesh), expected(variant, 11, None))
+    assert_close(loss_and_gradients(*case(variant, 11), MESHES[mesh]), expected(variant, 11, None))
 
 
 @pytest.mark.parametrize("mesh", ["expert", "mixed"])
@@ -96,7 +119,7 @@ def three_steps(mesh: MeshConfig) -> Any:
     return jax.device_get((state, metrics))
 
 
-@pytest.mark.parametrize("mesh", ["torus", "mixed", "slices"])
+@pytest.mark.parametrize("mesh", ["mixed", slow("torus"), slow("slices"), slow("expert")])
 def test_three_steps_give_the_same_weights(mesh):
     assert_close(three_steps(MESHES[mesh]), three_steps(MeshConfig()), 2e-5)
 
