@@ -84,5 +84,7 @@ def test_depth_scan_never_copies_the_cache():
     cached = r"bf16\[6,8192,128\]\S*"
     assert re.search(rf"= \(?[^=]*{cached}.* custom-call\(.*depth_attention_forward", text) is not None
     assert re.search(r"depth_attention_recompute", text) and re.search(r"depth_attention_backward", text)
-    copies = [line.strip()[:160] for line in text.splitlines() if re.search(rf"= \(?{cached}.* copy(-start)?\(", line)]
+    # A copy-start into faster memory is the compiler's prefetch; a copy in main memory would be ours to avoid.
+    copies = [line.strip()[:160] for line in text.splitlines() if re.search(rf"= {cached} copy\(", line)]
     assert not copies, copies
+    assert "f32[6,8192,128]" not in text  # what push form would keep: the gradient of the cache
