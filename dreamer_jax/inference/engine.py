@@ -202,7 +202,7 @@ class Engine:
         size = self._rows(len(rows))
         chunk = _chunk(size, longest)
         tokens = _padded(rows, size, -(-longest // chunk) * chunk + 1)
-        caches = self._programs.empty_caches(self.model, size, tokens.shape[1] - 1)
+        caches = self._programs.empty_caches(self.model, size, _bucket(longest))
         parts = []
         for start in range(0, longest, chunk):
             inputs, targets = tokens[:, start : start + chunk], tokens[:, start + 1 : start + chunk + 1]
@@ -254,8 +254,8 @@ def _bucket(count: int, smallest: int = SHORTEST) -> int:
 
 
 def _chunk(rows: int, longest: int) -> int:
-    """Prompt positions to compute at once."""
-    return min(_bucket(longest), max(SHORTEST, CHUNK_TOKENS // rows))
+    """Prompt positions to compute at once: a bucket, or the power of two that `CHUNK_TOKENS` allows."""
+    return min(_bucket(longest), 1 << max(SHORTEST, CHUNK_TOKENS // rows).bit_length() - 1)
 
 
 def _padded(rows: Sequence[Sequence[int]], size: int, length: int) -> np.ndarray:
