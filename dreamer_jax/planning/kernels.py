@@ -45,10 +45,13 @@ def predict(topology: Topology, match: str, say: Callable[[str], None]) -> list[
     loops, and the matrix unit's share of its capacity.
 
     Raises:
-        UserError: libtpu is missing, or no kernel matches.
+        UserError: libtpu is missing, no kernel matches, or the chip's clock isn't known.
     """
     require_libtpu()
     kernel_cases(match)
+    if topology.chip.name not in CLOCKS:
+        known = ", ".join(CLOCKS)
+        raise UserError(f"bench kernels: the clock of {topology.chip.name} isn't known; take one of {known}")
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile("w+") as errors:
         environment = child_environment() | {"LIBTPU_INIT_ARGS": DUMP_FLAGS.format(directory=directory)}
         command = [sys.executable, "-m", "dreamer_jax.planning.kernels", topology.name, match, directory]

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
+CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9}
 """Bundles a second of one core, by chip."""
 
 DUMP_FLAGS = "--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true"
