@@ -157,10 +157,15 @@ def _weights_over_axes(config: Config, wires: Wires, width: int) -> tuple[float,
 
 
 def _expert_exchange(config: Config, wires: Wires) -> Exchange:
-    """Tokens of a group to all its chips and the sums back, at every depth: forward, again for remat, and backward."""
+    """Tokens to the chips of their experts and the sums back, at every depth: forward, again for remat, and backward.
+
+    gather: all tokens of a group to all its chips. ragged: each choice to the chip of its expert.
+    """
     model = config.model
     tokens = config.training.batch_size * config.data.sequence_length // config.mesh.size
-    size = config.mesh.expert * tokens * model.hidden_size * 2
+    ragged = config.mesh.exchange == "ragged"
+    copies, kind = (model.experts_per_token, "all-to-all") if ragged else (config.mesh.expert, "all-gather")
+    size = copies * tokens * model.hidden_size * 2
     passes = 4 + AGAIN[config.training.remat].cheap
-    seconds = wires.seconds("all-gather", size, [EXPERT]) * passes * model.depth
+    seconds = wires.seconds(kind, size, [EXPERT]) * passes * model.depth
     return Exchange("expert exchange", size * passes * model.depth, seconds)

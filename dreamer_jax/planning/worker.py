@@ -27,7 +27,7 @@ from dreamer_jax.planning.topology import devices_of, parse_topology
 from dreamer_jax.training.state import abstract_state
 from dreamer_jax.training.train_step import make_train_step
 
-SMALLEST_WEIGHT = 1 << 16
+SMALLEST_WEIGHT = 1 << 18
 """Elements from which on a parameter counts as a weight whose copies and reductions are looked for."""
 
 

@@ -154,3 +154,10 @@ def test_without_libtpu_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"\.\[tpu\]"):
         topologies.devices_of(V5P)
+
+
+def test_ragged_exchange_sends_choices_instead_of_tokens():
+    together = config(MeshConfig(data=(4, 4), expert=4, exchange="ragged"))
+    exchange = one(roofline(together, V5P).exchanges, "expert exchange")
+    assert exchange.bytes == 4 * 4096 * 1024 * 2 * 4 * 4  # k = 4 copies of a token, as many as chips here
+    assert exchange.seconds == pytest.approx(exchange.bytes / (2 * 90e9))  # half crosses the middle of the ring
