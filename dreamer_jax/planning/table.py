@@ -1,13 +1,32 @@
-"""Plans that `dreamer plan --json` wrote, as a Markdown table: `python -m dreamer_jax.planning.table PLAN.json ...`."""
+"""The plans of the paper's six models on three slices: compiled, kept as JSON, shown as a Markdown table.
+
+`python -m dreamer_jax.planning.table FOLDER` compiles what FOLDER lacks (three CPU-minutes each) and prints the table;
+`python -m dreamer_jax.planning.table PLAN.json ...` prints that of files that `dreamer plan --json` wrote.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dreamer_jax.config import load_config
+from dreamer_jax.config.schema import MeshConfig
+from dreamer_jax.planning.compiling import compile_step
+from dreamer_jax.planning.report import describe
+from dreamer_jax.planning.roofline import roofline
+from dreamer_jax.planning.topology import parse_topology
+
+MODELS = ("dr_da_32", "dr_32", "la_32", "dr_da_16", "dr_16", "la_16")
+MESHES = {
+    "v5p:4x4x4": MeshConfig(data=(4, 4, 2), expert=2),
+    "v5e:16x16": MeshConfig(data=(16, 4), expert=4),
+    "v4:4x4x4": MeshConfig(data=(4, 4, 2), expert=2),
+}
+"""Topology -> the mesh whose bound is best where everything is computed again in the backward pass."""
 GIB = 1 << 30
 HEADER = (
     "model",
@@ -35,12 +54,34 @@ def markdown(rows: Sequence[Sequence[str]], header: Sequence[str] = HEADER) -> s
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def main(files: Sequence[str]) -> int:
-    """Print the table of these files, sorted by topology, then model."""
-    plans = [json.loads(Path(file).read_text()) for file in files]
+def main(words: Sequence[str]) -> int:
+    """Print the table of these files or of a folder, sorted by topology, then model."""
+    paths = [Path(word) for word in words]
+    if len(paths) == 1 and paths[0].suffix != ".json":
+        paths = compile_missing(paths[0])
+    plans = [json.loads(path.read_text()) for path in paths]
     plans.sort(key=lambda p: (p["topology"]["name"], p["model"]["variant"], p["model"]["depth"]))
     print(markdown(rows_of(plans)))
     return 0
+
+
+def compile_missing(folder: Path, models: Path = Path("configs/models")) -> list[Path]:
+    """The plans of all models and topologies; those that the folder lacks are compiled, one after the other."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, mesh in MESHES.items():
+        topology = parse_topology(name)
+        for model in MODELS:
+            path = folder / f"{model}_{topology.chip.name}.json"
+            paths.append(path)
+            if path.exists():
+                continue
+            print(f"compiling {model} for {name}", file=sys.stderr, flush=True)
+            config = dataclasses.replace(load_config(models / f"{model}.yaml").config, mesh=mesh)
+            compiled = compile_step(config, topology)
+            plan = describe(config, topology, compiled, roofline(config, topology, compiled.collectives))
+            path.write_text(json.dumps(plan))
+    return paths
 
 
 def _row(plan: dict[str, Any]) -> list[str]:

@@ -181,3 +181,20 @@ def test_the_table_of_plans(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and all(line.count("|") == lines[0].count("|") for line in lines)
     assert "| 12.00 | 13.00 |" in lines[2] and "DR+DA/32" in lines[2] and "does not fit" in lines[3]
+
+
+def test_the_table_compiles_what_its_folder_lacks(tmp_path, monkeypatch, capsys):
+    compiled = []
+
+    def play(config, topology):
+        compiled.append((config.model.variant, config.model.depth, topology.name))
+        return FITS
+
+    monkeypatch.setattr(tables, "compile_step", play)
+    monkeypatch.chdir(ROOT)
+    assert tables.main([str(tmp_path / "plans")]) == 0
+    assert len(set(compiled)) == 18
+    (tmp_path / "plans" / "dr_16_v4.json").unlink()
+    assert tables.main([str(tmp_path / "plans")]) == 0
+    assert compiled[18:] == [("DR", 16, "v4:4x4x4")]
+    assert len(capsys.readouterr().out.splitlines()) == 2 * 20
