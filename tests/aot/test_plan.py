@@ -1,0 +1,94 @@
+"""The real train step, compiled for TPU topologies without a TPU: what `dreamer plan` reads from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("libtpu", reason="extra tpu")
+
+from dreamer_jax.cli.main import main
+from dreamer_jax.config import Config, load_config
+from dreamer_jax.config.schema import MeshConfig
+from dreamer_jax.planning.compiling import Compiled, compile_step
+from dreamer_jax.planning.topology import parse_topology
+
+pytestmark = pytest.mark.aot
+PAPER = str(Path(__file__).resolve().parents[2] / "configs/models/dr_da_32.yaml")
+SMALL = {
+    "model.depth": "4",
+    "model.vocab_size": "8192",
+    "model.num_experts": "67",
+    "data.sequence_length": "1024",
+}
+
+
+def small(mesh: MeshConfig, **changes: str) -> Config:
+    """The paper's widths at depth 4, with few experts, one row of 1024 tokens a chip."""
+    options = [word for key, value in (SMALL | changes).items() for word in (f"--{key}", value)]
+    options += ["--training.batch_size", str(max(256, mesh.size))]
+    return dataclasses.replace(load_config(PAPER, options).config, mesh=mesh)
+
+
+@pytest.fixture(scope="module", params=["v5e:16x16", "v4:4x4x4", "v5p:4x4x4"])
+def compiled(request) -> tuple[Compiled, MeshConfig]:
+    """The step on the torus as it is."""
+    topology = parse_topology(request.param)
+    mesh = MeshConfig(data=topology.shape)
+    return compile_step(small(mesh), topology), mesh
+
+
+def test_it_compiles_and_its_text_can_be_read(compiled):
+    its, _ = compiled
+    assert its.fits and its.problem == "" and its.collectives
+    assert its.memory["temp"] > 0 and its.total < 95e9
+    assert its.memory["aliased"] > 0.9 * its.memory["outputs"]  # the state is donated
+    assert 0.3 < its.named_bytes / its.memory["temp"] < 1.5
+    assert any("expert" in buffer.name for buffer in its.buffers)
+
+
+def test_weights_travel_once_and_nothing_travels_in_a_loop(compiled):
+    its, mesh = compiled
+    assert [c for c in its.collectives if c.loops] == []
+    assert its.weight_all_reduces == () and its.weight_copies == ()
+    axes = {f"data{i}" for i in range(len(mesh.data))}
+    wide = Counter((c.kind, axis) for c in its.collectives for axis in c.axes if c.bytes >= 1 << 16)
+    for kind in ("all-gather", "reduce-scatter"):
+        assert {axis for k, axis in wide if k == kind} == axes
+    heads = [c for c in its.collectives if c.arrays[0] in ("bf16[8192,1024]", "f32[8192,1024]")]
+    # Embedding and head: each gathered whole once, and its gradient scattered once.
+    assert Counter(c.kind for c in heads) == {"all-gather": 2, "reduce-scatter": 2}
+
+
+def test_expert_parallelism_is_all_that_travels_in_a_loop():
+    topology = parse_topology("v5p:2x2x2")
+    mesh = MeshConfig(data=(2, 2), expert=2)
+    its = compile_step(small(mesh), topology)
+    inside = [c for c in its.collectives or () if c.loops]
+    assert inside and {c.axes for c in inside} == {("expert",)}
+    assert its.weight_all_reduces == ()
+
+
+def test_memory_of_depth_attention_and_time_to_compile_by_depth():
+    """DR+DA's temporaries are those of DR and little more; the depth scan compiles one layer, whatever the depth."""
+    topology, mesh = parse_topology("v5p:2x2x1"), MeshConfig(data=(2, 2))
+    found = {
+        (variant, depth): compile_step(small(mesh, **{"model.variant": variant, "model.depth": depth}), topology)
+        for variant, depth in (("DR", "16"), ("DR+DA", "16"), ("DR+DA", "4"))
+    }
+    deep = found["DR+DA", "16"]
+    assert deep.memory["temp"] < 1.1 * found["DR", "16"].memory["temp"]
+    assert deep.seconds["compiling"] < 1.1 * found["DR+DA", "4"].seconds["compiling"]
+
+
+def test_the_command(capsys):
+    words = [word for key, value in SMALL.items() for word in (f"--{key}", value)]
+    assert main(["plan", PAPER, *words, "--topology", "v5e:2x2", "--training.batch_size", "4", "--json"]) == 0
+    its = json.loads(capsys.readouterr().out)
+    assert its["compiled"]["fits"] and its["roofline"]["compiled"]
+    assert its["mesh"] == {"slices": 1, "data": [2, 2], "expert": 1}
+    assert its["compiled"]["total_bytes"] < 16e9
