@@ -19,7 +19,7 @@ from pallas_kernels.tiles import Generation
 
 TOKENS, CHOICES, HIDDEN, BFLOAT16 = 32768, 8, 1024, 2
 PAIRS = TOKENS * CHOICES
-DEPTHS = 8
+DEPTHS = 4
 """Depths that share one pass over the gradient's totals."""
 PAPER = ((537, 480), (1097, 472), (517, 504), (1039, 504))
 """(E, F) of the paper's DR+DA and DR, each at its two depths."""
@@ -65,12 +65,6 @@ def _mlp_arguments(experts: int, size: int, key: jax.Array):
     plan = _plan(keys[3], TOKENS, CHOICES, experts, block)
     rows, matrices = _normal(keys[0], blocks * block, HIDDEN), _normal(keys[1], experts, 2 * size, HIDDEN)
     return rows, matrices, _normal(keys[2], experts, size, HIDDEN), plan
-
-
-def _step_bundles(schedule: Schedule) -> int:
-    """Of a grid step that works: all but the zeros of unused blocks, which is the last branch."""
-    grid = schedule.loops[0]
-    return grid.bundles
 
 
 def _forward(experts: int, size: int) -> Case:
@@ -160,14 +154,14 @@ def _mlp_launch(schedule: Schedule, experts: int, size: int, target: Generation,
     block = _mlp_tiles(experts, size, target).block
     used = expected_blocks(PAIRS, experts, block)
     moved = BFLOAT16 * (used * block * row + 3 * experts * size * HIDDEN)
-    return Launch(used / target.cores * _step_bundles(schedule), moved)
+    return Launch(used / target.cores * schedule.loops[0].bundles, moved)
 
 
 def _weight_launch(schedule: Schedule, experts: int, size: int, target: Generation) -> Launch:
     chosen = _mlp_tiles(experts, size, target)
     used, passes = DEPTHS * expected_blocks(PAIRS, experts, chosen.block), HIDDEN // chosen.columns
     moved = shapes.weight_gradient_bytes(int(used * chosen.block), experts, size, HIDDEN, passes=passes)
-    return Launch(used * passes / target.cores * _step_bundles(schedule), moved)
+    return Launch(used * passes / target.cores * schedule.loops[0].bundles, moved)
 
 
 def _sizes(plan: Dispatch, rows: jax.Array) -> jax.Array:
@@ -199,7 +193,7 @@ def _linear_arguments(experts: int, inward: int, outward: int, key: jax.Array):
 
 def _linear_launch(schedule: Schedule, experts: int, block: int, target: Generation, tiles: int, moved: float):
     used = expected_blocks(TOKENS, experts, block)
-    return Launch(used * tiles / target.cores * _step_bundles(schedule), moved)
+    return Launch(used * tiles / target.cores * schedule.loops[0].bundles, moved)
 
 
 def _linear_forward(experts: int, inward: int, outward: int) -> Case:

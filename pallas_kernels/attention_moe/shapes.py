@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -46,16 +47,14 @@ class Tiles:
 
         outputs = _largest(outward, limit, lambda tile: product(inward, tile))
         inputs = _largest(inward, limit, lambda tile: product(outward, tile))
-        columns = _largest(outward, limit, gradient, parts=target.cores)
+        columns = _largest(outward, limit, gradient)
         return cls(block, outputs, inputs, columns) if outputs and inputs and columns else None
 
 
-def _largest(size: int, limit: int, need, parts: int = 1) -> int | None:
-    """The largest tile of whole lanes that divides `size`, if possible into a multiple of `parts`, and fits."""
+def _largest(size: int, limit: int, need: Callable[[int], int]) -> int | None:
+    """The largest tile of whole lanes that divides `size` and fits."""
     tiles = [size // n for n in range(1, size // LANES + 1) if size % n == 0 and size // n % LANES == 0]
-    tiles = [tile for tile in tiles if tile <= WIDEST]
-    fitting = [tile for tile in tiles if need(tile) <= limit]
-    return next((tile for tile in fitting if size // tile % parts == 0), fitting[0] if fitting else None)
+    return next((tile for tile in tiles if tile <= WIDEST and need(tile) <= limit), None)
 
 
 def unsupported(tokens: int, routed: tuple[int, ...], dtype: jnp.dtype, target: Generation) -> str | None:

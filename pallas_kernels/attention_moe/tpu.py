@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.dispatch.api import Dispatch
+from pallas_kernels.dispatch.blocks import as_row, dot, dot_transposed, prefetched, zero_unless
 from pallas_kernels.dispatch.stream import Stream, Walk, compile_for
-from pallas_kernels.expert_mlp.tpu import as_row, dot, dot_transposed, prefetched, zero_unless
 from pallas_kernels.tiles import Generation
 
 

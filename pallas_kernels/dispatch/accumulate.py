@@ -81,7 +81,7 @@ def accumulate(
         rights: group j's right factor [R, h].
         visits: the blocks of `block` rows that count, and their experts.
         block: b.
-        tile: columns of h worked on at a time, a divisor of it; on a megacore h / tile should be even.
+        tile: columns of h worked on at a time, a divisor of it.
         target: what is compiled for.
 
     Returns:
@@ -92,11 +92,16 @@ def accumulate(
     if hidden % tile:
         raise ValueError(f"tiles of {tile} columns don't divide {hidden}")
 
-    def rows(tile_index, visit, where, expert, ends, used):
-        return where[visit], tile_index
+    bounds = _shares(visits, target.cores)
 
-    def stacked(tile_index, visit, where, expert, ends, used):
-        return 0, where[visit], 0
+    def visited(core, step, where, bounds):
+        return where[jnp.minimum(bounds[core] + step, jnp.maximum(bounds[core + 1] - 1, 0))]
+
+    def rows(core, part, step, where, expert, ends, bounds):
+        return visited(core, step, where, bounds), part
+
+    def stacked(core, part, step, where, expert, ends, bounds):
+        return 0, visited(core, step, where, bounds), 0
 
     flops = 2 * sum(counts) * lefts.shape[1] * size * hidden
     totals_bytes = 2 * sum(total.size * total.dtype.itemsize for total in totals)
@@ -105,7 +110,7 @@ def accumulate(
         functools.partial(_kernel, counts=counts, tile=tile),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=(hidden // tile, visits.block.shape[0]),
+            grid=(target.cores, hidden // tile, jnp.maximum(jnp.max(jnp.diff(bounds)), 1)),
             in_specs=[
                 pl.BlockSpec((sum(counts), block, size), stacked),
                 *[pl.BlockSpec((block, tile), rows) for _ in rights],
@@ -123,16 +128,24 @@ def accumulate(
         input_output_aliases={4 + 1 + len(rights) + i: i for i in range(len(totals))},
         cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=totals_bytes + rows_bytes, transcendentals=0),
         name="expert_weight_gradient",
-        **compile_for(target),
-    )(*visits, lefts, *rights, *totals)
+        **compile_for(target, sequential=2),
+    )(*visits[:3], bounds, lefts, *rights, *totals)
 
 
-def _kernel(_, expert_ref, ends_ref, used_ref, lefts_ref, *refs, counts, tile):
+def _shares(visits: Visits, cores: int) -> jax.Array:
+    """[cores + 1] int32: where each core's visits begin and end, about as many for each; no expert is divided."""
+    wanted = visits.used * jnp.arange(1, cores) // cores
+    inner = visits.ends.at[jnp.searchsorted(visits.ends, wanted)].get(mode="clip")
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), inner.astype(jnp.int32), visits.used.astype(jnp.int32)])
+
+
+def _kernel(_, expert_ref, ends_ref, bounds_ref, lefts_ref, *refs, counts, tile):
     groups = len(counts)
     rights, refs = refs[:groups], refs[2 * groups :]  # the totals are read through the aliased outputs
     totals, buffers, (fetched, stored, run_ref) = refs[:groups], refs[groups : 2 * groups], refs[2 * groups :]
-    columns = pl.ds(pl.multiple_of(pl.program_id(0) * tile, tile), tile)
-    visit, used = pl.program_id(1), used_ref[0]
+    columns = pl.ds(pl.multiple_of(pl.program_id(1) * tile, tile), tile)
+    core, step = pl.program_id(0), pl.program_id(2)
+    visit, end = bounds_ref[core] + step, bounds_ref[core + 1]
 
     def fetches(expert, place):
         return [
@@ -146,10 +159,10 @@ def _kernel(_, expert_ref, ends_ref, used_ref, lefts_ref, *refs, counts, tile):
             for i, (total, buffer) in enumerate(zip(totals, buffers, strict=True))
         ]
 
-    @pl.when(visit < used)
+    @pl.when(visit < end)
     def _():
         expert = expert_ref[visit]
-        starts = visit == 0
+        starts = step == 0
         new = starts | (expert_ref[jnp.maximum(visit - 1, 0)] != expert)
         last = visit + 1 == ends_ref[expert]
 
@@ -161,7 +174,7 @@ def _kernel(_, expert_ref, ends_ref, used_ref, lefts_ref, *refs, counts, tile):
             _wait(fetches(expert, run % BUFFERS))
             following = ends_ref[expert]
 
-            @pl.when(following < used)
+            @pl.when(following < end)
             def _():
                 place = (run + 1) % BUFFERS
                 pl.when(run >= BUFFERS - 1)(lambda: _wait(stores(expert, place)))  # of the run that had this buffer
@@ -179,7 +192,7 @@ def _kernel(_, expert_ref, ends_ref, used_ref, lefts_ref, *refs, counts, tile):
         def _():
             _start(stores(expert, place))
 
-            @pl.when(visit + 1 == used)
+            @pl.when(visit + 1 == end)
             def _():
                 for back in range(BUFFERS):
                     pl.when(run >= back)(lambda back=back: _wait(stores(expert, (run - back) % BUFFERS)))

@@ -15,10 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.dispatch.api import Dispatch
+from pallas_kernels.dispatch.blocks import as_column, as_row, dot, dot_transposed, prefetched, zero_unless
 from pallas_kernels.dispatch.stream import Stream, Walk, compile_for
 from pallas_kernels.tiles import Generation
-
-TRANSPOSED = (((1,), (1,)), ((), ()))
 
 
 def forward(
@@ -95,7 +94,7 @@ def input_gradient(
     factors = jax.ShapeDtypeStruct((3, d_rows.shape[0], size), d_rows.dtype)
     first_block = 0 if aside is None else aside.depth.astype(jnp.int32) * plan.source.shape[0]
     hbm = pl.BlockSpec(memory_space=pl.ANY)
-    inputs = [d_rows, gate_and_up, slot_weights[:, None], *([x_rows] if kept else [])]
+    inputs = [d_rows, gate_and_up, slot_weights[:, None], *matrices, *([x_rows] if kept else [])]
     d_x, d_weights, *rest = pl.pallas_call(
         functools.partial(_input_gradient_kernel, place=place, aside=bool(kept)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -105,27 +104,26 @@ def input_gradient(
                 place.rows(hidden),
                 place.stacked(2, size),
                 place.weights(),
-                *([place.rows(hidden)] if kept else []),
-                *[hbm] * (2 + len(kept)),
+                *[hbm] * (len(inputs) - 3 + len(kept)),
             ],
             out_specs=[
                 place.rows(hidden, out=True),
                 place.weights(out=True),
                 place.stacked(3, size, out=True),
-                *[place.rows(hidden, out=True, aside=True) for _ in kept[1:]],
+                *[hbm for _ in kept[1:]],
             ],
-            scratch_shapes=Stream.scratch(matrices),
+            scratch_shapes=[*Stream.scratch(matrices), *([pltpu.SemaphoreType.DMA((2,))] if kept else [])],
         ),
         out_shape=[
             jax.ShapeDtypeStruct(d_rows.shape, d_rows.dtype),
             jax.ShapeDtypeStruct((plan.source.shape[0], 1, place.block), jnp.float32),
             *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in kept or [factors]),
         ],
-        input_output_aliases={3 + len(inputs) + 2 + i: 2 + i for i in range(len(kept))},
+        input_output_aliases={3 + len(inputs) + i: 2 + i for i in range(len(kept))},
         cost_estimate=_cost(d_rows, down, 5 + 2 * len(kept)),
         name="expert_mlp_input_gradient",
         **compile_for(target),
-    )(*prefetched(plan, first_block), *inputs, *matrices, *kept)
+    )(*prefetched(plan, first_block), *inputs, *kept)
     return [d_x, d_weights[:, 0], *rest]
 
 
@@ -150,18 +148,34 @@ def _forward_kernel(experts, ends, used, x_ref, gate_up_hbm, down_hbm, *refs, pl
 
 
 def _input_gradient_kernel(experts, ends, used, d_ref, gate_and_up_ref, weight_ref, *refs, place, aside):
-    if aside:
-        x_ref, gate_up_hbm, down_hbm, _, _, _, *refs = refs  # what is kept aside is written, never read
+    gate_up_hbm, down_hbm, *refs = refs
+    if aside:  # it is written, through the aliased outputs, and never read
+        x_hbm, _, _, _, *refs, aside_semaphores = refs
+        d_x_ref, d_weight_ref, factor_ref, x_aside, d_aside, *refs = refs
     else:
-        gate_up_hbm, down_hbm, *refs = refs
-    d_x_ref, d_weight_ref, factor_ref, *kept, gate_up_buffer, down_buffer, semaphores, buffer_ref = refs
+        d_x_ref, d_weight_ref, factor_ref, *refs = refs
+    gate_up_buffer, down_buffer, semaphores, buffer_ref = refs
     walk = place.walk(pl.program_id(0), pl.program_id(1), used)
     stream = Stream((gate_up_hbm, down_hbm), (gate_up_buffer, down_buffer), semaphores, buffer_ref)
+
+    def copies():
+        """Of this block's factors that are kept as they are; the vector unit has enough to do."""
+        if not aside:
+            return []
+        block = d_ref.shape[0]
+        own = pl.ds(pl.multiple_of(walk.block * block, block), block)
+        place_aside = pl.ds(pl.multiple_of((used[1] + walk.block) * block, block), block)
+        return [
+            pltpu.make_async_copy(x_hbm.at[own], x_aside.at[place_aside], aside_semaphores.at[0]),
+            pltpu.make_async_copy(d_ref, d_aside.at[place_aside], aside_semaphores.at[1]),
+        ]
 
     @pl.when(walk.active)
     def _():
         buffer, _ = stream.at(walk, experts, ends)
         dtype = d_ref.dtype
+        for copy in copies():
+            copy.start()
         d_activation = dot_transposed(d_ref[...], down_buffer[buffer])  # before the weight
         gate, up = gate_and_up_ref[0].astype(jnp.float32), gate_and_up_ref[1].astype(jnp.float32)
         sigmoid = jax.nn.sigmoid(gate)
@@ -169,7 +183,7 @@ def _input_gradient_kernel(experts, ends, used, d_ref, gate_and_up_ref, weight_r
         activation = silu * up
         # d w = <W_down^T d_out, activation>: the values themselves needn't be kept.
         d_weight_ref[0] = as_row(jnp.sum(d_activation * activation, axis=1, keepdims=True))
-        weight = _as_column(weight_ref[0])
+        weight = as_column(weight_ref[0])
         d_activation = d_activation * weight
         d_gate = (d_activation * up * (sigmoid + silu * (1 - sigmoid))).astype(dtype)
         d_up = (d_activation * silu).astype(dtype)
@@ -178,52 +192,10 @@ def _input_gradient_kernel(experts, ends, used, d_ref, gate_and_up_ref, weight_r
         factor_ref[0] = d_gate
         factor_ref[1] = d_up
         factor_ref[2] = (activation * weight).astype(dtype)
-        if aside:
-            kept[0][...] = x_ref[...]
-            kept[1][...] = d_ref[...]
+        for copy in copies():
+            copy.wait()
 
-    zero_unless(walk.active, d_x_ref, d_weight_ref, factor_ref, *kept)
-
-
-def zero_unless(active, *refs):
-    @pl.when(jnp.logical_not(active))
-    def _():
-        for ref in refs:
-            ref[...] = jnp.zeros_like(ref)
-
-
-def dot(a, b):
-    return jnp.dot(a, b, preferred_element_type=jnp.float32, precision=_precision(a))
-
-
-def dot_transposed(a, b):
-    return jax.lax.dot_general(a, b, TRANSPOSED, preferred_element_type=jnp.float32, precision=_precision(a))
-
-
-def _precision(a):
-    """Float32 arguments are multiplied as float32: they are for checks, not for speed."""
-    return "highest" if a.dtype == jnp.float32 else None
-
-
-def _diagonal(size):
-    return jax.lax.broadcasted_iota(jnp.int32, (size, size), 0) == jax.lax.broadcasted_iota(jnp.int32, (size, size), 1)
-
-
-def _as_column(row):
-    """[1, b] -> [b, 1], by a masked sum: a handful of operations where a transpose takes a relayout."""
-    size = row.shape[1]
-    return jnp.sum(jnp.where(_diagonal(size), jnp.broadcast_to(row, (size, size)), 0.0), axis=1, keepdims=True)
-
-
-def as_row(column):
-    """[b, 1] -> [1, b]."""
-    size = column.shape[0]
-    return jnp.sum(jnp.where(_diagonal(size), jnp.broadcast_to(column, (size, size)), 0.0), axis=0, keepdims=True)
-
-
-def prefetched(plan, first_block):
-    used = jnp.stack([plan.used_blocks, jnp.asarray(first_block, jnp.int32)])
-    return plan.block_expert, plan.first_block + plan.num_blocks, used
+    zero_unless(walk.active, d_x_ref, d_weight_ref, factor_ref)
 
 
 class _Places:
@@ -244,13 +216,13 @@ class _Places:
 
         return index
 
-    def rows(self, width, out=False, aside=False) -> pl.BlockSpec:
-        """Of [N b, width]; kept-aside arrays begin at the block that `used` names second."""
-        index = self._index(out, aside)
+    def rows(self, width, out=False) -> pl.BlockSpec:
+        """Of [N b, width]."""
+        index = self._index(out, False)
         return pl.BlockSpec((self.block, width), lambda *at: (index(*at), 0))
 
     def stacked(self, lead, width, out=False) -> pl.BlockSpec:
-        """Of [lead, N b, width]; outputs may be kept aside."""
+        """Of [lead, N b, width]; outputs may be kept aside, from the block on that `used` names second."""
         index = self._index(out, out)
         return pl.BlockSpec((lead, self.block, width), lambda *at: (0, index(*at), 0))
 
