@@ -88,17 +88,20 @@ def _gather_along(x: jax.Array, part: Part) -> jax.Array:
     dim = part.computed
     if dim == 0:
         return jax.lax.all_gather(x, part.axis, tiled=True)
-    # A TPU gathers along the first dimension only; so the pieces are brought there, and then into place.
-    pieces = jnp.moveaxis(jax.lax.all_gather(x, part.axis), 0, dim)
-    return pieces.reshape(*x.shape[:dim], part.size * x.shape[dim], *x.shape[dim + 1 :])
+    # A TPU gathers along the first dimension only; so the pieces are brought there, and then into place. Rows are
+    # merged, or the compiler would take the exchange of dimensions for another layout of the same.
+    pieces = jax.lax.all_gather(x.reshape(-1, x.shape[-1]), part.axis).reshape(part.size, *x.shape)
+    whole = (*x.shape[:dim], part.size * x.shape[dim], *x.shape[dim + 1 :])
+    return jnp.moveaxis(pieces, 0, dim).reshape(whole)
 
 
 def _scatter_along(x: jax.Array, part: Part) -> jax.Array:
     dim = part.computed
     if dim == 0:
         return jax.lax.psum_scatter(x, part.axis, tiled=True)
-    pieces = x.reshape(*x.shape[:dim], part.size, x.shape[dim] // part.size, *x.shape[dim + 1 :])
-    return jax.lax.psum_scatter(jnp.moveaxis(pieces, dim, 0), part.axis)
+    kept = (*x.shape[:dim], x.shape[dim] // part.size, *x.shape[dim + 1 :])
+    pieces = jnp.moveaxis(x.reshape(*kept[:dim], part.size, *kept[dim:]), dim, 0)
+    return jax.lax.psum_scatter(pieces.reshape(part.size, -1, kept[-1]), part.axis).reshape(kept)
 
 
 def _to_experts(x: jax.Array, layout: Layout) -> jax.Array:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dreamer_jax.config.schema import Config, MeshConfig
 from dreamer_jax.parallel import batch_spec, make_mesh, parameter_layouts
 from dreamer_jax.parallel.gather import gather, scatter, sum_over
-from dreamer_jax.training.state import TrainState, create_state, state_specs
+from dreamer_jax.parallel.mesh import EXPERT
+from dreamer_jax.planning.collectives import find_collectives, large_all_reduces
+from dreamer_jax.planning.hlo import parse_program
+from dreamer_jax.training.state import TrainState, abstract_state, create_state, state_specs
 from dreamer_jax.training.train_step import make_loss_and_gradient, make_train_step
 from tests.training.cases import random_batch, tiny_config
 
@@ -110,18 +115,46 @@ def test_an_expert_with_everything_and_one_with_nothing(mesh):
 
 
 @functools.cache
-def three_steps(mesh: MeshConfig) -> Any:
-    config, state = case("DR+DA", 11)
-    config = dataclasses.replace(config, mesh=mesh)
-    step = make_train_step(config, make_mesh(mesh))
+def compiled_step(mesh_config: MeshConfig) -> Any:
+    config = dataclasses.replace(case("DR+DA", 11)[0], mesh=mesh_config)
+    mesh = make_mesh(mesh_config)
+    rows = NamedSharding(mesh, batch_spec(mesh))
+    batch = {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=rows) for k, v in random_batch(1).items()}
+    return make_train_step(config, mesh).lower(abstract_state(config, mesh), batch).compile()
+
+
+@functools.cache
+def three_steps(mesh_config: MeshConfig) -> Any:
+    step = compiled_step(mesh_config)
+    (state_sharding, batch_sharding), _ = step.input_shardings
+    state = jax.device_put(case("DR+DA", 11)[1], state_sharding)
     for seed in (1, 2, 3):
-        state, metrics = step(state, random_batch(seed))
+        state, metrics = step(state, jax.device_put(random_batch(seed), batch_sharding))
     return jax.device_get((state, metrics))
 
 
 @pytest.mark.parametrize("mesh", ["mixed", slow("torus"), slow("slices"), slow("expert")])
 def test_three_steps_give_the_same_weights(mesh):
     assert_close(three_steps(MESHES[mesh]), three_steps(MeshConfig()), 2e-5)
+
+
+@pytest.mark.parametrize("mesh", ["mixed", slow("torus"), slow("slices")])
+def test_every_weight_is_gathered_once_and_its_gradient_scattered_once(mesh):
+    """Along every axis of data; in loops, nothing travels but what goes to other devices' experts."""
+    program = parse_program(compiled_step(MESHES[mesh]).as_text())
+    device_mesh = make_mesh(MESHES[mesh])
+    found = find_collectives(program, device_mesh.shape)
+    inside = {(c.kind, c.axes) for c in found if c.loops}
+    exchange = {("all-gather", (EXPERT,)), ("reduce-scatter", (EXPERT,))}
+    assert inside == (exchange if MESHES[mesh].expert > 1 else set())
+
+    layouts = jax.tree.leaves(parameter_layouts(case("DR+DA", 11)[0].model, device_mesh))
+    wanted = Counter(part.axis for layout in layouts for part in layout.parts if part.computed is not None)
+    for kind in ("all-gather", "reduce-scatter"):
+        outside = [c for c in found if c.kind == kind and not c.loops]
+        assert Counter(axis for c in outside for axis in c.axes for _ in c.arrays) == wanted
+    scales = max(layout.shape[0] for layout in layouts if len(layout.shape) == 1)
+    assert large_all_reduces(found, 2 * scales) == []
 
 
 def test_the_state_is_divided_over_all_devices():
