@@ -20,7 +20,7 @@ from pallas_kernels.tiles import Generation
 TOKENS, CHOICES, HIDDEN, BFLOAT16 = 32768, 8, 1024, 2
 PAIRS = TOKENS * CHOICES
 DEPTHS = 4
-"""Depths that share one pass over the gradient's totals."""
+"""Depths of a gradient."""
 PAPER = ((537, 480), (1097, 472), (517, 504), (1039, 504))
 """(E, F) of the paper's DR+DA and DR, each at its two depths."""
 LINEAR = ((32, 1024, 4096), (32, 2048, 1024), (32, 1024, 384), (32, 128, 1024))
@@ -88,12 +88,15 @@ def _forward(experts: int, size: int) -> Case:
 
 
 def _gradient(experts: int, size: int) -> Case:
-    """DEPTHS depths of the backward scan on a tape: recomputed forward pass, input gradient, one weight gradient."""
+    """DEPTHS depths of the backward scan on a tape: recomputed forward pass, input gradient, weight gradient.
+
+    They share one pass over the gradient's totals, but for a chip whose memory can't hold their rows.
+    """
 
     def arguments(key):
         rows, gate_up, down, plan = _mlp_arguments(experts, size, key)
         shape = (TOKENS, CHOICES), gate_up.shape, rows.dtype
-        return rows, gate_up, down, plan, start_tape(*shape, depths=DEPTHS)
+        return rows, gate_up, down, plan, start_tape(*shape, depths=_sharing(_target()))
 
     def kernel(rows, gate_up, down, plan, tape, step):
         del step
@@ -102,10 +105,14 @@ def _gradient(experts: int, size: int) -> Case:
             d_rows, tape = carry
             values, kept = tpu.forward(rows, gate_up, down, plan, keep=True, target=_target())
             ones = (plan.source < PAIRS).astype(jnp.float32)
-            d_x, _, *aside = tpu.input_gradient(
+            d_x, _, factors, *aside = tpu.input_gradient(
                 d_rows, kept, ones, gate_up, down, plan, tape.rows, rows, target=_target()
             )
-            return d_x + values, tape.keep(*aside, plan.num_blocks)
+            if tape.rows is None:
+                tape = tape.add(factors, rows, d_rows, plan.num_blocks[None], _target())
+            else:
+                tape = tape.keep(factors, *aside, plan.num_blocks)
+            return d_x + values, tape
 
         d_rows, tape = jax.lax.fori_loop(0, DEPTHS, depth, (rows, tape))
         return d_rows, settle(tape)
@@ -160,8 +167,14 @@ def _mlp_launch(schedule: Schedule, experts: int, size: int, target: Generation,
 def _weight_launch(schedule: Schedule, experts: int, size: int, target: Generation) -> Launch:
     chosen = _mlp_tiles(experts, size, target)
     used, passes = DEPTHS * expected_blocks(PAIRS, experts, chosen.block), HIDDEN // chosen.columns
-    moved = shapes.weight_gradient_bytes(int(used * chosen.block), experts, size, HIDDEN, passes=passes)
+    rows, sharing = int(used * chosen.block), _sharing(target) / DEPTHS
+    moved = shapes.weight_gradient_bytes(rows, experts, size, HIDDEN, sharing, passes)
     return Launch(used * passes / target.cores * schedule.loops[0].bundles, moved)
+
+
+def _sharing(target: Generation) -> int:
+    """Depths that share one pass over the totals."""
+    return 1 if target.name == "v5e" else DEPTHS
 
 
 def _sizes(plan: Dispatch, rows: jax.Array) -> jax.Array:

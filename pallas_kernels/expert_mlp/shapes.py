@@ -10,6 +10,18 @@ from pallas_kernels.tiles import Generation
 
 LANES = 128
 BUNDLES = {
+    "v4": {
+        "expert_mlp_forward": 3523,
+        "keep expert_mlp_forward": 3631,
+        "keep expert_mlp_input_gradient": 4609,
+        "keep expert_weight_gradient": 1877,
+    },
+    "v5e": {
+        "expert_mlp_forward": 3069,
+        "keep expert_mlp_forward": 3155,
+        "keep expert_mlp_input_gradient": 3429,
+        "keep expert_weight_gradient": 2989,
+    },
     "v5p": {
         "expert_mlp_forward": 3173,
         "keep expert_mlp_forward": 3274,
@@ -81,7 +93,7 @@ def forward_bytes(pairs: int, experts: int, size: int, hidden: int, itemsize: in
 
 
 def weight_gradient_bytes(
-    pairs: int, experts: int, size: int, hidden: int, depths: int = 1, passes: int = 1, itemsize: int = 2
+    pairs: int, experts: int, size: int, hidden: int, depths: float = 1, passes: int = 1, itemsize: int = 2
 ) -> float:
     """What the weight gradient moves for one depth: its factors, and a `depths`-th of reading and writing the totals.
 
