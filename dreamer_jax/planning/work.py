@@ -140,6 +140,8 @@ def _experts(config: Config, chip: str, again: Again) -> Iterator[Operation]:
     forward = (used * h + room * h + weights * HALF) * (1 + again.products)
     yield Operation("experts: forward", products * (1 + again.products), forward + 2 * room * size)  # gate, up: once
     gradients = used * (h + 2 * size) + room * (h + 3 * size) + weights * HALF
+    if config.training.gradient_depths > 1:  # both kinds of rows are put aside
+        gradients += 3 * used * h
     yield Operation("experts: input gradients", products, gradients)
     totals = weights * FULL
     if model.recurrent:  # read and written, by as many depths at once as are kept aside
