@@ -128,8 +128,10 @@ def test_scores_are_the_log_probabilities_of_the_full_forward(monkeypatch):
         assert scores.greedy.tolist() == (logits.argmax(axis=-1) == row[1:]).tolist()
 
 
-@pytest.mark.parametrize("shape", [{"data": 4}, {"slice": 2, "data0": 2, "expert": 2}])
-@pytest.mark.parametrize("variant", ["DR+DA", "LA"])
+EXPERTS_TOO = {"slice": 2, "data0": 2, "expert": 2}
+
+
+@pytest.mark.parametrize(("variant", "shape"), [("DR+DA", {"data": 4}), ("DR+DA", EXPERTS_TOO), ("LA", EXPERTS_TOO)])
 def test_a_mesh_changes_nothing(variant, shape):
     if jax.device_count() < 8:
         pytest.skip("needs eight devices")
