@@ -100,6 +100,17 @@ MISTAKES = {
     "heads": ("model: {sa_heads: 8,\n  sa_kv_heads: 3}\n", "a.yaml:2: model.sa_kv_heads: 3 does not divide"),
     "against a default": ("model:\n  num_experts: 3\n", "a.yaml:2: model.experts_per_token: 4 is more than"),
     "across sections": ("training: {batch_size: 8}\nmesh: {data: 3}\n", "a.yaml:2: mesh.data: 3 devices do not divide"),
+    "no number among several": ("mesh: {data: [4, x]}\n", "a.yaml:1: mesh.data: expected an integer, got 'x'"),
+    "numbers in quotes": (
+        'mesh: {data: "4"}\n',
+        "a.yaml:1: mesh.data: expected integers such as 2 or [4, 4], got '4' in",
+    ),
+    "no numbers": ("mesh: {data: []}\n", "a.yaml:1: mesh.data: expected integers such as 2 or [4, 4], got an empty"),
+    "an axis of nothing": ("mesh: {data: [4, 0]}\n", "a.yaml:1: mesh.data: (4, 0): every axis has one device or more"),
+    "more devices than experts": (
+        "training: {batch_size: 128}\nmesh: {expert: 128}\n",
+        "a.yaml:2: mesh.expert: 128 devices can't divide the 64 experts",
+    ),
     "negative": ("run: {seed: -1}\n", "a.yaml:1: run.seed: -1 is negative"),
     "zero": ("training: {steps: 0}\n", "a.yaml:1: training.steps: 0 is too small"),
     "base missing": ("base: abc.yaml\n", "a.yaml:1: base: no such file"),
@@ -117,6 +128,14 @@ def test_mistakes_in_a_file(tmp_path: Path, mistake: str) -> None:
     message = str(raised.value).replace(f"{tmp_path}/", "")
     assert expected in message
     assert message.startswith("a.yaml:")
+
+
+@pytest.mark.parametrize(("written", "value"), [("2", (2,)), ("4,2", (4, 2)), ("[4, 4, 2]", (4, 4, 2))])
+def test_several_integers_are_written_alike_everywhere(tmp_path: Path, written: str, value: tuple[int, ...]) -> None:
+    batch = "training: {batch_size: 64}\n"
+    text = f"[{written}]" if "[" not in written and "," in written else written
+    assert load_config(write(tmp_path, f"{batch}mesh: {{data: {text}}}\n")).config.mesh.data == value
+    assert load_config(write(tmp_path, batch), ["--mesh.data", written]).config.mesh.data == value
 
 
 def test_a_mistake_in_the_base_names_the_base(tmp_path: Path) -> None:
