@@ -64,7 +64,8 @@ def test_round_trip(config: Config) -> None:
 def test_any_yaml_reader_sees_the_same_values(config: Config) -> None:
     plain = yaml.safe_load(to_yaml(config))
     found = {f"{s}.{name}": value for s, keys in plain.items() for name, value in keys.items()}
-    assert {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()} == values_of(config)
+    found = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
+    assert found == values_of(config)
 
 
 @given(st.text())
