@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,21 +96,35 @@ def compile_step(config: Config, topology: Topology, keep_text: Path | None = No
 
 
 def roomier_buffers(config: Config, topology: Topology, failed: Compiled) -> Compiled:
-    """What fills the memory of a step that doesn't fit, from compiling it for chips with more of it.
+    """What fills the memory of a step that doesn't fit, from compiling it where it does.
 
-    libtpu names no buffers when it refuses a program. The same program for as many v5p chips has the same arrays.
+    libtpu names no buffers when it refuses a program. The same program for as many v5p chips has the same arrays; where
+    that is too large too, the step with more microbatches has smaller ones of the same names.
     """
-    for shape in CUBES:
-        roomier = parse_topology(f"v5p:{shape}", topology.slices)
-        if roomier.chips == topology.chips and topology.chip.name != "v5p":
-            try:
-                other = compile_step(config, roomier)
-            except RuntimeError:
-                continue
-            if other.fits:
-                note = f"{failed.message}\nBuffers below: the same step compiled for {roomier.name}, where it fits."
-                return dataclasses.replace(failed, message=note, buffers=other.buffers, named_bytes=other.named_bytes)
+    for other_config, other_topology, where in _roomier(config, topology):
+        try:
+            other = compile_step(other_config, other_topology)
+        except RuntimeError:
+            continue
+        if other.fits:
+            note = f"{failed.message}\nBuffers below: the same step compiled {where}, where it fits."
+            return dataclasses.replace(failed, message=note, buffers=other.buffers, named_bytes=other.named_bytes)
     return failed
+
+
+def _roomier(config: Config, topology: Topology) -> Iterator[tuple[Config, Topology, str]]:
+    """Where a step that doesn't fit may: (configuration, topology, in words)."""
+    shapes = [parse_topology(f"v5p:{shape}", topology.slices) for shape in CUBES]
+    roomier = next((t for t in shapes if t.chips == topology.chips), topology)
+    if topology.chip.name != "v5p" and roomier is not topology:
+        yield config, roomier, f"for {roomier.name}"
+    rows = config.training.batch_size // config.mesh.size
+    microbatches = 2 * config.training.microbatches
+    while rows % microbatches == 0:
+        training = dataclasses.replace(config.training, microbatches=microbatches)
+        where = f"for {roomier.name} with {microbatches} microbatches"
+        yield dataclasses.replace(config, training=training), roomier, where
+        microbatches *= 2
 
 
 def check_mesh(config: Config, topology: Topology) -> None:

@@ -125,6 +125,15 @@ def test_exit_codes_and_chips_with_more_memory(monkeypatch, capsys):
     assert "compiled for v5p:4x8x8, where it fits" in capsys.readouterr().out
 
 
+def test_what_fits_no_chip_is_compiled_with_more_microbatches(monkeypatch, capsys):
+    def play(config, topology, keep_text=None):
+        return FITS if config.training.microbatches == 4 else TOO_LARGE
+
+    monkeypatch.setattr(compiling, "compile_step", play)
+    assert main(["plan", MODEL, "--topology", "v5p:4x4x4"]) == 1
+    assert "compiled for v5p:4x4x4 with 4 microbatches, where it fits" in capsys.readouterr().out
+
+
 def test_a_sweep_ranks_by_bound_and_takes_what_fits(monkeypatch):
     """Without rematerialisation it never fits here: the winner is the best of the others that were compiled."""
 
