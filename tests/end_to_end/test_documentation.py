@@ -99,7 +99,7 @@ def test_documented_command(command, workplace, trained, capsys):
         words = [trained if word.startswith("runs/") else word for word in words]
     if words[0] in OWN_TESTS or "prepared" in words:
         pytest.skip("run by that command's own tests: needs prepared data, an exported folder or a run with Chromium")
-    if words[0] == "train" or words[:2] in (["bench", "train"], ["bench", "generate"]):
+    if words[0] == "train" or words[:2] in (["bench", "train"], ["bench", "generate"], ["bench", "export"]):
         small = dict(SMALL_RUN)
         if "jsonl" in command or "gsm8k" in command:
             small |= {"data.path": "my.jsonl", "data.tokenizer": "bytes", "evaluation.harder": "0"}
@@ -108,7 +108,7 @@ def test_documented_command(command, workplace, trained, capsys):
         if "LA" in words:
             small["model.num_experts"] = "4"
         if words[0] == "bench":
-            if "--against" in words:
+            if "--against" in words or words[1] == "export":
                 pytest.importorskip("transformers", reason="the peer of the benchmark, extra `bench`")
             small = {k: v for k, v in small.items() if not k.startswith("data.") or k == "data.sequence_length"}
             small |= {"steps": "2"} if words[1] == "train" else {"tokens": "3", "prompt-tokens": "5", "rounds": "1"}
