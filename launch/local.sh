@@ -43,7 +43,7 @@ trap 'pass_on INT' INT
 
 # Runs the job once. Sets `worst` to what its processes ended with: 0, 1, 2, or 75 for everything a restart may mend.
 run_once() {
-    local port=$((20000 + RANDOM % 20000)) i code first_end="" running
+    local port=$((20000 + RANDOM % 20000)) i code first_end="" killed running
     pids=()
     for ((i = 0; i < processes; i++)); do
         "$python" -m dreamer_jax "$@" \
@@ -52,7 +52,7 @@ run_once() {
     done
     echo "local.sh: processes ${pids[*]}" >&2
     local alive=("${pids[@]}")
-    worst=0
+    worst=0 killed=""
     while ((${#alive[@]})); do
         running=()
         for i in "${alive[@]}"; do
@@ -65,7 +65,10 @@ run_once() {
             case $code in
                 0) ;;
                 1 | 2) ((worst == 1 || worst == 2)) || worst=$code ;;
-                *) ((worst)) || worst=75 ;;
+                *)
+                    ((worst)) || worst=75
+                    ((code < 128 || code == 134)) || killed=$i # 134: jax's own end when another one is gone
+                    ;;
             esac
             ((code == 0)) || first_end=${first_end:-$SECONDS}
             ((code == 0)) || echo "local.sh: process $i ended with $code" >&2
@@ -78,6 +81,7 @@ run_once() {
         ((${#alive[@]} == 0)) || sleep 0.3 || true
     done
     pids=()
+    ((worst != 1)) || [[ -z "$killed" ]] || worst=75 # errors of the others follow from that
 }
 
 for ((attempt = 0; ; attempt++)); do

@@ -57,15 +57,37 @@ def _train_together(loaded: LoadedConfig) -> int:
     except UserError as error:
         print(f"dreamer: error: process {jax.process_index()}: {error}", file=sys.stderr)
         code = 2
-    except jax.errors.JaxRuntimeError as error:
-        code = 1 if "RESOURCE_EXHAUSTED" in str(error) else RESTART_EXIT_CODE
-        print(f"dreamer: error: process {jax.process_index()} lost the others, or a device: {error}", file=sys.stderr)
-    except Exception:
-        traceback.print_exc()
-        code = 1
+    except Exception as error:
+        if _lost_others(error):
+            print(f"dreamer: error: process {jax.process_index()} lost another one: {error}", file=sys.stderr)
+            code = RESTART_EXIT_CODE
+        else:
+            traceback.print_exc()
+            code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _lost_others(error: Exception) -> bool:
+    """Whether an error is what the end of another process, or of a device, looks like from here.
+
+    jax raises such as JaxRuntimeError, and what it meets while it dispatches as ValueError.
+    """
+    import jax
+
+    text = str(error)
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return "RESOURCE_EXHAUSTED" not in text
+    signs = (
+        "Gloo",
+        "UNAVAILABLE",
+        "DEADLINE_EXCEEDED",
+        "coordination service",
+        "Connection closed",
+        "Connection reset",
+    )
+    return isinstance(error, (ValueError, RuntimeError, OSError)) and any(sign in text for sign in signs)
 
 
 def _split_flags(arguments: list[str]) -> tuple[list[str], list[str] | None]:
