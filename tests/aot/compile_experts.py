@@ -44,7 +44,8 @@ def main(topology: str, experts: int, size: int) -> None:
         program = jax.jit(step, donate_argnums=6).lower(*arguments).compile()
     weight = rf"= \(?(bf16|f32)\[{experts},[\d,]*{HIDDEN}\]\S* (copy|copy-start|transpose|convert|add)\("
     copies = [line.strip()[:160] for line in program.as_text().splitlines() if re.search(weight, line)]
-    kernels = sorted(set(re.findall(r"%(expert_\w+?)(?:\.\d+)? = ", program.as_text())))
+    names = r"expert_mlp_forward|expert_mlp_input_gradient|expert_weight_gradient"
+    kernels = sorted(set(re.findall(names, program.as_text())))
     temporary = program.memory_analysis().temp_size_in_bytes
     print(json.dumps({"temporary": temporary, "copies": copies, "kernels": kernels}))
 
