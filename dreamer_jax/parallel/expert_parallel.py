@@ -59,7 +59,7 @@ def exchanged_experts(local: ExpertMLP, axis: str) -> ExpertMLP:
         group = jax.lax.axis_size(axis)
         trip = _plan_trip(flat // held, group, axis)
 
-        rows = _copies(x, order, place, choices)
+        rows: jax.Array = _copies(x, order, place, choices)  # type: ignore
         received = _travel(rows, trip, axis, group * order.size)
         wanted = _move(flat[order] % held, jnp.full(group * order.size, held, flat.dtype), trip.there, axis)
         ones = jnp.ones((wanted.size, 1), jnp.float32)
@@ -134,7 +134,10 @@ def _move(rows: jax.Array, out: jax.Array, route: Route, axis: str) -> jax.Array
             rows, out, route.start, route.sent, route.landing, route.received, axis_name=axis
         )
 
-    return jax.lax.platform_dependent(rows, out, route, tpu=ragged, default=lambda *a: ragged_twin(*a, axis))
+    def twin(rows, out, route):
+        return ragged_twin(rows, out, route, axis)
+
+    return jax.lax.platform_dependent(rows, out, route, tpu=ragged, default=twin)
 
 
 def ragged_twin(rows: jax.Array, out: jax.Array, route: Route, axis: str) -> jax.Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dreamer_jax.model.recurrence import cast_weights
-from dreamer_jax.parallel.layout import Layout, Part
+from dreamer_jax.parallel.layout import Layout
 from dreamer_jax.parallel.mesh import SLICE
 
 
@@ -40,7 +40,7 @@ def _gather(stored: jax.Array, cast: jax.Array, layout: Layout) -> jax.Array:
         x = _to_experts(x, layout)
     for part in reversed(layout.parts):
         if part.computed is not None:
-            x = _gather_along(x, part)
+            x = _gather_along(x, part.axis, part.size, part.computed)
     return x
 
 
@@ -57,7 +57,7 @@ def scatter(gradients: Any, layouts: Any, mesh: Mesh) -> Any:
         x = gradient
         for part in layout.parts:
             if part.computed is not None:
-                x = _scatter_along(x, part)
+                x = _scatter_along(x, part.axis, part.size, part.computed)
         if any(part.moved for part in layout.parts):
             x = _from_experts(x, layout)
         everywhere = [part.axis for part in layout.parts if part.stored is None and not part.moved]
@@ -84,24 +84,22 @@ def sum_over(mesh: Mesh, values: Any, axes: Sequence[str] | None = None) -> Any:
     return jax.lax.psum(values, names) if names else values
 
 
-def _gather_along(x: jax.Array, part: Part) -> jax.Array:
-    dim = part.computed
+def _gather_along(x: jax.Array, axis: str, size: int, dim: int) -> jax.Array:
     if dim == 0:
-        return jax.lax.all_gather(x, part.axis, tiled=True)
+        return jax.lax.all_gather(x, axis, tiled=True)
     # A TPU gathers along the first dimension only; so the pieces are brought there, and then into place. Rows are
     # merged, or the compiler would take the exchange of dimensions for another layout of the same.
-    pieces = jax.lax.all_gather(x.reshape(-1, x.shape[-1]), part.axis).reshape(part.size, *x.shape)
-    whole = (*x.shape[:dim], part.size * x.shape[dim], *x.shape[dim + 1 :])
+    pieces = jax.lax.all_gather(x.reshape(-1, x.shape[-1]), axis).reshape(size, *x.shape)
+    whole = (*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
     return jnp.moveaxis(pieces, 0, dim).reshape(whole)
 
 
-def _scatter_along(x: jax.Array, part: Part) -> jax.Array:
-    dim = part.computed
+def _scatter_along(x: jax.Array, axis: str, size: int, dim: int) -> jax.Array:
     if dim == 0:
-        return jax.lax.psum_scatter(x, part.axis, tiled=True)
-    kept = (*x.shape[:dim], x.shape[dim] // part.size, *x.shape[dim + 1 :])
-    pieces = jnp.moveaxis(x.reshape(*kept[:dim], part.size, *kept[dim:]), dim, 0)
-    return jax.lax.psum_scatter(pieces.reshape(part.size, -1, kept[-1]), part.axis).reshape(kept)
+        return jax.lax.psum_scatter(x, axis, tiled=True)
+    kept = (*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
+    pieces = jnp.moveaxis(x.reshape(*kept[:dim], size, *kept[dim:]), dim, 0)
+    return jax.lax.psum_scatter(pieces.reshape(size, -1, kept[-1]), axis).reshape(kept)
 
 
 def _to_experts(x: jax.Array, layout: Layout) -> jax.Array:

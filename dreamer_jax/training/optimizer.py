@@ -36,11 +36,16 @@ def make_optimizer(config: TrainingConfig) -> optax.GradientTransformationExtraA
 
 
 def _clip(largest: float) -> optax.GradientTransformationExtraArgs:
-    def update(gradients: Any, state: Any, params: Any = None, *, gradient_norm: jax.Array, **_: Any):
-        scale = jnp.minimum(1.0, largest / gradient_norm)
-        return jax.tree.map(lambda gradient: gradient * scale, gradients), state
+    def init(params: Any) -> Any:
+        del params
+        return optax.EmptyState()
 
-    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        del params
+        scale = jnp.minimum(1.0, largest / extra["gradient_norm"])
+        return jax.tree.map(lambda gradient: gradient * scale, updates), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _matrices(params):

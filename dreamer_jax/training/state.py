@@ -65,7 +65,8 @@ def state_specs(config: Config, mesh: Mesh) -> TrainState:
     optimizer = optax.tree_utils.tree_map_params(
         recipe, lambda _, spec: spec, state.optimizer, specs, transform_non_params=lambda _: P()
     )
-    return TrainState(P(), specs, optimizer, jax.tree.map(lambda _: P(), state.balancing))
+    everywhere: Any = P()
+    return TrainState(everywhere, specs, optimizer, jax.tree.map(lambda _: P(), state.balancing))
 
 
 def _fresh(config: Config) -> TrainState:
