@@ -210,7 +210,7 @@ def _sequence(forward: bool) -> Case:
             return operation(q, k, v, segment_ids)
 
         def gradient(q, k, v, segment_ids, step):
-            out, vjp = jax.vjp(lambda *inputs: value(*inputs, segment_ids, step), q, k, v)
+            out, vjp = jax.vjp(lambda q, k, v: value(q, k, v, segment_ids, step), q, k, v)
             return vjp(out)
 
         return value if forward else gradient

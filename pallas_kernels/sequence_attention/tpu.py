@@ -34,5 +34,6 @@ def sequence_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: ja
     def of_row(q, k, v, ids):  # splash attention doesn't scale
         return kernel(q * size**-0.5, k, v, segment_ids=splash.SegmentIds(ids, ids))
 
-    out = jax.vmap(of_row)(*(part.swapaxes(1, 2) for part in (q, k, v)), segment_ids)  # [B, n, S, d]
+    q, k, v = (part.swapaxes(1, 2) for part in (q, k, v))  # [B, n, S, d]
+    out = jax.vmap(of_row)(q, k, v, segment_ids)
     return out.swapaxes(1, 2)
