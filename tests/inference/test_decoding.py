@@ -132,7 +132,7 @@ def test_another_depth_at_run_time_equals_the_full_forward_at_that_depth(variant
     tokens = random_tokens(model.config, 4, (2, 4))
     params, bias = random_weights(model.config)
     variables = {"params": params, "balancing": {"bias": bias}}
-    output: Any = Dreamer(model.config).apply(variables, tokens, depth=depth)
+    output: Any = jax.jit(functools.partial(Dreamer(model.config).apply, depth=depth))(variables, tokens)
     assert np.abs(chunked_logits(model, tokens, [3, 1]) - np.asarray(output.logits)).max() < TOLERANCE
 
 
