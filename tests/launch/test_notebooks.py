@@ -24,7 +24,9 @@ display = types.ModuleType("IPython.display")
 display.display = lambda thing: shown.append(thing)
 display.clear_output = lambda wait=False: None
 display.Image = lambda filename: open(filename, "rb").read(8)
-sys.modules |= {"IPython": types.ModuleType("IPython"), "IPython.display": display}
+ipython = types.ModuleType("IPython")
+ipython.get_ipython = lambda: None  # which matplotlib asks
+sys.modules |= {"IPython": ipython, "IPython.display": display}
 names = {"__name__": "__main__"}
 for cell in json.load(open(sys.argv[1]))["cells"]:
     if cell["cell_type"] == "code":
