@@ -25,7 +25,7 @@ display.display = lambda thing: shown.append(thing)
 display.clear_output = lambda wait=False: None
 display.Image = lambda filename: open(filename, "rb").read(8)
 ipython = types.ModuleType("IPython")
-ipython.get_ipython = lambda: None  # which matplotlib asks
+ipython.get_ipython, ipython.version_info = lambda: None, (9, 0)  # which matplotlib asks for
 sys.modules |= {"IPython": ipython, "IPython.display": display}
 names = {"__name__": "__main__"}
 for cell in json.load(open(sys.argv[1]))["cells"]:
