@@ -88,7 +88,10 @@ def assert_close(actual, expected, tolerance):
 SHAPES = [(1, 128, 1, 1, 128), (5, 256, 1, 1, 128), (8, 128, 2, 1, 128), (6, 128, 4, 2, 128), (4, 384, 1, 1, 64)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+SLOW = (8, 128, 2, 1, 128)
+
+
+@pytest.mark.parametrize("shape", [pytest.param(s, marks=[pytest.mark.slow] * (s == SLOW)) for s in SHAPES], ids=str)
 def test_kernels_compute_the_definition(shape):
     """Float32, from depth 0 to L-1; slots that no depth has written yet hold NaN and are never read."""
     arguments = inputs(*shape, jnp.float32)
