@@ -47,8 +47,9 @@ def accuracies(directory: Path, config: Config, metrics: Iterable[Mapping[str, A
             headline = HEADLINES.get(result["task"])
             if headline:
                 points.setdefault(label, {})[content["source"]["step"]] = result["metrics"][headline]["value"]
-    curves = {
-        label: [(step * tokens_of_step, value) for step, value in sorted(its.items())] for label, its in points.items()
+    curves: dict[str, Curve] = {
+        label: [(float(step * tokens_of_step), value) for step, value in sorted(its.items())]
+        for label, its in points.items()
     }
     # Whole solutions of a held-out file are hardly ever matched word by word: a curve of zeros says nothing.
     if HELDOUT in curves and not any(value for _, value in curves[HELDOUT]):

@@ -178,8 +178,8 @@ class Window:
 class Perplexity:
     """Perplexity of texts, per token and per byte; every token is predicted once, the end of a text is not."""
 
-    name = "ppl"
-    metrics = ("token_perplexity", "byte_perplexity")
+    name: str = "ppl"
+    metrics: tuple[str, ...] = ("token_perplexity", "byte_perplexity")
 
     def items(self, settings: Settings, tokenizer: Tokenizer, row_length: int) -> list[Window]:
         """Windows of the texts; each text begins anew."""

@@ -66,20 +66,6 @@ def write_jsonl(path: Path, rows: Sequence[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-class Successor:
-    """Knows one thing: half the time the next byte is one more than the last; the rest is shared out evenly."""
-
-    LIKELY, OTHER = math.log(0.5), math.log(0.5 / 258)
-
-    def score(self, rows, batch_size):
-        """Of every row, by the rule."""
-        found = []
-        for row in rows:
-            likely = np.array([after == before + 1 for before, after in itertools.pairwise(row)], bool)
-            found.append(SimpleNamespace(logprobs=np.where(likely, self.LIKELY, self.OTHER), greedy=likely))
-        return found
-
-
 class Scripted:
     """Answers a prompt with a given text, and scores each token of a row by a hash of it and the eight before."""
 
@@ -108,9 +94,24 @@ class Scripted:
         found = []
         for row in rows:
             tokens = np.concatenate([np.zeros(16, np.uint64), np.asarray(row, np.uint64)])
-            mixed = sum(tokens[16 - back : len(tokens) - back] * np.uint64(31**back) for back in range(9))
+            parts = [tokens[16 - back : len(tokens) - back] * np.uint64(31**back) for back in range(9)]
+            mixed = np.sum(np.stack(parts), axis=0)
             logprobs = -2.0 * (mixed * np.uint64(2654435761) % np.uint64(2**32)).astype(np.float64)[1:] / 2**32
             found.append(SimpleNamespace(logprobs=logprobs, greedy=logprobs > -1))
+        return found
+
+
+class Successor(Scripted):
+    """Knows one thing: half the time the next byte is one more than the last; the rest is shared out evenly."""
+
+    LIKELY, OTHER = math.log(0.5), math.log(0.5 / 258)
+
+    def score(self, rows, batch_size):
+        """Of every row, by the rule."""
+        found = []
+        for row in rows:
+            likely = np.array([after == before + 1 for before, after in itertools.pairwise(row)], bool)
+            found.append(SimpleNamespace(logprobs=np.where(likely, self.LIKELY, self.OTHER), greedy=likely))
         return found
 
 

@@ -122,8 +122,8 @@ def test_mmlu_prompt_and_subjects(data, tmp_path):
 
 def test_perplexity_by_hand(tmp_path):
     write_jsonl(tmp_path / "t.jsonl", [{"a": "abcdefghij", "b": "x"}, {"a": "aa", "b": "ä"}])
-    settings = {"text": str(tmp_path / "t.jsonl"), "template": "{a}{b}"}
-    result = run(model_of(Successor()), "ppl", "", tmp_path, **settings)["ppl-t"]
+    text, template = str(tmp_path / "t.jsonl"), "{a}{b}"
+    result = run(model_of(Successor()), "ppl", "", tmp_path, text=text, template=template)["ppl-t"]
     # abcdefghijx: begin -> a, nine steps, j -> x, in windows of 8; aaä: a, a, and two bytes that don't follow.
     logprob, tokens = 9 * HALF + 2 * REST + 4 * REST, 11 + 4
     assert result["metrics"]["token_perplexity"]["value"] == pytest.approx(math.exp(-logprob / tokens))
