@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -61,9 +62,8 @@ def bench_export(
         model = qwen(peer, experts).to(getattr(torch, dtype)).eval()
         measure(model)
         candidates[experts] = (min(sum(measure(model).values()) for _ in range(3)), model)
-    experts = min(candidates, key=lambda name: candidates[name][0])
-    theirs = candidates[experts][1]
-    del candidates
+    experts, (_, theirs) = min(candidates.items(), key=lambda item: item[1][0])
+    del model, candidates
     measure(ours)
     taken: list[tuple[Seconds, Seconds]] = []
     for number in range(rounds):
@@ -81,8 +81,6 @@ def bench_export(
 
 def _ours(config: Config) -> Any:
     """The class of an exported folder, with random weights."""
-    import dataclasses
-
     from dreamer_jax.export import modeling_dreamer
 
     fields = dataclasses.asdict(config.model)

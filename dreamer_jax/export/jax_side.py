@@ -50,16 +50,14 @@ class JaxSide:
         folder: the folder made from it. Its tensors, already compared bit by bit, serve in place of large ones of
             the checkpoint, mapped from the file: that is how a model is verified that doesn't fit twice.
         description: of the folder.
-        dtype: compute precision.
-        rounded: use the folder's values throughout if they are bfloat16: then both sides have the same weights. False
-            takes what training has, shared experts apart and in float32.
+        dtype: compute precision. Of a bfloat16 folder all values are used, so that both sides have the same weights.
     """
 
-    def __init__(self, model: StoredModel, folder: Path, description: Description, dtype: str, rounded: bool):
+    def __init__(self, model: StoredModel, folder: Path, description: Description, dtype: str):
         self.config = dataclasses.replace(model.config.model, dtype=dtype)
         self._model = model
         self._tensors = checked_tensors(folder, description)
-        self._from_folder = rounded and description.dtype == "bfloat16"
+        self._from_folder = description.dtype == "bfloat16"
         self._keep_shared = description.keep_shared
         self._names = list(names_of(self.config, True))
         self._layers: dict[int | None, Any] = {}
@@ -140,14 +138,15 @@ class JaxSide:
 def _token_by_token(experts: Any) -> Operations:
     """The definitions, but EA gathers the matrices of one token at a time: those of all tokens don't fit.
 
-    It gathers from `experts`, the layer's own parameters. The cast copies that the layer passes on are not used: a
-    loop would keep one of all experts.
+    It gathers from `experts`, the layer's own parameters, and casts behind a barrier. Otherwise the compiler casts all
+    experts before the loop and keeps that copy.
     """
 
     def expert_mlp(x, indices, weights, *_):
         def one(token):
             x, indices, weights = token
-            chosen = (experts[name][indices].astype(x.dtype) for name in ("gate_up", "down"))
+            gathered = jax.lax.optimization_barrier([experts[name][indices] for name in ("gate_up", "down")])
+            chosen = (matrices.astype(x.dtype) for matrices in gathered)
             return REFERENCE.expert_mlp(x[None], jnp.arange(len(indices))[None], weights[None], *chosen)[0]
 
         return jax.lax.map(one, (x, indices, weights))

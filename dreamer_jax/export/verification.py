@@ -123,7 +123,7 @@ def compare_outputs(folder: Path, model: StoredModel, description: Description) 
     tokens = _tokens(model, description)
     prompt = max(1, tokens.shape[1] - NEW_TOKENS)
     there, rounded_there, continued = _torch_side(folder, tokens, prompt, description.dtype == "bfloat16")
-    strict = JaxSide(model, folder, description, "float32", rounded=True)
+    strict = JaxSide(model, folder, description, "float32")
     here, continuation = strict.trace(tokens), strict.trace(continued)
     del strict
     if not here.clean.any():
@@ -137,7 +137,7 @@ def compare_outputs(folder: Path, model: StoredModel, description: Description) 
     _compare_continuation(folder, continuation, continued, prompt)
     agreement = rounding = None
     if rounded_there is not None:
-        ours = JaxSide(model, folder, description, "bfloat16", rounded=False).trace(tokens).logits
+        ours = JaxSide(model, folder, description, "bfloat16").trace(tokens).logits
         agreement = float((ours.argmax(-1) == rounded_there.argmax(-1)).mean())
         rounding = float(np.abs(rounded_there - here.logits).mean() / np.abs(ours - here.logits).mean())
         if agreement < AGREEMENT and not rounding <= ROUNDING_FACTOR:
