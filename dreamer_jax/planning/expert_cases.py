@@ -123,7 +123,7 @@ def _gradient(experts: int, size: int) -> Case:
 
         def depth(_, carry):
             d_rows, totals = carry
-            values, vjp = jax.vjp(lambda *floats: _ragged(*floats, sizes), rows, gate_up, down)
+            values, vjp = jax.vjp(lambda x, gate_up, down: _ragged(x, gate_up, down, sizes), rows, gate_up, down)
             d_x, *own = vjp(d_rows)
             return d_x + values, [total + d.astype(jnp.float32) for total, d in zip(totals, own, strict=True)]
 
@@ -212,7 +212,7 @@ def _linear_launch(schedule: Schedule, experts: int, block: int, target: Generat
 def _linear_forward(experts: int, inward: int, outward: int) -> Case:
     def kernel(rows, routed, shared, plan, step):
         del step
-        tile = _linear_tiles(*routed.shape, _target()).outputs
+        tile = _linear_tiles(experts, inward, outward, _target()).outputs
         return linear.forward(rows, routed, shared, plan, tile=tile, target=_target())
 
     def xla(rows, routed, shared, plan, step):
@@ -247,7 +247,7 @@ def _linear_gradient(experts: int, inward: int, outward: int) -> Case:
 
     def kernel(rows, d_rows, routed, shared, plan, totals, step):
         del step
-        chosen, target = _linear_tiles(*routed.shape, _target()), _target()
+        chosen, target = _linear_tiles(experts, inward, outward, _target()), _target()
         inner = linear.input_gradient(d_rows, rows, routed, shared, plan, tile=chosen.inputs, target=target)
         visits = visits_of(plan.num_blocks[None], plan.source.shape[0])
         how = {"block": chosen.block, "tile": chosen.columns, "target": target}

@@ -76,7 +76,7 @@ def plan_blocks(pairs: int, num_experts: int, block_size: int, multiple: int = 1
     return -(-((pairs + num_experts * (block_size - 1)) // block_size) // multiple) * multiple
 
 
-def plan_from(slot: jax.Array, num_blocks: jax.Array, shape: tuple[int, int], total: int, block_size: int) -> Dispatch:
+def plan_from(slot: jax.Array, num_blocks: jax.Array, shape: tuple[int, ...], total: int, block_size: int) -> Dispatch:
     """The whole plan from the pairs' slots.
 
     Args:

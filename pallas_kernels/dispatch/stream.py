@@ -108,7 +108,7 @@ def compile_for(target: Generation, sequential: int = 1) -> dict[str, Any]:
     interpreted = target is INTERPRETED
     return {
         "compiler_params": pltpu.CompilerParams(
-            dimension_semantics=("parallel", *["arbitrary"] * sequential),
+            dimension_semantics=(pltpu.PARALLEL, *[pltpu.ARBITRARY] * sequential),
             vmem_limit_bytes=None if interpreted else target.vmem,
         ),
         "interpret": pltpu.InterpretParams() if interpreted else False,

@@ -118,7 +118,7 @@ _expert_mlp.defvjp(_forward, _backward)
 
 def _combine(rows, plan, weights):
     """Sum of each token's rows of [N b, h], weighted: [T, h] float32. One choice at a time, for less memory."""
-    out = 0.0
+    out = jnp.zeros((), jnp.float32)
     for choice in range(plan.slot.shape[1]):
         row = rows.at[plan.slot[:, choice]].get(mode="promise_in_bounds").astype(jnp.float32)
         out = out + (row if weights is None else row * weights[:, choice, None])

@@ -66,12 +66,14 @@ class Tape:
         totals = jnp.zeros(gate_up, jnp.float32), jnp.zeros((experts, size, hidden), jnp.float32)
         if depths == 1:
             return cls(*totals, None, tiles.block, tiles.columns)
-        kept = (
+        kept = Rows(
             jnp.zeros((3, depths * rows, size), dtype),
-            *(jnp.zeros((depths * rows, hidden), dtype) for _ in range(2)),
+            jnp.zeros((depths * rows, hidden), dtype),
+            jnp.zeros((depths * rows, hidden), dtype),
             jnp.zeros((depths, experts), jnp.float32),
+            jnp.float32(0),
         )
-        return cls(*totals, Rows(*kept, jnp.float32(0)), tiles.block, tiles.columns)
+        return cls(*totals, kept, tiles.block, tiles.columns)
 
     def add(
         self, factors: jax.Array, x: jax.Array, d_out: jax.Array, num_blocks: jax.Array, target: Generation
