@@ -94,7 +94,8 @@ def test_quickstart_with_one_small_variant(tmp_path):
         DREAMER_NOTEBOOK_VARIANTS="DR+DA",
         DREAMER_NOTEBOOK_SEQUENCES="4",
     )
-    assert "step 4/4" in printed and "images shown: 2" in printed
+    assert f"done: {tmp_path / 'dr_da'}" in printed and "images shown: 2" in printed
+    assert '"step": 4' in (tmp_path / "dr_da/metrics.jsonl").read_text()
     assert (tmp_path / "dr_da/analysis/report.html").is_file()
 
 
@@ -108,7 +109,7 @@ def test_quickstart_in_full(tmp_path):
         DREAMER_NOTEBOOK_OPTIONS=small,
         DREAMER_NOTEBOOK_SEQUENCES="20",
     )
-    assert printed.count("step 60/60") == 3 and "images shown: 2" in printed
+    assert "images shown: 2" in printed
     for name in ("la", "dr", "dr_da"):
         assert (tmp_path / name / "summary.json").is_file() and f"{name}" in printed
     try:
