@@ -99,7 +99,7 @@ class Dreamer(nn.Module):
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
-        x = embed(self.embedding, tokens, config.dtype)  # [B, S, h]
+        x: Any = embed(self.embedding, tokens, config.dtype)  # [B, S, h]
         cache = None
         if config.depth_attention:
             cache = empty_cache(slots, tokens.size, config.da_kv_heads, config.da_head_size, x.dtype)

@@ -82,6 +82,7 @@ class Layer(nn.Module):
             nonlocal cache
             if not config.depth_attention:
                 return 0
+            assert cache is not None
             normed = RMSNorm(name="depth_norm")(x)
             attention = DepthAttention(config, operations, name="depth_attention")
             out, cache, counts["depth_attention"] = attention(

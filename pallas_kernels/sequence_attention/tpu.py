@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -35,5 +37,5 @@ def sequence_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: ja
         return kernel(q * size**-0.5, k, v, segment_ids=splash.SegmentIds(ids, ids))
 
     q, k, v = (part.swapaxes(1, 2) for part in (q, k, v))  # [B, n, S, d]
-    out = jax.vmap(of_row)(q, k, v, segment_ids)
+    out: Any = jax.vmap(of_row)(q, k, v, segment_ids)
     return out.swapaxes(1, 2)
