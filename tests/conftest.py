@@ -4,7 +4,9 @@
 """
 
 import os
+import sys
 
+import pytest
 from hypothesis import settings
 
 DEVICES = "--xla_force_host_platform_device_count"
@@ -20,3 +22,12 @@ if os.environ["JAX_PLATFORMS"] == "cpu" and "optimization_level" not in os.envir
 # A shared machine's pace says nothing about the code, and a failure should come again.
 settings.register_profile("dreamer", deadline=None, derandomize=True)
 settings.load_profile("dreamer")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_freed():
+    """Compiled programs are memory maps, and a process may have 65,530 of them: LLVM crashes when they run out."""
+    yield
+    jax = sys.modules.get("jax")
+    if jax is not None and hasattr(jax, "clear_caches"):
+        jax.clear_caches()

@@ -162,7 +162,8 @@ class Dreamer(nn.Module):
 
     def _weights(self, name: str, init: Callable[[jax.Array], Any]) -> Any:
         """The layer's parameters; given ones may hold other experts than E: that is up to `operations.expert_mlp`."""
-        return self.get_variable("params", name) if self.has_variable("params", name) else self.param(name, init)
+        given = self.get_variable("params", name) if self.has_variable("params", name) else self.param(name, init)
+        return nn.meta.unbox(given)
 
     def _init_layer(self, key: jax.Array) -> Any:
         config = self.config

@@ -25,7 +25,7 @@ def make_run(directory: Path, variant: str) -> Path:
     written = directory.parent / f"{directory.name}.yaml"
     written.write_text(CONFIG.format(variant=variant, directory=directory), encoding="utf-8")
     loaded = load_config(written)
-    checkpoints = Checkpoints(open_run(loaded), loaded.config.checkpoint, {"data": "", "tokenizer": ""})
+    checkpoints = Checkpoints(open_run(loaded).local, loaded.config.checkpoint, {"data": "", "tokenizer": ""})
     checkpoints.save(create_state(loaded.config, make_mesh(loaded.config.mesh)))
     checkpoints.close()
     return directory

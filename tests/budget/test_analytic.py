@@ -139,10 +139,10 @@ def test_remat_makes_activations_grow_slowly_with_depth() -> None:
         return memory.activations(dataclasses.replace(SMALL, variant="DR+DA", depth=depth), 32, 2, remat)
 
     assert activations(64, "full") < activations(64, "none") / 4
-    # Linear with remat; without it plain autodiff keeps the depth cache at every depth, which is quadratic.
+    # Linear under every policy: the depth cache is kept once, not at every depth.
     steps = [activations(depth + 8, "full") - activations(depth, "full") for depth in (8, 32, 64)]
     assert max(steps) < 1.2 * min(steps)
-    assert activations(128, "none") > 3 * activations(64, "none")
+    assert activations(128, "none") < 2.6 * activations(64, "none")
 
 
 def test_training_memory_is_sixteen_bytes_a_parameter_before_activations() -> None:

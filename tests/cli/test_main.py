@@ -61,7 +61,7 @@ def test_bad_option_through_the_process() -> None:
     ("words", "expected"),
     [
         (["trian", TINY], "unknown command 'trian'; did you mean 'train'?"),
-        (["zzzz"], "unknown command 'zzzz'; one of: train, data, config"),
+        (["zzzz"], "unknown command 'zzzz'; one of: train, checkpoint, data, config"),
         (["--verison"], "unknown option '--verison'; did you mean '--version'?"),
         (["train"], "train: no configuration is named; usage: dreamer train CONFIG"),
         (["train", TINY, "model.depth", "8"], "train: unexpected 'model.depth'"),
@@ -134,7 +134,7 @@ def test_check_says_ok_and_what_would_run(capsys: pytest.CaptureFixture[str]) ->
 def test_train_hands_over_the_loaded_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     loop = type(sys)("dreamer_jax.training.loop")
-    loop.train = lambda loaded: seen.append(loaded) or 7  # type: ignore[attr-defined]
+    loop.train = lambda loaded, benchmarks=None: seen.append(loaded) or 7  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "dreamer_jax.training", type(sys)("dreamer_jax.training"))
     monkeypatch.setitem(sys.modules, "dreamer_jax.training.loop", loop)
     assert main(["train", TINY, "--run.seed=5"]) == 7

@@ -276,7 +276,6 @@ def test_a_run_without_its_configuration_is_still_the_same_run(config, finished,
         (["--run.dir", "FILE"], "run.dir: can't write to"),
         (["--mesh.data=16", "--training.batch_size=16"], "mesh.data: 16 devices asked for (data 16), but there are 8"),
         (["--model.vocab_size", "258"], "model.vocab_size: 258 is too small"),
-        (["--model.implementation", "pallas"], "model.implementation"),
         (["--data.source=jsonl", "--data.path=nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )

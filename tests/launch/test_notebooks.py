@@ -78,7 +78,7 @@ def test_a_notebook_is_well_formed_and_without_output(path):
 
 def test_pod_planning():
     printed = execute(
-        "pod_planning", DREAMER_NOTEBOOK_COMPILE="0", DREAMER_NOTEBOOK_CONFIG="configs/models/dr_da_tiny.yaml"
+        "pod_planning", DREAMER_NOTEBOOK_COMPILE="0", DREAMER_NOTEBOOK_CONFIG="configs/models/dr_da_32.yaml"
     )
     for name in ("v5litepod-256", "v4-128", "v5p-512"):
         assert re.search(rf"^{name} +\d+ +[\d.]+ +[\d.]+% +[\d,]+ ", printed, re.MULTILINE), printed
