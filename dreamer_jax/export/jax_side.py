@@ -138,15 +138,20 @@ class JaxSide:
 def _token_by_token(experts: Any) -> Operations:
     """The definitions, but EA gathers the matrices of one token at a time: those of all tokens don't fit.
 
-    It gathers from `experts`, the layer's own parameters, and casts behind a barrier. Otherwise the compiler casts all
-    experts before the loop and keeps that copy.
+    It gathers from `experts`, the layer's own parameters. bfloat16 is gathered as the integers it is stored in: a CPU
+    has no bfloat16 gather, so the compiler would widen all experts before the loop and keep that copy.
     """
+
+    def rows(matrices, indices):
+        if matrices.dtype != jnp.bfloat16:
+            return matrices[indices]
+        bits = jax.lax.bitcast_convert_type(matrices, jnp.uint16)
+        return jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(bits[indices]), jnp.bfloat16)
 
     def expert_mlp(x, indices, weights, *_):
         def one(token):
             x, indices, weights = token
-            gathered = jax.lax.optimization_barrier([experts[name][indices] for name in ("gate_up", "down")])
-            chosen = (matrices.astype(x.dtype) for matrices in gathered)
+            chosen = (rows(experts[name], indices).astype(x.dtype) for name in ("gate_up", "down"))
             return REFERENCE.expert_mlp(x[None], jnp.arange(len(indices))[None], weights[None], *chosen)[0]
 
         return jax.lax.map(one, (x, indices, weights))
