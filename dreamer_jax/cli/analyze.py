@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import NoReturn
-
+from dreamer_jax.cli.arguments import Parser
 from dreamer_jax.config import UserError
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; `{self.prog} --help` lists the options")
 
 
 def run(arguments: list[str]) -> int:
@@ -33,8 +26,8 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="dreamer analyze",
         description="Statistics of depth attention and experts over held-out sequences: report.html, figures, numbers.",
         allow_abbrev=False,

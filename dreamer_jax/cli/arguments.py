@@ -1,11 +1,21 @@
-"""Reading `CONFIG [--section.key value ...]`, the words that most commands begin with."""
+"""What commands share: reading `CONFIG [--section.key value ...]`, option parsers, and lines of progress."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from dreamer_jax.config import LoadedConfig, UserError, load_config
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are UserErrors, like those of every command."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; `{self.prog} --help` lists the options")
 
 
 def read_config(command: str, arguments: Sequence[str]) -> LoadedConfig | None:
@@ -29,6 +39,34 @@ def read_config(command: str, arguments: Sequence[str]) -> LoadedConfig | None:
     if len(files) > 1:
         raise UserError(f"{command}: unexpected '{files[1]}' after the configuration '{files[0]}'; {usage}")
     return load_config(files[0], overrides)
+
+
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(a command's own words, `--section.key value` overrides of its configuration)."""
+    words: list[str] = []
+    overrides: list[str] = []
+    remaining = list(arguments)
+    while remaining:
+        word = remaining.pop(0)
+        if not (word.startswith("--") and "." in word.partition("=")[0]):
+            words.append(word)
+            continue
+        overrides.append(word)
+        if "=" not in word and remaining and not remaining[0].startswith("--"):
+            overrides.append(remaining.pop(0))
+    return words, overrides
+
+
+def positive(text: str) -> int:
+    """An argument that is an integer of one or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not an integer of 1 or more")
+    return int(text)
+
+
+def say(line: str) -> None:
+    """Print a line of progress, which isn't part of a command's result."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str], bool]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from dreamer_jax.cli import bench_checkpoint, bench_data, bench_export, bench_generate, bench_kernels
-from dreamer_jax.cli.budget import Parser, positive, split_overrides
+from dreamer_jax.cli.arguments import Parser, positive, say, split_overrides
 from dreamer_jax.config import UserError, load_config
 
 USAGE = """\
@@ -58,9 +57,6 @@ def _train(arguments: list[str]) -> int:
         return 0
     config = load_config(options.config, overrides).config
     from dreamer_jax.training.benchmark import bench_train  # after the checks: importing jax takes a second
-
-    def say(line: str) -> None:  # progress isn't part of the result
-        print(line, file=sys.stderr, flush=True)
 
     found = bench_train(config, options.steps, options.against is not None, say)
     print(json.dumps(found, indent=2) if options.json else _text(found))

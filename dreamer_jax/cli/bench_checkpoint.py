@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 
-from dreamer_jax.cli.budget import Parser, positive, split_overrides
+from dreamer_jax.cli.arguments import Parser, positive, say, split_overrides
 from dreamer_jax.config import load_config
 
 
@@ -18,9 +17,6 @@ def run(arguments: list[str]) -> int:
         return 0
     config = load_config(options.config, overrides).config
     from dreamer_jax.training.checkpoint_benchmark import bench_checkpoint  # importing jax takes a second
-
-    def say(line: str) -> None:  # progress isn't part of the result
-        print(line, file=sys.stderr, flush=True)
 
     found = bench_checkpoint(config, options.steps, options.pairs, say)
     if options.json:

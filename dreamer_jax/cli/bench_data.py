@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-from dreamer_jax.cli.budget import Parser, positive
+from dreamer_jax.cli.arguments import Parser, positive, say
 
 
 def run(arguments: list[str]) -> int:
@@ -29,9 +28,6 @@ def run(arguments: list[str]) -> int:
     except SystemExit:  # --help has been printed
         return 0
     from dreamer_jax.data.benchmark import bench_data
-
-    def say(line: str) -> None:  # progress isn't part of the result
-        print(line, file=sys.stderr, flush=True)
 
     found = bench_data(
         options.mixture,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-from dreamer_jax.cli.budget import Parser, positive, split_overrides
+from dreamer_jax.cli.arguments import Parser, positive, say, split_overrides
 from dreamer_jax.config import load_config
 
 
@@ -21,9 +20,6 @@ def run(arguments: list[str]) -> int:
     config = load_config(options.config, overrides).config
     peer = load_config(options.peer, []).config if options.peer else config
     from dreamer_jax.export.benchmark import bench_export  # after the checks: importing jax takes a second
-
-    def say(line: str) -> None:  # progress isn't part of the result
-        print(line, file=sys.stderr, flush=True)
 
     found = bench_export(
         config, peer, options.dtype, options.prompt_tokens, options.tokens, options.rounds, options.threads, say

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dreamer_jax.cli.budget import Parser, positive, split_overrides
+from dreamer_jax.cli.arguments import Parser, positive, say, split_overrides
 from dreamer_jax.config import load_config
 
 
@@ -21,9 +20,6 @@ def run(arguments: list[str]) -> int:
         return 0
     configs = [(Path(path).stem, load_config(path, overrides).config) for path in options.config]
     from dreamer_jax.inference.benchmark import bench_generate  # after the checks: importing jax takes a second
-
-    def say(line: str) -> None:  # progress isn't part of the result
-        print(line, file=sys.stderr, flush=True)
 
     found = bench_generate(
         configs,

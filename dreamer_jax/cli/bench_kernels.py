@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from dreamer_jax.cli.budget import Parser, positive
+from dreamer_jax.cli.arguments import Parser, positive, say
 
 
 def run(arguments: list[str]) -> int:
@@ -27,9 +26,6 @@ def run(arguments: list[str]) -> int:
         options = parser.parse_args(arguments)
     except SystemExit:  # --help has been printed
         return 0
-
-    def say(line: str) -> None:  # progress isn't part of the result
-        print(line, file=sys.stderr, flush=True)
 
     from dreamer_jax.planning import kernels
 

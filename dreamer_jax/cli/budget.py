@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
-from typing import NoReturn
 
 from dreamer_jax.budget.report import Report, render, report
-from dreamer_jax.config import Config, UserError, load_config
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are UserErrors, like those of every command."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; `{self.prog} --help` lists the options")
+from dreamer_jax.cli.arguments import Parser, positive, split_overrides
+from dreamer_jax.config import Config, load_config
 
 
 def run(arguments: list[str]) -> int:
@@ -35,34 +26,11 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(a command's own words, `--section.key value` overrides of its configuration)."""
-    words: list[str] = []
-    overrides: list[str] = []
-    remaining = list(arguments)
-    while remaining:
-        word = remaining.pop(0)
-        if not (word.startswith("--") and "." in word.partition("=")[0]):
-            words.append(word)
-            continue
-        overrides.append(word)
-        if "=" not in word and remaining and not remaining[0].startswith("--"):
-            overrides.append(remaining.pop(0))
-    return words, overrides
-
-
 def with_depth(config: Config, depth: int | None) -> Config:
     """The configuration at another depth; None leaves it."""
     if depth is None:
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, depth=depth))
-
-
-def positive(text: str) -> int:
-    """An argument that is an integer of one or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not an integer of 1 or more")
-    return int(text)
 
 
 def _parser() -> Parser:

@@ -6,7 +6,8 @@ import argparse
 import contextlib
 import sys
 
-from dreamer_jax.cli.inference_options import Parser, add_options, open_writer, sampling_of
+from dreamer_jax.cli.arguments import Parser, say
+from dreamer_jax.cli.inference_options import add_options, open_writer, sampling_of
 from dreamer_jax.config import UserError
 
 
@@ -27,7 +28,7 @@ def run(arguments: list[str]) -> int:
         )
     interactive = sys.stdin.isatty()
     if interactive:
-        print("A line is answered when you press Enter; an empty line or Ctrl-D ends.", file=sys.stderr)
+        say("A line is answered when you press Enter; an empty line or Ctrl-D ends.")
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (arrow keys in input())
     history = ""

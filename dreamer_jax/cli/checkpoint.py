@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 
-from dreamer_jax.cli.budget import Parser, positive
+from dreamer_jax.cli.arguments import Parser, positive
 from dreamer_jax.config import UserError, load_config
 
 

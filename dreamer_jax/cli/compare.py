@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dreamer_jax.budget import analytic
-from dreamer_jax.cli.budget import Parser
+from dreamer_jax.cli.arguments import Parser
 from dreamer_jax.config import UserError, load_config
 from dreamer_jax.evaluation.comparison import Curve, accuracies, best, data_efficiency, draw
 from dreamer_jax.training.figures import heldout_loss

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dreamer_jax.cli.budget import Parser, positive
+from dreamer_jax.cli.arguments import Parser, positive
 from dreamer_jax.config import UserError
 
 

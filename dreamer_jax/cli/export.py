@@ -6,15 +6,11 @@ import argparse
 import importlib.util
 import logging
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from dreamer_jax.cli.arguments import Parser
 from dreamer_jax.cli.extras import install_command
 from dreamer_jax.config import UserError
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; `{self.prog} --help` lists the options")
 
 
 def run(arguments: list[str]) -> int:
@@ -42,8 +38,8 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="dreamer export",
         description="Write a trained model as a folder for PyTorch and transformers. It appears once it is verified.",
         allow_abbrev=False,

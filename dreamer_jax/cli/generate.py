@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-from dreamer_jax.cli.inference_options import Parser, add_options, open_writer, sampling_of
+from dreamer_jax.cli.arguments import Parser, say
+from dreamer_jax.cli.inference_options import add_options, open_writer, sampling_of
 from dreamer_jax.config import UserError
 
 
@@ -49,7 +49,7 @@ def _answer_file(path: Path, options: argparse.Namespace) -> int:
             if options.exit_distance > 0:
                 answer["mean_depth"] = round(text.mean_depth, 3)
             print(json.dumps(record | answer, ensure_ascii=False), flush=True)
-        print(f"{first + len(part)}/{len(records)}", file=sys.stderr, flush=True)
+        say(f"{first + len(part)}/{len(records)}")
     return 0
 
 

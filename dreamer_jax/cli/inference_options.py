@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from dreamer_jax.config import UserError
 
@@ -11,13 +11,6 @@ if TYPE_CHECKING:
     from dreamer_jax.config import Config
     from dreamer_jax.inference import Sampling
     from dreamer_jax.inference.text import Writer
-
-
-class Parser(argparse.ArgumentParser):
-    """Errors become a UserError."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; `{self.prog} --help` lists the options")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

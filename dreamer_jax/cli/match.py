@@ -10,7 +10,8 @@ from typing import Any
 
 from dreamer_jax.budget import family, matching
 from dreamer_jax.budget.report import table
-from dreamer_jax.cli.budget import Parser, positive, split_overrides, with_depth
+from dreamer_jax.cli.arguments import Parser, positive, split_overrides
+from dreamer_jax.cli.budget import with_depth
 from dreamer_jax.config import UserError, load_config
 from dreamer_jax.config.schema import ModelConfig
 

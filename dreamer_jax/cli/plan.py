@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
-from dreamer_jax.cli.budget import Parser, positive, split_overrides
+from dreamer_jax.cli.arguments import Parser, positive, say, split_overrides
 from dreamer_jax.config import Config, LoadedConfig, load_config
 from dreamer_jax.config.schema import MeshConfig
 from dreamer_jax.planning.topology import Topology, parse_topology
@@ -75,7 +74,7 @@ def _sweep(config: Config, topology: Topology, most: int, as_json: bool) -> int:
     from dreamer_jax.planning.report import describe, render_sweep
     from dreamer_jax.planning.sweep import sweep
 
-    found = sweep(config, topology, most, lambda line: print(f"compiling {line}", file=sys.stderr, flush=True))
+    found = sweep(config, topology, most, lambda line: say(f"compiling {line}"))
     plans = [describe(c.config, topology, c.compiled, c.bound) for c in found]
     print(json.dumps(plans, indent=2) if as_json else render_sweep(plans))
     return 0 if found[0].compiled and found[0].compiled.fits else 1
