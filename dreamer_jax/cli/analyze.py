@@ -8,10 +8,7 @@ from dreamer_jax.config import UserError
 
 def run(arguments: list[str]) -> int:
     """Analyse a run and print its numbers; returns the exit code."""
-    try:
-        options = _parser().parse_args(arguments)
-    except SystemExit:  # --help has been printed
-        return 0
+    options = _parser().parse_args(arguments)
     if options.sequences < 1:
         raise UserError(f"--sequences {options.sequences}: needs at least one sequence")
     from dreamer_jax.analysis.analyze import analyze

@@ -51,10 +51,7 @@ def run(arguments: list[str]) -> int:
 
 def _train(arguments: list[str]) -> int:
     words, overrides = split_overrides(arguments)
-    try:
-        options = _parser().parse_args(words)
-    except SystemExit:  # --help has been printed
-        return 0
+    options = _parser().parse_args(words)
     config = load_config(options.config, overrides).config
     from dreamer_jax.training.benchmark import bench_train  # after the checks: importing jax takes a second
 

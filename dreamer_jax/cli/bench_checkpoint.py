@@ -11,10 +11,7 @@ from dreamer_jax.config import load_config
 def run(arguments: list[str]) -> int:
     """Measure, and print the result; returns the exit code."""
     words, overrides = split_overrides(arguments)
-    try:
-        options = _parser().parse_args(words)
-    except SystemExit:  # --help has been printed
-        return 0
+    options = _parser().parse_args(words)
     config = load_config(options.config, overrides).config
     from dreamer_jax.training.checkpoint_benchmark import bench_checkpoint  # importing jax takes a second
 

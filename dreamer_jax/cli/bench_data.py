@@ -23,10 +23,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=positive, default=100, metavar="N", help="batches of 32 rows to feed (100)")
     parser.add_argument("--sequence-length", type=positive, default=4096, metavar="S", help="tokens in a row (4096)")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    try:
-        options = parser.parse_args(arguments)
-    except SystemExit:  # --help has been printed
-        return 0
+    options = parser.parse_args(arguments)
     from dreamer_jax.data.benchmark import bench_data
 
     found = bench_data(

@@ -13,10 +13,7 @@ from dreamer_jax.config import load_config
 def run(arguments: list[str]) -> int:
     """Run the benchmark and print its numbers; returns the exit code."""
     words, overrides = split_overrides(arguments)
-    try:
-        options = _parser().parse_args(words)
-    except SystemExit:  # --help has been printed
-        return 0
+    options = _parser().parse_args(words)
     config = load_config(options.config, overrides).config
     peer = load_config(options.peer, []).config if options.peer else config
     from dreamer_jax.export.benchmark import bench_export  # after the checks: importing jax takes a second

@@ -14,10 +14,7 @@ from dreamer_jax.config import load_config
 def run(arguments: list[str]) -> int:
     """Run the benchmark and print its numbers; returns the exit code."""
     words, overrides = split_overrides(arguments)
-    try:
-        options = _parser().parse_args(words)
-    except SystemExit:  # --help has been printed
-        return 0
+    options = _parser().parse_args(words)
     configs = [(Path(path).stem, load_config(path, overrides).config) for path in options.config]
     from dreamer_jax.inference.benchmark import bench_generate  # after the checks: importing jax takes a second
 

@@ -22,10 +22,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--match", metavar="TEXT", default="", help="only kernels whose name or shape contains this")
     parser.add_argument("--repeats", type=positive, default=10, metavar="N", help="runs to measure (10)")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    try:
-        options = parser.parse_args(arguments)
-    except SystemExit:  # --help has been printed
-        return 0
+    options = parser.parse_args(arguments)
 
     from dreamer_jax.planning import kernels
 

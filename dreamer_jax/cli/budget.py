@@ -14,10 +14,7 @@ def run(arguments: list[str]) -> int:
     """Print the budget of the configuration that the words name; returns the exit code."""
     words, overrides = split_overrides(arguments)
     parser = _parser()
-    try:
-        options = parser.parse_args(words)
-    except SystemExit:  # --help has been printed
-        return 0
+    options = parser.parse_args(words)
     config = with_depth(load_config(options.config, overrides).config, options.depth)
     its = report(config, options.context, options.batch)
     if options.program:

@@ -13,10 +13,7 @@ from dreamer_jax.config import UserError
 
 def run(arguments: list[str]) -> int:
     """Answer lines until they end; returns the exit code."""
-    try:
-        options = _parser().parse_args(arguments)
-    except SystemExit:  # --help has been printed
-        return 0
+    options = _parser().parse_args(arguments)
     sampling = sampling_of(options)
     writer, config = open_writer(options)
     from dreamer_jax.data.jsonl import Template

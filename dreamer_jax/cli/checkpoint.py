@@ -12,10 +12,7 @@ from dreamer_jax.config import UserError, load_config
 def run(arguments: list[str]) -> int:
     """Do what the words say; the exit code is 1 if `verify` finds damage."""
     parser = _parser()
-    try:
-        options = parser.parse_args(arguments)
-    except SystemExit:  # --help has been printed
-        return 0
+    options = parser.parse_args(arguments)
     from dreamer_jax.training.run_directory import folder_of  # after the checks: importing jax takes a second
     from dreamer_jax.training.step_folders import StepFolders
 

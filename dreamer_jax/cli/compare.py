@@ -18,10 +18,7 @@ LOSS = "held-out loss (nats per token)"
 
 def run(arguments: list[str]) -> int:
     """Print the table, and draw the figure that is asked for; returns the exit code."""
-    try:
-        options = _parser().parse_args(arguments)
-    except SystemExit:  # --help has been printed
-        return 0
+    options = _parser().parse_args(arguments)
     directories = list(dict.fromkeys(options.runs))
     rows = [_row(Path(directory)) for directory in directories]
     curves = {directory: _accuracies(Path(directory)) for directory in directories}

@@ -13,10 +13,7 @@ from dreamer_jax.config import UserError
 
 def run(arguments: list[str]) -> int:
     """Evaluate a checkpoint and print its table; returns the exit code."""
-    try:
-        options = _parser().parse_args(arguments)
-    except SystemExit:  # --help has been printed
-        return 0
+    options = _parser().parse_args(arguments)
     from dreamer_jax.evaluation.language_model import open_model
     from dreamer_jax.evaluation.report import table
     from dreamer_jax.evaluation.runner import Settings, choose_tasks, evaluate

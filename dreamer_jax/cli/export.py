@@ -15,10 +15,7 @@ from dreamer_jax.config import UserError
 
 def run(arguments: list[str]) -> int:
     """Export a run, or verify a folder that exists; returns the exit code."""
-    try:
-        options = _parser().parse_args(arguments)
-    except SystemExit:  # --help has been printed
-        return 0
+    options = _parser().parse_args(arguments)
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("safetensors") is None:
         raise UserError(
             "an export is verified with torch and safetensors, which are not installed; in the checkout: "

@@ -13,10 +13,7 @@ from dreamer_jax.config import UserError
 
 def run(arguments: list[str]) -> int:
     """Generate and print; returns the exit code."""
-    try:
-        options = _parser().parse_args(arguments)
-    except SystemExit:  # --help has been printed
-        return 0
+    options = _parser().parse_args(arguments)
     if options.batch_size < 1:
         raise UserError(f"--batch-size {options.batch_size}: must be 1 or more")
     if options.file is not None:

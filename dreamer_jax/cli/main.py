@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _dispatch(words)
         sys.stdout.flush()  # a closed pipe shows here, not at exit
         return code
+    except SystemExit:  # an argument parser has printed its --help
+        return 0
     except UserError as error:
         print(f"dreamer: error: {error}", file=sys.stderr)
         return 2

@@ -25,10 +25,7 @@ def run(arguments: list[str]) -> int:
     for word in overrides:
         if word.startswith("--") and not word.startswith("--model."):
             raise UserError(f"match: {word} has no part in matching; only --model.* settings have")
-    try:
-        options = _parser().parse_args(words)
-    except SystemExit:  # --help has been printed
-        return 0
+    options = _parser().parse_args(words)
     if options.family:
         return _family(options, overrides)
     return _single(options, overrides)

@@ -16,10 +16,7 @@ def run(arguments: list[str]) -> int:
     """Print the plan of the configuration that the words name; returns 0, or 1 when it doesn't fit."""
     words, overrides = split_overrides(arguments)
     parser = _parser()
-    try:
-        options = parser.parse_args(words)
-    except SystemExit:  # --help has been printed
-        return 0
+    options = parser.parse_args(words)
     topology = parse_topology(options.topology, options.slices)
     loaded = load_config(options.config, overrides)
     if options.sweep:

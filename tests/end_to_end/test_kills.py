@@ -19,29 +19,12 @@ from etils import epath
 from dreamer_jax.config.errors import RESTART_EXIT_CODE
 from dreamer_jax.training.metrics import read_metrics
 from dreamer_jax.training.step_folders import StepFolders
+from tests.end_to_end.cases import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = """\
-model:
-  variant: {variant}
-  depth: {depth}
-  hidden_size: 16
-  vocab_size: 259
-  sa_heads: 2
-  sa_kv_heads: 1
-  sa_head_size: 8
-  da_head_size: 8
-  num_experts: 6
-  experts_per_token: 2
-  expert_size: 8
-  router_size: 8
-  dtype: float32
-data:
-  task: boolean
-  difficulty: 2
-  loss: answer
-  sequence_length: 64
-  heldout_records: 6
+CONFIG = (
+    TINY
+    + """\
 training:
   steps: {steps}
   batch_size: 8
@@ -54,6 +37,7 @@ checkpoint:
 evaluation:
   every: 50
 """
+)
 SECONDS_TO_NOTICE = 60
 
 

@@ -17,28 +17,11 @@ from dreamer_jax.config.errors import RESTART_EXIT_CODE, UserError
 from dreamer_jax.training.checkpoints import load_run
 from dreamer_jax.training.metrics import read_metrics
 from dreamer_jax.training.stability import SkipCounter
+from tests.end_to_end.cases import TINY
 
-CONFIG = """\
-model:
-  variant: DR+DA
-  depth: 2
-  hidden_size: 16
-  vocab_size: 259
-  sa_heads: 2
-  sa_kv_heads: 1
-  sa_head_size: 8
-  da_head_size: 8
-  num_experts: 6
-  experts_per_token: 2
-  expert_size: 8
-  router_size: 8
-  dtype: float32
-data:
-  task: boolean
-  difficulty: 2
-  loss: answer
-  sequence_length: 64
-  heldout_records: 6
+CONFIG = (
+    TINY.format(variant="DR+DA", depth=2)
+    + """\
 training:
   steps: 12
   batch_size: 4
@@ -52,6 +35,7 @@ evaluation:
   every: 6
   harder: 3
 """
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
