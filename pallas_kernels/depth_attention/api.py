@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.depth_attention import tpu, xla
+from pallas_kernels.depth_attention import pull, tpu, xla
 from pallas_kernels.depth_attention.cache import DepthCache, write_slot
+from pallas_kernels.depth_attention.layout import head_size
 from pallas_kernels.depth_attention.shapes import unsupported
 from pallas_kernels.fallback import no_kernels_here, say_once
 from pallas_kernels.kept import keep
@@ -59,7 +60,7 @@ def start_tape(cache: DepthCache, heads: int, size: int) -> Tape:
     shape = (cache.keys.shape[1], heads, size)
     if no_kernels_here() or unsupported(shape, cache.keys.dtype, cache):
         return xla.start_tape(cache, heads, size)
-    return tpu.start_tape(cache, heads, size)
+    return pull.start_tape(cache, heads, size)
 
 
 @jax.custom_vjp
@@ -75,7 +76,7 @@ def _forward(q, k, v, cache, depth):
 def _backward(residuals, cotangents):
     """Without a tape the whole cache gets a gradient: as much memory traffic as the XLA form, so this is that."""
     q, k, v, cache, depth = residuals
-    size = tpu.head_size(k)
+    size = head_size(k)
 
     def attend(q, k, v, cache):
         q, k, v = (part.reshape(part.shape[0], -1, size) for part in (q, k, v))
@@ -101,7 +102,7 @@ def _forward_taped(q, k, v, cache, depth, tape):
 
 def _backward_taped(residuals, d_out):
     q, k, v, out, logs, cache, depth, tape = residuals
-    gradients, tape = tpu.pull_gradients((q, k, v, out, d_out), logs, cache, tape, depth)
+    gradients, tape = pull.pull_gradients((q, k, v, out, d_out), logs, cache, tape, depth)
     return *gradients, None, None, tape
 
 

@@ -1,5 +1,6 @@
 """The depth-attention kernels against the definition: all depths of a scan, values and gradients."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from pallas_kernels import depth_attention, tiles
 from pallas_kernels.depth_attention import DepthCache, api, empty_cache, reference, xla
-from tests.pallas_kernels.interpreting import two_cores
+from pallas_kernels.depth_attention.shapes import Blocks
+from tests.pallas_kernels.interpreting import on_two_cores
 
 FLOAT32 = 1e-5  # of the largest element
 BFLOAT16 = 2.0**-7  # two roundings of it
@@ -21,7 +23,7 @@ SMALL = tiles.Generation("small", cores=2, vmem=1 << 40, depth_tokens=128, depth
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks so small that every edge between them is met at sizes that are quick to interpret."""
-    monkeypatch.setattr("pallas_kernels.depth_attention.tpu.INTERPRETED", SMALL)
+    monkeypatch.setattr("pallas_kernels.depth_attention.layout.INTERPRETED", SMALL)
 
 
 def inputs(slots, tokens, heads, kv_heads, size, dtype, seed=0):
@@ -102,14 +104,35 @@ def test_kernels_compute_the_definition(shape):
 def test_two_cores_do_not_race(shape):
     """As a TPU would run it; uninitialised memory is NaN too."""
     arguments = inputs(*shape, jnp.float32)
-    with two_cores():
-        actual = scanned(*arguments, unwritten=jnp.nan)
+    actual = on_two_cores(functools.partial(scanned, unwritten=jnp.nan), *arguments)
     assert_close(actual, defined(*arguments), FLOAT32)
 
 
-def test_kernels_in_bfloat16():
+@pytest.mark.parametrize("size", [128, pytest.param(64, marks=pytest.mark.slow)])
+def test_several_rows_of_a_block(monkeypatch, size):
+    """The inner loop takes 128 of a block's tokens at a time; 384 tokens in blocks of 256 are left at 128."""
+    large = dataclasses.replace(SMALL, depth_tokens=256, depth_slots=2)
+    monkeypatch.setattr("pallas_kernels.depth_attention.layout.INTERPRETED", large)
+    arguments = inputs(3, 256, 1, 1, size, jnp.float32)
+    assert_close(scanned(*arguments, unwritten=jnp.nan), defined(*arguments), FLOAT32)
+
+
+@pytest.mark.parametrize("chip", tiles.GENERATIONS)
+def test_blocks_are_always_full(chip):
+    """Whatever the number of slots and of tokens: a multiple of 128 is all that is asked of the tokens."""
+    target = tiles.GENERATIONS[chip]
+    for slots in (1, 2, 7, 16, 30, 32):
+        for tokens in (128, 384, 1152, 5 * 1024, 32768):
+            rows = jax.ShapeDtypeStruct((slots, tokens, 128), jnp.bfloat16)
+            blocks = Blocks.of(DepthCache(rows, rows), target)  # type: ignore[arg-type]
+            assert slots % blocks.slots == 0 and tokens % blocks.tokens == 0 and blocks.tokens % blocks.rows == 0
+            assert blocks.slots <= target.depth_slots and blocks.tokens <= target.depth_tokens
+
+
+@pytest.mark.parametrize("shape", [(3, 128, 2, 1, 128), *(pytest.param(s, marks=pytest.mark.slow) for s in SHAPES)])
+def test_kernels_in_bfloat16(shape):
     """To rounding; sums are float32, so the error doesn't grow with the depths."""
-    arguments = inputs(8, 128, 2, 1, 128, jnp.bfloat16)
+    arguments = inputs(*shape, jnp.bfloat16)
     actual = scanned(*arguments)
     assert all(part.dtype == jnp.bfloat16 for part in actual)
     assert_close(actual, defined(*arguments), BFLOAT16)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental.pallas import tpu as pltpu
 
 import pallas_kernels.attention_moe.reference as linear_reference
 import pallas_kernels.expert_mlp.reference as mlp_reference
@@ -18,72 +17,29 @@ from pallas_kernels.attention_moe import expert_linear
 from pallas_kernels.attention_moe.shapes import Tiles as LinearTiles
 from pallas_kernels.dispatch import api as dispatch
 from pallas_kernels.expert_mlp.shapes import Tiles, unsupported
-
-TOKENS, CHOICES, EXPERTS, SIZE, HIDDEN = 23, 3, 6, 24, 128  # 69 rows in blocks of 16: no multiple of one
-SELECTIONS = ("random", "one hot", "some elsewhere", "all elsewhere")
-TOLERANCE = 1e-5
-
-
-def normal(seed, *shape):
-    """Float32 standard normal."""
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-def choose(kind, choices, seed=3):
-    """[T, choices] int32. "one hot": every token takes the same, all other experts are empty; E: no expert here."""
-    if kind == "one hot":
-        return np.broadcast_to(np.arange(choices) + 2, (TOKENS, choices)).astype(np.int32)
-    if kind == "all elsewhere":
-        return np.full((TOKENS, choices), EXPERTS, np.int32)
-    last = EXPERTS + (kind == "some elsewhere")
-    return np.argsort(normal(seed, TOKENS, last), axis=1)[:, :choices].astype(np.int32)
-
-
-def mlp_floats(dtype=np.float32):
-    """x, weights, gate_up, down."""
-    matrices = normal(2, EXPERTS, 2 * SIZE, HIDDEN) * 0.3, normal(4, EXPERTS, SIZE, HIDDEN) * 0.3
-    floats = (normal(0, TOKENS, HIDDEN), np.abs(normal(1, TOKENS, CHOICES)), *matrices)
-    return tuple(jnp.asarray(a, jnp.float32 if n == 1 else dtype) for n, a in enumerate(floats))
-
-
-def linear_floats(dtype=np.float32):
-    """x, score, routed, shared."""
-    floats = normal(0, TOKENS, 128), np.abs(normal(1, TOKENS)), normal(2, EXPERTS, 128, 256), normal(4, 128, 256)
-    return tuple(jnp.asarray(a, jnp.float32 if n == 1 else dtype) for n, a in enumerate(floats))
-
-
-@functools.cache
-def compiled(operation):
-    """(indices, floats, cotangent) -> (value, gradients in all floats)."""
-
-    def run(indices, floats, cotangent):
-        value, vjp = jax.vjp(lambda x, weight, *matrices: operation(x, indices, weight, *matrices), *floats)
-        return value, vjp(cotangent)
-
-    return jax.jit(run)
-
-
-def with_an_empty_expert(x, indices, weights, gate_up, down):
-    """The definition, for indices that may be E: an expert whose outputs are zero."""
-    pad = ((0, 1), (0, 0), (0, 0))
-    return mlp_reference.expert_mlp(x, indices, weights, jnp.pad(gate_up, pad), jnp.pad(down, pad))
-
-
-def assert_close(actual, expected, tolerance=TOLERANCE):
-    """To a tolerance of the largest expected element; exactly zero where all of it is zero."""
-    actual, expected = np.asarray(actual, np.float32), np.asarray(expected, np.float32)
-    assert actual.shape == expected.shape
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+from tests.pallas_kernels.expert_cases import (
+    CHOICES,
+    EXPERTS,
+    HIDDEN,
+    SELECTIONS,
+    TOKENS,
+    assert_close,
+    compiled,
+    fresh,
+    linear_case,
+    mlp_case,
+    on_tape,
+    with_an_empty_expert,
+)
+from tests.pallas_kernels.interpreting import operations_outside_kernels
 
 
 @pytest.mark.parametrize("kind", SELECTIONS)
 def test_mlp(kind):
     """Value and gradients; pairs without an expert add nothing and get nothing; empty experts get exactly zero."""
-    indices, cotangent = choose(kind, CHOICES), normal(9, TOKENS, HIDDEN)
-    value, gradients = compiled(mlp.expert_mlp)(indices, mlp_floats(), cotangent)
-    expected, expected_gradients = compiled(with_an_empty_expert)(indices, mlp_floats(), cotangent)
-    assert_close(value, expected)
-    jax.tree.map(assert_close, gradients, expected_gradients)
+    indices, floats, cotangent = mlp_case(kind)
+    value, gradients = compiled(mlp.expert_mlp)(indices, floats, cotangent)
+    jax.tree.map(assert_close, (value, gradients), compiled(with_an_empty_expert)(indices, floats, cotangent))
     unused = np.setdiff1d(np.arange(EXPERTS), indices)
     assert not np.any(np.asarray(gradients[2])[unused]) and (kind != "one hot" or len(unused) == 3)
 
@@ -91,63 +47,40 @@ def test_mlp(kind):
 @pytest.mark.parametrize("kind", ["random", "one hot"])
 def test_linear(kind):
     """Value and gradients, with Eq. 7's gradient of the score."""
-    index, cotangent = choose(kind, 1)[:, 0], normal(9, TOKENS, 256)
-    ours = compiled(expert_linear)(index, linear_floats(), cotangent)
-    jax.tree.map(assert_close, ours, compiled(linear_reference.expert_linear)(index, linear_floats(), cotangent))
+    case = linear_case(kind)
+    jax.tree.map(assert_close, compiled(expert_linear)(*case), compiled(linear_reference.expert_linear)(*case))
 
 
 @pytest.mark.parametrize(
-    ("operation", "reference", "floats", "choices"),
+    ("operation", "reference", "case"),
     [
-        (mlp.expert_mlp, mlp_reference.expert_mlp, mlp_floats, CHOICES),
-        (expert_linear, linear_reference.expert_linear, linear_floats, 1),
+        (mlp.expert_mlp, mlp_reference.expert_mlp, mlp_case),
+        (expert_linear, linear_reference.expert_linear, linear_case),
     ],
     ids=["mlp", "linear"],
 )
+@pytest.mark.parametrize("kind", ["random", "one hot"])
 @pytest.mark.slow
-def test_bfloat16(operation, reference, floats, choices):
+def test_bfloat16(operation, reference, case, kind):
     """Results in the arguments' dtypes, to bfloat16's rounding of the float32 definition."""
-    indices = choose("random", choices) if choices > 1 else choose("random", 1)[:, 0]
-    half = floats(jnp.bfloat16)
-    cotangent = jnp.asarray(normal(9, TOKENS, half[-1].shape[-1]), jnp.bfloat16)
+    indices, half, cotangent = case(kind, dtype=jnp.bfloat16)
     ours = compiled(operation)(indices, half, cotangent)
     wide = jax.tree.map(lambda a: a.astype(jnp.float32), half)
     exact = compiled(reference)(indices, wide, cotangent.astype(jnp.float32))
-    for got, wanted, dtype in zip(
-        (ours[0], *ours[1]), (exact[0], *exact[1]), (jnp.bfloat16, *map(_dtype, half)), strict=True
-    ):
-        assert got.dtype == dtype
+    for got, wanted, like in zip((ours[0], *ours[1]), (exact[0], *exact[1]), (half[0], *half), strict=True):
+        assert got.dtype == like.dtype
         assert np.linalg.norm(np.asarray(got, np.float32) - wanted) < 0.01 * np.linalg.norm(wanted)
-
-
-def _dtype(array):
-    return array.dtype
-
-
-@functools.cache
-def on_tape():
-    """One depth of the backward scan: (indices, floats, cotangent, tape) -> (d_x, d_weights, tape)."""
-
-    def run(indices, floats, cotangent, tape):
-        x, weights, gate_up, down = floats
-
-        def operation(x, weights, tape):
-            return mlp.expert_mlp(x, indices, weights, gate_up, down, tape)
-
-        return jax.vjp(operation, x, weights, tape)[1](cotangent)
-
-    return jax.jit(run)
 
 
 @pytest.mark.parametrize("depths", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_tape(depths):
     """The sum over several depths, added at every one or a few at a time, the last time fewer."""
-    floats = mlp_floats()
+    one_depth, floats = on_tape(), mlp_case("random")[1]
     tape = mlp.start_tape((TOKENS, CHOICES), floats[2].shape, jnp.float32, depths)
     sums = [0, 0]
     for depth in range(4):
-        indices, cotangent = choose("some elsewhere", CHOICES, seed=depth), normal(depth, TOKENS, HIDDEN)
-        d_x, d_weights, tape = on_tape()(indices, floats, cotangent, tape)
+        indices, _, cotangent = mlp_case("some elsewhere", seed=depth)
+        d_x, d_weights, tape = one_depth(indices, floats, cotangent, tape)
         expected = compiled(with_an_empty_expert)(indices, floats, cotangent)[1]
         assert_close(d_x, expected[0])
         assert_close(d_weights, expected[1])
@@ -171,26 +104,34 @@ def test_counting_sort():
         assert np.all(np.asarray(plan.source).reshape(-1)[np.asarray(plan.slot)[chosen == experts]] == pairs)
 
 
-@pytest.mark.slow
-def test_races():
-    """Two cores at once, memory uninitialised: the race detector finds nothing, and the results are the same."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
-
-    params = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
-    indices, cotangent = choose("some elsewhere", CHOICES), normal(9, TOKENS, HIDDEN)
-    with pltpu.force_tpu_interpret_mode(params):
-        value, gradients = compiled.__wrapped__(lambda *a: mlp.expert_mlp(*a))(indices, mlp_floats(), cotangent)
-        jax.block_until_ready(gradients)
-        assert not interpreter.races.races_found
-        index, cotangent_linear = choose("random", 1)[:, 0], normal(9, TOKENS, 256)
-        linear = compiled.__wrapped__(lambda *a: expert_linear(*a))(index, linear_floats(), cotangent_linear)
-        jax.block_until_ready(linear)
-        assert not interpreter.races.races_found
-    expected = compiled(with_an_empty_expert)(indices, mlp_floats(), cotangent)
-    jax.tree.map(assert_close, (value, gradients), expected)
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.parametrize("kind", ["some elsewhere", pytest.param("one hot", marks=pytest.mark.slow)])
+def test_tiles_of_columns(kind):
+    """Columns in two tiles, as chips with little vector memory need them: every tile walks all blocks again."""
+    case = mlp_case(kind, hidden=512)
+    jax.tree.map(assert_close, fresh(mlp.expert_mlp)(*case), compiled(with_an_empty_expert)(*case))
+    case = linear_case("one hot" if kind == "one hot" else "random", inward=256)
+    jax.tree.map(assert_close, fresh(expert_linear)(*case), compiled(linear_reference.expert_linear)(*case))
 
 
-@settings(max_examples=6)
+def test_rows_move_by_gathers():
+    """Forward and backward, on the tape or without: only integers are scattered, no row is."""
+    indices, floats, cotangent = mlp_case("some elsewhere")
+    tape = mlp.start_tape((TOKENS, CHOICES), floats[2].shape, jnp.float32, 2)
+    index, linear, d_out = linear_case("random")
+    programs = [
+        jax.make_jaxpr(fresh(mlp.expert_mlp))(indices, floats, cotangent),
+        jax.make_jaxpr(on_tape())(indices, floats, cotangent, tape),
+        jax.make_jaxpr(fresh(expert_linear))(index, linear, d_out),
+    ]
+    for program in programs:
+        found = list(operations_outside_kernels(program.jaxpr))
+        scattered = {kind for name, kind in found if name.startswith("scatter")}
+        assert scattered and all(kind.startswith(("i32", "u32")) for kind in scattered)
+        assert [kind for name, kind in found if name == "gather" and kind.startswith("f32")]
+
+
+@settings(max_examples=12)
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(3, 9), st.sampled_from([8, 24]), st.integers(0, 99))
 @pytest.mark.slow
 def test_random_shapes(tokens, choices, experts, size, seed):
@@ -204,10 +145,55 @@ def test_random_shapes(tokens, choices, experts, size, seed):
     jax.tree.map(assert_close, compiled(mlp.expert_mlp)(*arguments), compiled(mlp_reference.expert_mlp)(*arguments))
 
 
+@settings(max_examples=8)
+@given(
+    st.integers(1, 70), st.integers(1, 9), st.sampled_from([128, 256]), st.sampled_from([0, 1, 5]), st.integers(0, 99)
+)
+@pytest.mark.slow
+def test_random_shapes_of_linear_experts(tokens, experts, outward, heat, seed):
+    """Any number of tokens and experts, evenly chosen or hardly."""
+    rng = np.random.default_rng(seed)
+    index = np.argmax(rng.gumbel(size=(tokens, experts)) + heat * rng.normal(size=experts), axis=1).astype(np.int32)
+    shapes = (tokens, 128), (tokens,), (experts, 128, outward), (128, outward)
+    floats = tuple(jnp.asarray(rng.normal(size=shape) * 0.3, jnp.float32) for shape in shapes)
+    arguments = index, floats, jnp.asarray(rng.normal(size=(tokens, outward)), jnp.float32)
+    jax.tree.map(
+        assert_close, compiled(expert_linear)(*arguments), compiled(linear_reference.expert_linear)(*arguments)
+    )
+
+
+@settings(max_examples=15)
+@given(
+    st.sampled_from([(256, 16, 8), (600, 11, 8), (1, 1, 8), (513, 33, 16), (90, 200, 8)]),
+    st.sampled_from([0, 1, 5, 50]),
+    st.integers(0, 99),
+)
+@pytest.mark.slow
+def test_counting_sort_of_random_selections(shape, heat, seed):
+    """Chunks and experts that fill registers or don't; hot, empty and foreign experts."""
+    pairs, experts, block = shape
+    rng = np.random.default_rng(seed)
+    scores = rng.gumbel(size=(pairs, experts + 1)) + heat * rng.normal(size=experts + 1)
+    chosen = jnp.asarray(np.argmax(scores, axis=1), jnp.int32)
+    counted, sorted_ = (form(experts, block)(chosen) for form in (counting, sorting))
+    jax.tree.map(np.testing.assert_array_equal, counted, sorted_)
+
+
+@functools.cache
+def counting(experts, block):
+    """Compiled: experts of pairs -> (slots, blocks of each expert)."""
+    return jax.jit(lambda chosen: dispatch._slots_by_counting(chosen, experts, block))
+
+
+@functools.cache
+def sorting(experts, block):
+    """The same by a sort."""
+    return jax.jit(lambda chosen: dispatch._slots_by_sorting(chosen, experts, block))
+
+
 def test_falls_back(caplog):
     """What no kernel takes is computed all the same, with one line that says why; and has no tape."""
-    floats = tuple(a[..., :12] if n != 1 else a for n, a in enumerate(mlp_floats()))
-    indices = choose("random", CHOICES)
+    indices, floats, _ = mlp_case("random", hidden=12)
     for _ in range(2):
         value = mlp.expert_mlp(floats[0], indices, *floats[1:])
     assert_close(value, mlp_reference.expert_mlp(floats[0], indices, *floats[1:]))

@@ -1,7 +1,5 @@
 """The expert MLP and the attention MoE's linear map against their definitions: values and every gradient."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,15 +9,11 @@ import pallas_kernels.attention_moe.reference as linear_reference
 import pallas_kernels.expert_mlp.reference as mlp_reference
 from pallas_kernels.attention_moe.xla import expert_linear
 from pallas_kernels.expert_mlp.xla import expert_mlp
+from tests.pallas_kernels.expert_cases import compiled, normal
 
 TOKENS, CHOICES, EXPERTS, HIDDEN, SIZE, OUT = 45, 3, 11, 12, 5, 7  # no multiple of a block anywhere
 TOLERANCE = 1e-5  # of the largest element, float32 against float32
 SELECTIONS = ("random", "one hot", "skewed")
-
-
-def normal(seed, *shape):
-    """Float32 standard normal."""
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def choose(kind, choices):
@@ -47,17 +41,6 @@ def linear_case(kind):
     score = np.abs(normal(1, TOKENS))
     floats = (normal(0, TOKENS, HIDDEN), score, normal(2, EXPERTS, HIDDEN, OUT), normal(4, HIDDEN, OUT))
     return choose(kind, 1)[:, 0], floats
-
-
-@functools.cache
-def compiled(operation):
-    """(indices, floats, cotangent) -> (value, gradients in all floats)."""
-
-    def run(indices, floats, cotangent):
-        value, vjp = jax.vjp(lambda x, weight, *matrices: operation(x, indices, weight, *matrices), *floats)
-        return value, vjp(cotangent)
-
-    return jax.jit(run)
 
 
 def assert_close(actual, expected, name=""):

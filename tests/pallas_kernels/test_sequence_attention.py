@@ -1,12 +1,18 @@
 """Sequence attention by kernel and by jax.nn against the definition, with packed documents: values and gradients."""
 
+import dataclasses
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pallas_kernels import sequence_attention, tiles
 from pallas_kernels.sequence_attention import api, gpu, reference
+from tests.pallas_kernels.interpreting import on_two_cores
 
 FLOAT32, BFLOAT16 = 1e-5, 2.0**-6
 
@@ -18,9 +24,9 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr("pallas_kernels.sequence_attention.tpu.INTERPRETED", small)
 
 
-def inputs(length, heads, kv_heads, size, dtype=jnp.float32):
+def inputs(length, heads, kv_heads, size, dtype=jnp.float32, seed=0):
     """q, k, v and d_out; and documents that begin and end inside blocks, padding last."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     counts = (heads, kv_heads, kv_heads, heads)
     arrays = [jnp.asarray(rng.normal(size=(2, length, n, size)), dtype) for n in counts]
     cuts = np.array([[0.3, 0.5, 0.9], [0.1, 0.6, 1.0]]) * length
@@ -57,6 +63,32 @@ def test_splash_attention(dtype, tolerance):
     actual = value_and_gradients(sequence_attention.sequence_attention, arrays, segment_ids)
     assert actual[0].dtype == dtype
     assert_close(actual, expected, tolerance)
+
+
+@pytest.mark.slow
+@given(
+    blocks=st.integers(1, 4),
+    group=st.integers(1, 3),
+    kv_heads=st.integers(1, 2),
+    size=st.sampled_from([64, 128]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=8)
+def test_splash_attention_at_random_shapes(blocks, group, kv_heads, size, seed):
+    """Sequences of any multiple of 128; blocks of 256 where those divide, so 384 is not a multiple of the table's."""
+    larger = dataclasses.replace(tiles.INTERPRETED, sequence_block=256)
+    with mock.patch("pallas_kernels.sequence_attention.tpu.INTERPRETED", larger):
+        arrays, segment_ids = inputs(128 * blocks, group * kv_heads, kv_heads, size, seed=seed)
+        actual = value_and_gradients(sequence_attention.sequence_attention, arrays, segment_ids)
+    assert_close(actual, value_and_gradients(reference.sequence_attention, arrays, segment_ids), FLOAT32)
+
+
+@pytest.mark.slow
+def test_two_cores_do_not_race():
+    """The kernels of splash attention, as this project calls them."""
+    arrays, segment_ids = inputs(256, 2, 1, 128)
+    actual = on_two_cores(value_and_gradients, sequence_attention.sequence_attention, arrays, segment_ids)
+    assert_close(actual, value_and_gradients(reference.sequence_attention, arrays, segment_ids), FLOAT32)
 
 
 def test_the_form_for_gpus():

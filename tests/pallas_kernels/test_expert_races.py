@@ -1,0 +1,81 @@
+"""The experts' kernels on two cores at once, uninitialised memory NaN, under the race detector."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels.attention_moe.reference as linear_reference
+from pallas_kernels import expert_mlp as mlp
+from pallas_kernels.attention_moe import expert_linear
+from pallas_kernels.dispatch import api as dispatch
+from tests.pallas_kernels.expert_cases import (
+    CHOICES,
+    SELECTIONS,
+    TOKENS,
+    assert_close,
+    compiled,
+    fresh,
+    linear_case,
+    mlp_case,
+    on_tape,
+    with_an_empty_expert,
+)
+from tests.pallas_kernels.interpreting import on_two_cores
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("kind", SELECTIONS)
+def test_races(kind):
+    """Two cores at once, memory uninitialised: the race detector finds nothing, and the results are the same."""
+    case = mlp_case(kind)
+    jax.tree.map(assert_close, on_two_cores(fresh(mlp.expert_mlp), *case), compiled(with_an_empty_expert)(*case))
+
+
+@pytest.mark.parametrize("kind", ["random", "one hot"])
+def test_races_of_linear_experts(kind):
+    """The same of the attention MoE."""
+    case = linear_case(kind)
+    jax.tree.map(
+        assert_close, on_two_cores(fresh(expert_linear), *case), compiled(linear_reference.expert_linear)(*case)
+    )
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_races_of_tiles():
+    """The same with columns in two tiles."""
+    case = mlp_case("some elsewhere", hidden=512)
+    jax.tree.map(assert_close, on_two_cores(fresh(mlp.expert_mlp), *case), compiled(with_an_empty_expert)(*case))
+    case = linear_case("random", inward=256)
+    jax.tree.map(
+        assert_close, on_two_cores(fresh(expert_linear), *case), compiled(linear_reference.expert_linear)(*case)
+    )
+
+
+@pytest.mark.parametrize("depths", [1, 2])
+def test_races_on_the_tape(depths):
+    """Two depths, added one by one or kept aside and added at once."""
+    cases = [mlp_case("some elsewhere", seed=seed) for seed in range(2)]
+    floats = cases[0][1]
+
+    def run(tape):
+        rows = []
+        for indices, _, cotangent in cases:
+            *d_rows, tape = on_tape()(indices, floats, cotangent, tape)
+            rows.append(d_rows)
+            tape = mlp.settle(tape) if depths == 1 else tape
+        return rows, mlp.settle(tape)
+
+    rows, tape = on_two_cores(run, mlp.start_tape((TOKENS, CHOICES), floats[2].shape, jnp.float32, depths))
+    expected = [compiled(with_an_empty_expert)(indices, floats, d_out)[1] for indices, _, d_out in cases]
+    jax.tree.map(assert_close, rows, [list(gradients[:2]) for gradients in expected])
+    assert_close(tape.gate_up, expected[0][2] + expected[1][2])
+    assert_close(tape.down, expected[0][3] + expected[1][3])
+
+
+def test_races_of_the_counting_sort():
+    """The same of the kernel that counts."""
+    chosen = jnp.asarray(np.random.default_rng(0).integers(0, 12, 600), jnp.int32)
+    slots = on_two_cores(lambda chosen: dispatch._slots_by_counting(chosen, 11, 8)[0], chosen)
+    np.testing.assert_array_equal(slots, dispatch._slots_by_sorting(chosen, 11, 8)[0])
