@@ -16,7 +16,7 @@ from dreamer_jax.export.names import FOLDED, Name, is_float32, names_of
 from dreamer_jax.export.reading import checked_tensors
 from dreamer_jax.model.dreamer import router_sizes
 from dreamer_jax.model.mixture import Context, Layer
-from dreamer_jax.model.operations import REFERENCE, Operations
+from dreamer_jax.model.operations import REFERENCE
 from dreamer_jax.training.leaves import StoredModel
 from pallas_kernels.depth_attention import empty_cache
 
@@ -24,6 +24,7 @@ TIE = 2e-5
 """Scores of the last selected and the first rejected expert nearer than this may be told apart differently."""
 
 MAPPED_BYTES = 1 << 26
+GATHERED_BYTES = 1 << 26
 HEAD_ROWS = 16384
 
 
@@ -78,8 +79,10 @@ class JaxSide:
         parts = [("embedding", np.asarray(x, np.float32))]
         tied = np.zeros(tokens.size, bool)
         for l in range(depth):
-            params, bias = self._layer(l)
-            x, cache, outputs, ties = _apply(config, params, x, jnp.int32(l), cache, bias, context)
+            params, bias, matrices = self._layer(l)
+            layer = functools.partial(_apply, config, params, x, jnp.int32(l), cache, bias, context)
+            asked = layer(jnp.zeros((tokens.size, config.hidden_size), config.dtype))[-1]
+            x, cache, outputs, ties, _ = layer(_through_experts(*asked, *matrices))
             tied |= np.asarray(ties)
             for name in ("DA", "SA", "EA", "residual"):
                 if name in outputs:
@@ -100,25 +103,27 @@ class JaxSide:
     def _global(self, leaf: str) -> np.ndarray:
         return self._values(next(name for name in self._names if name.leaf == leaf))
 
-    def _layer(self, l: int) -> tuple[Any, dict[str, jax.Array]]:
-        """(params, biases) of a depth; those of a recurrent model are kept."""
+    def _layer(self, l: int) -> tuple[Any, dict[str, jax.Array], list[np.ndarray]]:
+        """(params, biases, the experts' matrices) of a depth; those of a recurrent model are kept."""
         index = None if self.config.recurrent else l
         if index not in self._layers:
             params: dict[str, Any] = {}
-            bias = {}
+            bias, matrices = {}, {}
             for name in self._names:
                 if name.layer != index or not (name.item == "balancing" or name.leaf.startswith("layer")):
                     continue
-                values = jax.device_put(self._values(name))  # uses mapped values where they lie
+                values = self._values(name)
                 if name.item == "balancing":
-                    bias[name.leaf] = values
+                    bias[name.leaf] = jnp.asarray(values)
                     continue
                 *scope, last = name.leaf.split(".")[1:]
+                if last in ("gate_up", "down"):
+                    matrices[last], values = values, np.zeros(0, values.dtype)
                 node = params
                 for key in scope:
                     node = node.setdefault(key, {})
-                node[last] = values
-            self._layers = {index: (params, bias)}
+                node[last] = jax.device_put(values)  # uses mapped values where they lie
+            self._layers = {index: (params, bias, [matrices["gate_up"], matrices["down"]])}
         return self._layers[index]
 
     def _values(self, name: Name) -> np.ndarray:
@@ -135,34 +140,44 @@ class JaxSide:
         return values if is_float32(name.tensor) else values.astype(jnp.dtype(self.config.dtype))
 
 
-def _token_by_token(experts: Any) -> Operations:
-    """The definitions, but EA gathers the matrices of one token at a time: those of all tokens don't fit.
+def _through_experts(x, indices, weights, gate_up: np.ndarray, down: np.ndarray) -> jax.Array:
+    """EA's experts by their definition, [T, h] -> [T, h].
 
-    It gathers from `experts`, the layer's own parameters. bfloat16 is gathered as the integers it is stored in: a CPU
-    has no bfloat16 gather, so the compiler would widen all experts before the loop and keep that copy.
+    Only the matrices that a few tokens chose are read at a time, from the mapped file; XLA never holds all of them.
     """
+    x, indices, weights = (np.asarray(values) for values in (x, indices, weights))
+    active = indices.shape[1]
+    tokens = max(1, GATHERED_BYTES // (active * (gate_up[0].nbytes + down[0].nbytes)))
+    parts = []
+    for first in range(0, len(x), tokens):
+        part = slice(first, first + tokens)
+        chosen = indices[part].ravel()
+        parts.append(_chosen_experts(x[part], weights[part], gate_up[chosen], down[chosen]))
+    return jnp.concatenate(parts)
 
-    def rows(matrices, indices):
-        if matrices.dtype != jnp.bfloat16:
-            return matrices[indices]
-        bits = jax.lax.bitcast_convert_type(matrices, jnp.uint16)
-        return jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(bits[indices]), jnp.bfloat16)
 
-    def expert_mlp(x, indices, weights, *_):
-        def one(token):
-            x, indices, weights = token
-            chosen = (rows(experts[name], indices).astype(x.dtype) for name in ("gate_up", "down"))
-            return REFERENCE.expert_mlp(x[None], jnp.arange(len(indices))[None], weights[None], *chosen)[0]
-
-        return jax.lax.map(one, (x, indices, weights))
-
-    return dataclasses.replace(REFERENCE, expert_mlp=expert_mlp)
+@jax.jit
+def _chosen_experts(x: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+    """[t, h], [t, k], and the matrices of each choice [t k, ...] -> [t, h]."""
+    each = jnp.arange(weights.size).reshape(weights.shape)
+    return REFERENCE.expert_mlp(x, each, weights, gate_up.astype(x.dtype), down.astype(x.dtype))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _apply(config, params, x, depth, cache, bias, context):
-    """The layer at one depth: x, the depth cache, outputs by name, and which tokens tie [T]."""
-    (x, cache, _), kept = Layer(config, _token_by_token(params["expert_attention"])).apply(
+def _apply(config, params, x, depth, cache, bias, context, answer):
+    """The layer at one depth, where EA's experts answer `answer` [T, h].
+
+    Returns:
+        x, the depth cache, outputs by name, which tokens tie [T], and what the experts were asked: (x, indices,
+        weights), the input of the reference `expert_mlp`.
+    """
+    asked = []
+
+    def expert_mlp(*arguments):
+        asked.append(arguments[:3])
+        return answer
+
+    (x, cache, _), kept = Layer(config, dataclasses.replace(REFERENCE, expert_mlp=expert_mlp)).apply(
         {"params": params}, x, depth, cache, bias, context, capture_intermediates=True, mutable=["intermediates"]
     )
     its = kept["intermediates"]
@@ -177,4 +192,4 @@ def _apply(config, params, x, depth, cache, bias, context):
         if active < size:
             best = jax.lax.top_k(scores, active + 1)[0]
             ties |= best[:, -2] - best[:, -1] < TIE
-    return x, cache, outputs, ties
+    return x, cache, outputs, ties, asked[0]
