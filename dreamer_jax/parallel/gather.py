@@ -41,6 +41,7 @@ def _gather(stored: jax.Array, cast: jax.Array, layout: Layout) -> jax.Array:
     for part in reversed(layout.parts):
         if part.computed is not None:
             x = _gather_along(x, part.axis, part.size, part.computed)
+            x = _cut(x, part.computed, part.kept) if part.moved else x
     return x
 
 
@@ -57,6 +58,7 @@ def scatter(gradients: Any, layouts: Any, mesh: Mesh) -> Any:
         x = gradient
         for part in layout.parts:
             if part.computed is not None:
+                x = _pad(x, part.computed, part.padded) if part.moved else x
                 x = _scatter_along(x, part.axis, part.size, part.computed)
         if any(part.moved for part in layout.parts):
             x = _from_experts(x, layout)
@@ -103,14 +105,13 @@ def _scatter_along(x: jax.Array, axis: str, size: int, dim: int) -> jax.Array:
 
 
 def _to_experts(x: jax.Array, layout: Layout) -> jax.Array:
-    """Expert matrices divided over other dimensions -> whole experts, padded with empty ones."""
+    """Expert matrices divided over other dimensions -> whole experts, with empty ones where they don't divide."""
     dim = layout.expert_dim
     assert dim is not None
-    padding = [(0, layout.padded - x.shape[dim] if d == dim else 0) for d in range(x.ndim)]
-    x = jnp.pad(x, padding)
     for part in layout.parts:
         if not part.moved:
             continue
+        x = _pad(x, dim, part.padded)
         if part.stored is None:
             size = x.shape[dim] // part.size
             x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(part.axis) * size, size, dim)
@@ -122,11 +123,21 @@ def _to_experts(x: jax.Array, layout: Layout) -> jax.Array:
 def _from_experts(x: jax.Array, layout: Layout) -> jax.Array:
     dim = layout.expert_dim
     assert dim is not None
-    for part in reversed(layout.parts):
-        if not part.moved:
-            continue
+    moved = [part for part in layout.parts if part.moved]
+    held = [layout.shape[dim], *(part.padded // part.size for part in moved)]  # experts, before each axis divides them
+    for part, experts in reversed(list(zip(moved, held[:-1], strict=True))):
         if part.stored is None:
             x = jax.lax.all_gather(x, part.axis, axis=dim, tiled=True)
         else:
             x = jax.lax.all_to_all(x, part.axis, split_axis=part.stored, concat_axis=dim, tiled=True)
-    return jax.lax.slice_in_dim(x, 0, layout.shape[dim], axis=dim)
+        x = _cut(x, dim, experts)
+    return x
+
+
+def _pad(x: jax.Array, dim: int, length: int) -> jax.Array:
+    """With zeros at the end of a dimension."""
+    return jnp.pad(x, [(0, length - x.shape[dim] if d == dim else 0) for d in range(x.ndim)])
+
+
+def _cut(x: jax.Array, dim: int, length: int) -> jax.Array:
+    return jax.lax.slice_in_dim(x, 0, length, axis=dim)

@@ -1,0 +1,36 @@
+"""Where parameters lie between steps, and how experts that nothing divides are padded inside one."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dreamer_jax.config import load_config
+from dreamer_jax.parallel import parameter_layouts
+
+PAPER = Path(__file__).resolve().parents[2] / "configs/models/dr_da_32.yaml"
+
+
+@pytest.mark.parametrize(
+    ("axes", "padded", "held"),
+    [
+        ({"data0": 4, "data1": 4, "data2": 4}, 1100, [1100, 276, 72]),
+        ({"data0": 4, "data1": 4, "data2": 2, "expert": 2}, 1100, [1100, 550, 276, 72]),
+        ({"data0": 16, "data1": 16, "expert": 1}, 1104, [1104, 80]),
+        ({"data0": 16, "data1": 4, "expert": 4}, 1104, [1104, 276, 80]),
+        ({"expert": 8}, 1104, [1104]),
+    ],
+)
+def test_1097_experts_are_padded_for_one_axis_after_the_other(axes, padded, held):
+    """A chip computes with little more than its share; what an inner axis pads is dropped when it is gathered."""
+    config = load_config(PAPER).config.model
+    layouts = parameter_layouts(config, SimpleNamespace(shape={"slice": 1, **axes}))
+    for name in ("gate_up", "down"):
+        layout = layouts["layer"]["expert_attention"][name]
+        assert layout.shape[0] == 1097 and layout.padded == padded
+        moved = [part for part in layout.parts if part.moved]
+        assert [part.padded for part in moved] == held
+        gathered = [part for part in moved if part.computed is not None]
+        assert all(part.computed == 0 and part.kept <= part.padded for part in gathered)
+        if gathered:  # nothing is cut off the whole weight
+            assert gathered[0].kept == gathered[0].padded == padded // axes.get("expert", 1)
