@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,9 @@ from dreamer_jax.config.schema import ModelConfig
 from dreamer_jax.model.operations import Operations
 from dreamer_jax.model.primitives import input_init, output_init
 from dreamer_jax.model.routing import Router, select, usage
+
+Tape = Mapping[str, jax.Array] | None
+"""Of an attention's two maps, "qkv" and "out", in the backward pass of the depth scan: what `start_tape` makes."""
 
 
 class Projections(nn.Module):
@@ -50,16 +56,36 @@ class Projections(nn.Module):
         indices, scores = select(self.router(x, depth, total_depth), bias, 1)
         return (indices[:, 0], scores[:, 0]), usage(indices, self.config.depth, real)
 
-    def qkv(self, x: jax.Array, choice: tuple[jax.Array, jax.Array] | None) -> jax.Array:
+    def qkv(self, x: jax.Array, choice: tuple[jax.Array, jax.Array] | None, tape: Tape = None) -> jax.Array:
         """[T, h] -> [T, (n + 2 kv) d]: q's heads, then k's, then v's."""
-        return self._project(x, choice, self.qkv_weight, self.qkv_shared if choice else None)
+        return self._project(x, choice, self.qkv_weight, self.qkv_shared if choice else None, tape and tape["qkv"])
 
-    def out(self, x: jax.Array, choice: tuple[jax.Array, jax.Array] | None) -> jax.Array:
+    def out(self, x: jax.Array, choice: tuple[jax.Array, jax.Array] | None, tape: Tape = None) -> jax.Array:
         """[T, n d] -> [T, h]."""
-        return self._project(x, choice, self.out_weight, self.out_shared if choice else None)
+        return self._project(x, choice, self.out_weight, self.out_shared if choice else None, tape and tape["out"])
 
-    def _project(self, x, choice, weight, shared):
+    def _project(self, x, choice, weight, shared, tape):
         if choice is None:
             return x @ weight.astype(x.dtype)
         index, score = choice
-        return self.operations.expert_linear(x, index, score, weight.astype(x.dtype), shared.astype(x.dtype))
+        extra = {} if tape is None else {"tape": tape}
+        return self.operations.expert_linear(x, index, score, weight.astype(x.dtype), shared.astype(x.dtype), **extra)
+
+
+def start_tape(operations: Operations, params: Mapping[str, jax.Array], tokens: int, dtype: Any) -> Tape:
+    """The empty tape of both maps of one attention, or None where the operation has none.
+
+    Args:
+        operations: as of the layer.
+        params: the maps' parameters.
+        tokens: T of each depth.
+        dtype: compute dtype.
+    """
+    parts = {name: operations.linear_tape(tokens, params[name].shape, dtype) for name in ("qkv", "out")}
+    return None if any(part is None for part in parts.values()) else parts
+
+
+def tape_gradients(tape: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Gradients of the parameters that are on a tape: every expert's, and their sum for the shared one."""
+    shared = {f"{name}_shared": jnp.sum(totals, axis=0) for name, totals in tape.items()}
+    return {**tape, **shared}

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.model import attention_moe
 from dreamer_jax.model.attention_moe import Projections
 from dreamer_jax.model.operations import Operations
 from dreamer_jax.model.primitives import RMSNorm, depth_rope
@@ -24,7 +25,14 @@ class DepthAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, depth: jax.Array, cache: DepthCache, bias: jax.Array | None, context, tape: Any = None
+        self,
+        x: jax.Array,
+        depth: jax.Array,
+        cache: DepthCache,
+        bias: jax.Array | None,
+        context,
+        tape: Any = None,
+        maps_tape: attention_moe.Tape = None,
     ) -> tuple[jax.Array, DepthCache, jax.Array | None]:
         """One depth of depth attention.
 
@@ -33,6 +41,7 @@ class DepthAttention(nn.Module):
             depth: scalar int32, l.
             cache: filled below `depth`.
             tape: in the backward pass of the depth scan, the operation's own.
+            maps_tape: likewise, that of the projections.
 
         Returns:
             out [B, S, h]; the cache with slot `depth` filled; counts of the attention MoE [G] int32, None in LA.
@@ -42,9 +51,10 @@ class DepthAttention(nn.Module):
         project = Projections(config, self.operations, (heads + 2 * kv_heads) * size, heads * size, name="projections")
         flat = x.reshape(-1, x.shape[-1])  # [T, h]
         choice, counts = project.route(flat, depth, context.total_depth, bias, context.real)
-        qkv = keep(project.qkv(flat, choice)).reshape(flat.shape[0], -1, size)  # [T, n + 2 kv, d]
+        qkv = keep(project.qkv(flat, choice, maps_tape)).reshape(flat.shape[0], -1, size)  # [T, n + 2 kv, d]
         q, k, v = jnp.split(qkv, [heads, heads + kv_heads], axis=1)
         q = depth_rope(RMSNorm(name="q_norm")(q), depth, context.total_depth, config.depth_rope_base)
         k = depth_rope(RMSNorm(name="k_norm")(k), depth, context.total_depth, config.depth_rope_base)
         attended, cache = self.operations.depth_attention(q, k, v, cache, depth, tape)
-        return project.out(attended.reshape(flat.shape[0], -1), choice).reshape(x.shape), cache, counts
+        out = project.out(attended.reshape(flat.shape[0], -1), choice, maps_tape)
+        return out.reshape(x.shape), cache, counts

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from dreamer_jax.config.errors import UserError
 from dreamer_jax.config.schema import ModelConfig, Remat
+from dreamer_jax.model.attention_moe import start_tape, tape_gradients
 from dreamer_jax.model.mixture import Context, Layer
 from dreamer_jax.model.operations import XLA, Operations, resolve_operations
 from dreamer_jax.model.primitives import RMSNorm, embed, input_init
@@ -128,32 +129,38 @@ class Dreamer(nn.Module):
         return (x if config.recurrent else self.final_norm(x)), counts
 
     def _tape_rules(self, operations: Operations, cache: DepthCache | None, tokens: int) -> TapeRules:
-        """What goes on the tape of the backward pass: depth attention's part, and that of kernels for experts."""
-        config = self.config
-        gate_up = self.layer_params["expert_attention"]["gate_up"].shape
+        """What goes on the tape of the backward pass: depth attention's part, and the totals that kernels add to."""
+        config, params = self.config, self.layer_params
 
         def start():
             tape = {}
             if cache is not None:
                 tape["depth_attention"] = operations.depth_tape(cache, config.da_heads, config.da_head_size)
             if config.recurrent:
-                tape["expert_attention"] = operations.expert_tape(
-                    (tokens, config.experts_per_token), gate_up, config.dtype
-                )
+                selection = tokens, config.experts_per_token
+                gate_up = params["expert_attention"]["gate_up"].shape
+                tape["expert_attention"] = operations.expert_tape(selection, gate_up, config.dtype)
+                for name in _attentions(config):
+                    maps = params[f"{name}_attention"]["projections"]
+                    tape[f"{name}_projections"] = start_tape(operations, maps, tokens, config.dtype)
             return {name: part for name, part in tape.items() if part is not None}
 
-        expert = jax.eval_shape(start).get("expert_attention")
-        if expert is None:
-            return TapeRules(start)
-
         def settle(tape):
-            return {**tape, "expert_attention": operations.settle_tape(tape["expert_attention"])}
+            experts = {name: operations.settle_tape(part) for name, part in tape.items() if name == "expert_attention"}
+            return {**tape, **experts}
 
         def gradients(tape):
-            totals = tape["expert_attention"]
-            return {"expert_attention": {"gate_up": totals.gate_up, "down": totals.down}}
+            found = {}
+            if "expert_attention" in tape:
+                totals = tape["expert_attention"]
+                found["expert_attention"] = {"gate_up": totals.gate_up, "down": totals.down}
+            for name in _attentions(config):
+                if f"{name}_projections" in tape:
+                    found[f"{name}_attention"] = {"projections": tape_gradients(tape[f"{name}_projections"])}
+            return found
 
-        return TapeRules(start, settle, expert.depths, gradients)
+        expert = jax.eval_shape(start).get("expert_attention")
+        return TapeRules(start, settle, 1 if expert is None else expert.depths, gradients)
 
     def head(self, hidden: jax.Array) -> jax.Array:
         """[..., h] -> logits [..., V] float32."""
@@ -181,6 +188,10 @@ class Dreamer(nn.Module):
     def _init_bias(self) -> dict[str, jax.Array]:
         lead = () if self.config.recurrent else (self.config.depth,)
         return {name: jnp.zeros((*lead, size), jnp.float32) for name, size in router_sizes(self.config).items()}
+
+
+def _attentions(config: ModelConfig) -> tuple[str, ...]:
+    return ("sequence", "depth") if config.depth_attention else ("sequence",)
 
 
 def router_sizes(config: ModelConfig) -> dict[str, int]:

@@ -74,7 +74,7 @@ class Layer(nn.Module):
 
         def sa(x):
             out, counts["sequence_attention"] = sequence(
-                sequence_norm(x), depth, bias.get("sequence_attention"), context
+                sequence_norm(x), depth, bias.get("sequence_attention"), context, tape.get("sequence_projections")
             )
             return out
 
@@ -85,8 +85,9 @@ class Layer(nn.Module):
             assert cache is not None
             normed = RMSNorm(name="depth_norm")(x)
             attention = DepthAttention(config, operations, name="depth_attention")
+            tapes = tape.get("depth_attention"), tape.get("depth_projections")
             out, cache, counts["depth_attention"] = attention(
-                normed, depth, cache, bias.get("depth_attention"), context, tape.get("depth_attention")
+                normed, depth, cache, bias.get("depth_attention"), context, *tapes
             )
             return out
 

@@ -32,9 +32,11 @@ class Operations:
         expert_mlp: (x, indices, weights, gate_up, down) -> out.
         expert_linear: (x, index, score, routed, shared) -> out.
         depth_tape: (cache, heads, size) -> the empty tape of this depth attention.
-        expert_tape: ((T, k), shape of gate_up, dtype, depths=1) -> the empty tape of this expert_mlp, which then takes
-            it as `tape`; None if it has no tape.
+        expert_tape: ((T, k), shape of gate_up, dtype, depths=1, total=1) -> the empty tape of this expert_mlp, which
+            then takes it as `tape`; None if it has no tape.
         settle_tape: expert tape -> expert tape, see `pallas_kernels.expert_mlp.settle`.
+        linear_tape: (T, shape of routed, dtype) -> the empty tape of this expert_linear, which then takes it as `tape`:
+            totals of the gradient of `routed`; None if it has no tape.
     """
 
     sequence_attention: Callable[..., jax.Array]
@@ -44,6 +46,7 @@ class Operations:
     depth_tape: Callable[..., Any] = pallas_kernels.depth_attention.xla.start_tape
     expert_tape: Callable[..., Any] = lambda *_, **__: None
     settle_tape: Callable[..., Any] = pallas_kernels.expert_mlp.settle
+    linear_tape: Callable[..., Any] = lambda *_: None
 
 
 XLA = Operations(
@@ -70,6 +73,7 @@ PALLAS = Operations(
     pallas_kernels.attention_moe.expert_linear,
     pallas_kernels.depth_attention.start_tape,
     pallas_kernels.expert_mlp.start_tape,
+    linear_tape=pallas_kernels.attention_moe.start_tape,
 )
 """Kernels; each takes XLA for the shapes and platforms it has none for, with one log line that says why."""
 

@@ -1,5 +1,6 @@
 """Gradients of the depth scan against an unrolled Python loop under plain autodiff, for every parameter."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 from dreamer_jax.model import Dreamer
 from dreamer_jax.model.mixture import Context, Layer
-from dreamer_jax.model.operations import REFERENCE, Operations
+from dreamer_jax.model.operations import REFERENCE, XLA, Operations
 from dreamer_jax.model.primitives import rms_norm
 from pallas_kernels.depth_attention import DepthCache
 from tests.model.cases import (
@@ -48,11 +49,11 @@ def unrolled_loss(params, bias, config, operations=REFERENCE, depth=None):
     return cross_entropy(x @ params["head"].T, jnp.roll(tokens, -1, axis=1), jnp.asarray(REAL))
 
 
-def model_loss(params, bias, config, remat, depth=None):
+def model_loss(params, bias, config, remat, depth=None, operations=None):
     """The same loss through the model."""
     tokens = jnp.asarray(random_tokens(config))
     variables = {"params": params, "balancing": {"bias": bias}}
-    logits = Dreamer(config, remat=remat).apply(variables, tokens, SEGMENT_IDS, POSITIONS, depth).logits
+    logits = Dreamer(config, operations, remat).apply(variables, tokens, SEGMENT_IDS, POSITIONS, depth).logits
     return cross_entropy(logits, jnp.roll(tokens, -1, axis=1), jnp.asarray(REAL))
 
 
@@ -64,13 +65,21 @@ def unrolled_gradient(config, depth=None):
 
 
 @functools.cache
+def static_depth_gradient(config, remat):
+    """(loss, gradients) of the model at its trained depth."""
+    return jax.jit(jax.value_and_grad(functools.partial(model_loss, config=config, remat=remat)))(
+        *random_weights(config)
+    )
+
+
+@functools.cache
 def run_time_depth_gradient(config):
     """(params, bias, depth) -> (loss, gradients), one program for every depth."""
     return jax.jit(jax.value_and_grad(functools.partial(model_loss, config=config, remat="full")))
 
 
-def assert_same(actual, expected):
-    """Loss and every parameter's gradient to TOLERANCE."""
+def assert_same(actual, expected, tolerance=TOLERANCE):
+    """Loss and every parameter's gradient to a tolerance."""
     (loss, gradient), (expected_loss, expected_gradient) = actual, expected
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
     assert jax.tree.structure(gradient) == jax.tree.structure(expected_gradient)
@@ -78,23 +87,55 @@ def assert_same(actual, expected):
         name, got = jax.tree_util.keystr(path), functools.reduce(lambda tree, key: tree[key.key], path, gradient)
         largest = float(jnp.abs(wanted).max())
         assert largest > 0, f"{name} gets no gradient: the comparison would be empty"
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE * largest, err_msg=name)
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance * largest, err_msg=name)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_linear_memory_scan_equals_unrolled_loop(variant):
     """remat full, static depth: the hand-written backward pass, with the operations' own gradients inside."""
     config = small_config(variant)
-    gradient = jax.jit(jax.value_and_grad(functools.partial(model_loss, config=config, remat="full")))
-    assert_same(gradient(*random_weights(config)), unrolled_gradient(config))
+    assert_same(static_depth_gradient(config, "full"), unrolled_gradient(config))
 
 
 @pytest.mark.parametrize("variant", ["LA+DA", "DR+DA"])
 def test_plain_scan_equals_unrolled_loop(variant):
     """remat none."""
     config = small_config(variant)
-    gradient = jax.jit(jax.value_and_grad(functools.partial(model_loss, config=config, remat="none")))
-    assert_same(gradient(*random_weights(config)), unrolled_gradient(config))
+    assert_same(static_depth_gradient(config, "none"), unrolled_gradient(config))
+
+
+def test_remat_attention_gives_the_gradient_of_full():
+    """What is kept of a layer, and what is computed again from it, are what they were."""
+    config = small_config("DR+DA")
+    assert_same(static_depth_gradient(config, "attention"), static_depth_gradient(config, "full"), 1e-6)
+
+
+def taped_linear(x, index, score, routed, shared, tape=None):
+    """XLA.expert_linear as the kernel does it on a tape: the matrices get no gradient, the tape their totals."""
+
+    @jax.custom_vjp
+    def on_tape(x, score, tape):
+        return XLA.expert_linear(x, index, score, routed, shared)
+
+    def backward(residuals, d_out):
+        x, score, tape = residuals
+        vjp = jax.vjp(lambda x, score, routed: XLA.expert_linear(x, index, score, routed, shared), x, score, routed)[1]
+        d_x, d_score, d_routed = vjp(d_out)
+        return d_x, d_score, tape + d_routed
+
+    on_tape.defvjp(lambda x, score, tape: (on_tape(x, score, tape), (x, score, tape)), backward)
+    return on_tape(x, score, tape) if tape is not None else XLA.expert_linear(x, index, score, routed, shared)
+
+
+@pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=pytest.mark.slow)])
+def test_totals_of_the_attention_moes_on_the_tape(remat):
+    """The routed experts' gradients, and the shared one's, which is their sum, by way of the tape."""
+    config = small_config("DR+DA")
+    operations = dataclasses.replace(
+        XLA, expert_linear=taped_linear, linear_tape=lambda tokens, shape, dtype: jnp.zeros(shape)
+    )
+    loss = functools.partial(model_loss, config=config, remat=remat, operations=operations)
+    assert_same(jax.jit(jax.value_and_grad(loss))(*random_weights(config)), unrolled_gradient(config))
 
 
 @pytest.mark.parametrize("depth", [2, 3])
