@@ -19,6 +19,7 @@ class Generation:
         name: as people write it.
         cores: cores that share one kernel launch (megacore): a grid needs a parallel dimension of at least as many.
         vmem: bytes of vector memory a kernel may ask for on each core, some left for the compiler.
+        memory: bytes of HBM of a chip.
         depth_tokens, depth_slots: tokens and cache slots of a block of depth attention.
         depth_rows: tokens of a block that the inner loop holds in registers.
         sequence_block: queries and keys of a block of sequence attention.
@@ -29,6 +30,7 @@ class Generation:
     name: str
     cores: int
     vmem: int
+    memory: float = 0
     depth_tokens: int = 1024
     depth_slots: int = 4
     depth_rows: int = 128
@@ -38,10 +40,16 @@ class Generation:
 
 MIB = 1 << 20
 GENERATIONS = {
-    "v4": Generation("v4", cores=2, vmem=15 * MIB, depth_tokens=512),
-    "v5e": Generation("v5e", cores=1, vmem=100 * MIB),
-    "v5p": Generation("v5p", cores=2, vmem=56 * MIB),
-    "v6e": Generation("v6e", cores=1, vmem=100 * MIB, expert_rows=((0, 16), (24, 32), (48, 64), (96, 128), (512, 256))),
+    "v4": Generation("v4", cores=2, vmem=15 * MIB, memory=32e9, depth_tokens=512),
+    "v5e": Generation("v5e", cores=1, vmem=100 * MIB, memory=16e9),
+    "v5p": Generation("v5p", cores=2, vmem=56 * MIB, memory=95e9),
+    "v6e": Generation(
+        "v6e",
+        cores=1,
+        vmem=100 * MIB,
+        memory=32e9,
+        expert_rows=((0, 16), (24, 32), (48, 64), (96, 128), (512, 256)),
+    ),
 }
 INTERPRETED = Generation("interpreted", cores=2, vmem=1 << 40)
 

@@ -184,14 +184,17 @@ class TrainingConfig:
     """What every depth keeps for the backward pass. full: the residual stream alone; the layer is computed again (least
     memory). attention: also projections, attention outputs and the experts' gate and up; norms, routing and activations
     are computed again. none: everything; fastest where memory allows."""
-    gradient_depths: int = 1
+    gradient_depths: int = 0
     """Depths whose contributions to the expert weight gradients are kept aside and added in one pass, where a kernel
-    does it: less memory traffic, more memory. 1 adds at every depth. Always in float32."""
+    does it: less memory traffic, more memory. 1 adds at every depth, with the least memory. 0 chooses: as many, up to
+    8, as fit an eighth of the chip's memory, where that saves traffic. The sums are float32 always."""
     log_every: int = 10
     """Steps between two lines of metrics."""
 
     def __post_init__(self) -> None:
-        _require_positive(self, "training", allow_zero=("warmup_steps", "weight_decay", "beta1", "beta2"))
+        _require_positive(
+            self, "training", allow_zero=("warmup_steps", "weight_decay", "beta1", "beta2", "gradient_depths")
+        )
         _require(
             self.batch_size % self.microbatches == 0,
             "training.microbatches",

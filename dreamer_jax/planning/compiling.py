@@ -20,11 +20,13 @@ from dreamer_jax.config import Config, to_yaml
 from dreamer_jax.config.errors import UserError
 from dreamer_jax.parallel.chips import CUBES
 from dreamer_jax.planning.collectives import Collective
-from dreamer_jax.planning.memory import Buffer
+from dreamer_jax.planning.memory import Buffer, reserved_bytes
 from dreamer_jax.planning.topology import Topology, child_environment, parse_topology, require_libtpu
 
 TIMEOUT = 3600
 """Seconds after which a compilation is given up."""
+DUMP = "--xla_dump_to={folder}/dump --xla_dump_hlo_as_text --xla_dump_hlo_module_re=^jit_step"
+"""Has the compiler write down where it puts what."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Compiled:
         fits: whether the program fits the chip's HBM.
         message: the compiler's, when it doesn't fit.
         seconds: CPU seconds of tracing and of compiling.
-        memory: bytes a chip: arguments, outputs, aliased (outputs that lie in arguments), temp, code.
+        memory: bytes a chip: arguments, outputs, aliased (outputs that lie in arguments), temp, code; and
+            reported_temp, as `memory_analysis()` has it, see memory.py.
         collectives: of the program; None when its text could not be had.
         buffers: the largest values alive at the fullest moment.
         named_bytes: all values alive then, by the program's text.
@@ -80,11 +83,16 @@ def compile_step(config: Config, topology: Topology, keep_text: Path | None = No
         settings.write_text(to_yaml(config))
         command = [sys.executable, "-m", "dreamer_jax.planning.worker", str(settings), str(result)]
         command += [topology.name, str(topology.slices), str(keep_text or "")]
-        child = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=TIMEOUT)
+        environment = child_environment() | {"XLA_FLAGS": DUMP.format(folder=folder)}
+        child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
         told: dict[str, Any] = {}
         if result.exists():
             for line in result.read_text().splitlines():
                 told.update(json.loads(line))
+        for path in Path(folder).glob("dump/*after_optimizations-buffer-assignment.txt"):
+            reserved = reserved_bytes(path.read_text())
+            if reserved is not None and "memory" in told:
+                told["memory"]["temp"] = reserved
     if "user_error" in told:
         raise UserError(told["user_error"])
     if "error" in told:

@@ -1,7 +1,9 @@
 """Memory of a compiled step: the compiler's own totals, and which values are alive at the fullest moment.
 
-The totals are `memory_analysis()`'s, exact. The values are read from the scheduled program by following who is used
-last where; the compiler's assignment can place them a little better, so their sum may exceed its total.
+Arguments and results are `memory_analysis()`'s, exact. Temporaries are the one block that the compiler reserves for
+them in HBM, read from its buffer assignment: libtpu's `memory_analysis()` reports that block and, a second time, the
+part of it that it takes for fragmentation (a program whose temp so reported exceeds the chip may compile and fit). The
+values are read from the scheduled program by following who is used last where.
 """
 
 from __future__ import annotations
@@ -39,6 +41,12 @@ class Buffer:
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)
+
+
+def reserved_bytes(assignment: str) -> int | None:
+    """Bytes of HBM that a buffer assignment, as XLA dumps it, reserves for temporaries; None if it doesn't say."""
+    sizes = re.findall(r"^\s*allocation \d+: size (\d+), preallocated-temp", assignment, re.MULTILINE)
+    return sum(map(int, sizes)) if sizes else None
 
 
 def largest_buffers(program: Program, at_most: int = 12) -> list[Buffer]:

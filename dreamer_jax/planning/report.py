@@ -11,6 +11,7 @@ from dreamer_jax.config import Config
 from dreamer_jax.planning.compiling import Compiled
 from dreamer_jax.planning.roofline import Roofline
 from dreamer_jax.planning.topology import Topology
+from dreamer_jax.planning.work import gradient_depths
 
 Plan = dict[str, Any]
 GIB, MIB = 1 << 30, 1 << 20
@@ -24,7 +25,7 @@ def describe(config: Config, topology: Topology, compiled: Compiled | None, boun
         "topology": {"name": topology.name, "slices": topology.slices, "chips": topology.chips},
         "model": {"variant": model.variant, "depth": model.depth, "implementation": model.implementation},
         "mesh": {"slices": config.mesh.slices, "data": list(config.mesh.data), "expert": config.mesh.expert},
-        "settings": settings_of(config),
+        "settings": settings_of(config, topology),
         "tokens": {"step": tokens, "chip": tokens // topology.chips},
         "parameters": int(analytic.total(analytic.parameters(model))),
         "model_flops_per_token": analytic.training_flops(model, config.data.sequence_length)[0],
@@ -37,13 +38,13 @@ def describe(config: Config, topology: Topology, compiled: Compiled | None, boun
     return plan
 
 
-def settings_of(config: Config) -> dict[str, Any]:
+def settings_of(config: Config, topology: Topology) -> dict[str, Any]:
     """The settings of the training that a sweep varies, beside the mesh."""
     training = config.training
     return {
         "microbatches": training.microbatches,
         "remat": training.remat,
-        "gradient_depths": training.gradient_depths,
+        "gradient_depths": gradient_depths(config, topology.chip.name),
     }
 
 
@@ -114,6 +115,8 @@ def _compiled_blocks(plan: Plan) -> list[str]:
         rows = [[name, _gib(its["memory"][name])] for name in ("arguments", "outputs", "aliased", "temp", "code")]
         share = 100 * its["total_bytes"] / its["chip_bytes"]
         rows.append(["total", _gib(its["total_bytes"])])
+        if "reported_temp" in its["memory"]:
+            rows.append(["(temp as memory_analysis() counts it)", _gib(its["memory"]["reported_temp"])])
         text = table(["HBM of a chip, by the compiler", "GiB"], rows)
         blocks.append(f"{text}\n{share:.0f} % of the chip's {its['chip_bytes'] / GIB:.1f} GiB; CPU time: {times}")
     if not its["fits"]:

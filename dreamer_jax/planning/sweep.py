@@ -15,7 +15,7 @@ from dreamer_jax.config.schema import MeshConfig, Remat, TrainingConfig
 from dreamer_jax.planning.compiling import Compiled, compile_step
 from dreamer_jax.planning.roofline import Roofline, roofline
 from dreamer_jax.planning.topology import Topology
-from dreamer_jax.planning.work import blocks_of
+from dreamer_jax.planning.work import blocks_of, gradient_depths
 
 GRADIENT_DEPTHS = (1, 4, 8)
 MOST_EXPERTS = 16
@@ -130,7 +130,8 @@ def _estimate(config: Config, chip: str) -> float:
     h, size = model.hidden_size, model.expert_size
     more = room - 2 * blocks_of(config, chip).pairs / config.mesh.expert
     kept += more * 2 * size * model.depth * (training.remat != "full")
-    aside = training.gradient_depths * (3 * size + 2 * h) * room if training.gradient_depths > 1 else 0
+    depths = gradient_depths(config, chip)
+    aside = depths * (3 * size + 2 * h) * room if depths > 1 else 0
     state = 12 * whole / (config.mesh.size // config.mesh.slices)
     return state + 6 * own + kept + room * (4 * h + 5 * size) + aside
 

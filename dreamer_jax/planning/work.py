@@ -15,7 +15,7 @@ from dreamer_jax.budget import analytic
 from dreamer_jax.config import Config
 from dreamer_jax.config.schema import ModelConfig
 from dreamer_jax.training.loss import CHUNK_ELEMENTS, CHUNK_ROWS
-from pallas_kernels.expert_mlp.shapes import Tiles
+from pallas_kernels.expert_mlp.shapes import Tiles, depths_aside
 from pallas_kernels.tiles import GENERATIONS, Generation
 
 LANES = 128
@@ -125,6 +125,16 @@ def blocks_of(config: Config, chip: str) -> Blocks:
     return Blocks(block, rows / block + own / 2, pairs, pairs + own * (block - 1), passes)
 
 
+def gradient_depths(config: Config, chip: str) -> int:
+    """Depths whose rows are kept aside for the weight gradient on a chip of that name: as chosen, or the default."""
+    model, own = config.model, _own_experts(config)
+    if not model.recurrent:
+        return 1
+    rows = blocks_of(config, chip).buffer
+    sizes = own, model.expert_size, model.hidden_size, jnp.dtype(model.dtype)
+    return config.training.gradient_depths or depths_aside(rows, *sizes, model.depth, _target(chip))
+
+
 def _experts(config: Config, chip: str, again: Again) -> Iterator[Operation]:
     model, blocks = config.model, blocks_of(config, chip)
     h, size, own = model.hidden_size, model.expert_size, _own_experts(config)
@@ -140,12 +150,13 @@ def _experts(config: Config, chip: str, again: Again) -> Iterator[Operation]:
     forward = (used * h + room * h + weights * HALF) * (1 + again.products)
     yield Operation("experts: forward", products * (1 + again.products), forward + 2 * room * size)  # gate, up: once
     gradients = used * (h + 2 * size) + room * (h + 3 * size) + weights * HALF
-    if config.training.gradient_depths > 1:  # both kinds of rows are put aside
+    depths = gradient_depths(config, chip)
+    if depths > 1:  # both kinds of rows are put aside
         gradients += 3 * used * h
     yield Operation("experts: input gradients", products, gradients)
     totals = weights * FULL
     if model.recurrent:  # read and written, by as many depths at once as are kept aside
-        totals = weights * 2 * FULL / min(config.training.gradient_depths, model.depth)
+        totals = weights * 2 * FULL / min(depths, model.depth)
     yield Operation("experts: weight gradients", products, used * (2 * h + 3 * size * blocks.passes) + totals)
 
 

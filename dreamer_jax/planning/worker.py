@@ -98,6 +98,7 @@ def _compile(config: Config, name: str, slices: int, keep_text: str, tell) -> No
         "outputs": its.output_size_in_bytes,
         "aliased": its.alias_size_in_bytes,
         "temp": its.temp_size_in_bytes,
+        "reported_temp": its.temp_size_in_bytes,
         "code": its.generated_code_size_in_bytes,
     }
     tell(fits=True, seconds=seconds, memory=memory)

@@ -113,7 +113,8 @@ def make_loss_and_gradient(config: Config, mesh: Mesh) -> Callable[..., Any]:
 
 def _operations(config: Config, mesh: Mesh) -> Operations:
     operations = resolve_operations(config.model.implementation)
-    expert_tape = functools.partial(operations.expert_tape, depths=config.training.gradient_depths)
+    depths = config.training.gradient_depths
+    expert_tape = functools.partial(operations.expert_tape, depths=depths, total=config.model.depth)
     operations = dataclasses.replace(operations, expert_tape=expert_tape)
     if mesh.shape[EXPERT] == 1:
         return operations

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels import tiles
 from pallas_kernels.dispatch.api import Dispatch, blocks_of, plan_blocks, plan_dispatch
 from pallas_kernels.expert_mlp import tpu, xla
-from pallas_kernels.expert_mlp.shapes import Tiles, unsupported
+from pallas_kernels.expert_mlp.shapes import Tiles, depths_aside, unsupported
 from pallas_kernels.expert_mlp.tape import Tape
 from pallas_kernels.fallback import no_kernels_here, say_once
 from pallas_kernels.kept import keep
@@ -52,7 +52,9 @@ def expert_mlp(
     return _expert_mlp(x, jnp.where(indices < experts, weights, 0), gate_up, down, plan, tape)
 
 
-def start_tape(indices: tuple[int, ...], gate_up: tuple[int, ...], dtype: jnp.dtype, depths: int = 1) -> Tape | None:
+def start_tape(
+    indices: tuple[int, ...], gate_up: tuple[int, ...], dtype: jnp.dtype, depths: int = 1, total: int = 1
+) -> Tape | None:
     """The empty tape for the backward pass of a depth scan; None where no kernel runs, and autodiff must do.
 
     Args:
@@ -61,14 +63,17 @@ def start_tape(indices: tuple[int, ...], gate_up: tuple[int, ...], dtype: jnp.dt
         dtype: compute dtype.
         depths: depths whose rows are kept aside and added to the totals in one pass; 1 adds at every depth and keeps
             none. A depth kept costs about (3F + 2h) T k elements of memory and saves 24 E F h (1 - 1 / depths) bytes
-            of traffic.
+            of traffic. 0 chooses, see `shapes.depths_aside`.
+        total: L, for that choice.
     """
     if _no_kernel(indices, gate_up, dtype):
         return None
     pairs, experts = indices[0] * indices[1], gate_up[0]
     chosen = _tiles(pairs, gate_up, dtype)
     blocks = plan_blocks(pairs, experts, chosen.block, multiple=_target().cores)
-    return Tape.empty(gate_up, chosen, depths, blocks * chosen.block, dtype)
+    rows = blocks * chosen.block
+    depths = depths or depths_aside(rows, experts, gate_up[1] // 2, gate_up[2], dtype, total, _target())
+    return Tape.empty(gate_up, chosen, depths, rows, dtype)
 
 
 def settle(tape: Tape) -> Tape:

@@ -16,7 +16,7 @@ from dreamer_jax.planning import sweep as sweeping
 from dreamer_jax.planning import table as tables
 from dreamer_jax.planning.collectives import Collective
 from dreamer_jax.planning.compiling import Compiled
-from dreamer_jax.planning.memory import Buffer
+from dreamer_jax.planning.memory import Buffer, reserved_bytes
 from dreamer_jax.planning.report import describe, render, render_sweep
 from dreamer_jax.planning.roofline import roofline
 from dreamer_jax.planning.topology import parse_topology
@@ -98,6 +98,18 @@ def test_a_plan_that_fits_names_memory_collectives_and_bound():
     assert "119 rows an expert" in text
     assert "bound, not a prediction" in text and "MFU" in text and "tokens/s a chip" in text
     assert "cost_analysis" not in json.dumps(planned(FITS)) and "optimal_seconds" not in json.dumps(planned(FITS))
+
+
+def test_temporaries_are_what_the_buffer_assignment_reserves():
+    """One block in HBM; other memory spaces have blocks of their own, and arguments aren't temporary."""
+    text = """BufferAssignment:
+allocation 0: size 4096, parameter 1, shape |f32[1024]| at ShapeIndex {}, maybe-live-out:
+allocation 1: size 17757127136, preallocated-temp:
+ value: <7 x @0> (size=4096,offset=0): f32[1024]{0:T(1024)}
+allocation 2: size 66232832, color 1, preallocated-temp:
+"""
+    assert reserved_bytes(text) == 17757127136
+    assert reserved_bytes("") is None
 
 
 def test_a_plan_that_does_not_fit_names_buffers_and_what_to_change():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
 import pytest
 
 from dreamer_jax.budget import analytic
@@ -15,7 +16,9 @@ from dreamer_jax.planning.collectives import Collective
 from dreamer_jax.planning.roofline import roofline
 from dreamer_jax.planning.topology import parse_topology
 from dreamer_jax.planning.torus import Wires
-from dreamer_jax.planning.work import operations, rows_per_expert, share_of_tiles
+from dreamer_jax.planning.work import blocks_of, gradient_depths, operations, rows_per_expert, share_of_tiles
+from pallas_kernels.expert_mlp.shapes import depths_aside
+from pallas_kernels.tiles import GENERATIONS
 
 V5P, V5E = parse_topology("v5p:4x4x4"), parse_topology("v5e:16x16")
 WIDE = ModelConfig(
@@ -80,11 +83,29 @@ def test_what_is_kept_saves_what_is_computed_again():
 
 def test_gradient_depths_share_the_totals_traffic():
     totals = 4 * 3 * 1024**2 * 8 * 4  # of E experts of 3hF, read and written in float32 at 4 depths
-    each = one(operations(config(), "v5p"), "experts: weight gradients").bytes
+    each = one(operations(config(gradient_depths=1), "v5p"), "experts: weight gradients").bytes
     shared = one(operations(config(gradient_depths=4), "v5p"), "experts: weight gradients").bytes
     assert each - shared == totals * 3 / 4
     more_than_there_are = one(operations(config(gradient_depths=64), "v5p"), "experts: weight gradients").bytes
     assert more_than_there_are == shared
+
+
+def test_gradient_depths_by_default_fit_an_eighth_of_the_chip():
+    """A power of two, at most 8 and the model's depth; 1 where more rows are moved than totals are saved."""
+    sizes = (4, 1024, 1024, jnp.bfloat16)  # rows of 10 KiB; totals are worth moving 16,384 (1 - 1 / n) of them
+    for memory, rows, depth, expected in (
+        (95e9, 8000, 32, 8),
+        (95e9, 8000, 6, 4),
+        (95e9, 8193, 2, 1),  # sharing them between two depths would save less
+        (8 * 10240 * 4 * 8000, 8000, 32, 4),
+        (8 * 10240 * 4 * 8000 - 1, 8000, 32, 2),
+        (0, 8000, 32, 1),
+    ):
+        target = dataclasses.replace(GENERATIONS["v5p"], memory=memory)
+        assert depths_aside(rows, *sizes, depth, target) == expected
+    assert gradient_depths(config(gradient_depths=3), "v5p") == 3
+    rows = blocks_of(config(), "v5p").buffer
+    assert gradient_depths(config(), "v5p") == depths_aside(rows, *sizes, 4, GENERATIONS["v5p"])
 
 
 def test_expert_parallelism_gathers_rows_and_sends_tokens():
