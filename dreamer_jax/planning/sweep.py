@@ -21,7 +21,7 @@ GRADIENT_DEPTHS = (1, 4, 8)
 MOST_EXPERTS = 16
 """Largest expert axis that is tried."""
 HOPELESS = 1.15
-"""Of a chip's memory: candidates whose estimate is more come last. Compiled steps took an eighth less than estimated."""
+"""Of a chip's memory: candidates whose estimate is more come last. Compiled steps took an eighth less than that."""
 
 
 @dataclass(frozen=True)
