@@ -20,8 +20,8 @@ class Generation:
         cores: cores that share one kernel launch (megacore): a grid needs a parallel dimension of at least as many.
         vmem: bytes of vector memory a kernel may ask for on each core, some left for the compiler.
         memory: bytes of HBM of a chip.
-        depth_tokens, depth_slots: tokens and cache slots of a block of depth attention.
-        depth_rows: tokens of a block that the inner loop holds in registers.
+        depth_slots: cache slots of a block of depth attention.
+        depth_forward, depth_backward: tokens of such a block, and those of them that the inner loop works on at once.
         sequence_block: queries and keys of a block of sequence attention.
         expert_rows: (mean rows an expert gets, rows of a block) in ascending order: the last one that is reached
             counts. A block belongs to one expert; larger ones fill the matrix unit better and waste more padding.
@@ -31,16 +31,16 @@ class Generation:
     cores: int
     vmem: int
     memory: float = 0
-    depth_tokens: int = 1024
     depth_slots: int = 4
-    depth_rows: int = 128
+    depth_forward: tuple[int, int] = (1024, 128)
+    depth_backward: tuple[int, int] = (1024, 128)
     sequence_block: int = 512
     expert_rows: tuple[tuple[int, int], ...] = ((0, 16), (24, 32), (48, 64), (96, 128), (768, 256))
 
 
 MIB = 1 << 20
 GENERATIONS = {
-    "v4": Generation("v4", cores=2, vmem=15 * MIB, memory=32e9, depth_tokens=512),
+    "v4": Generation("v4", cores=2, vmem=15 * MIB, memory=32e9, depth_forward=(1024, 256), depth_backward=(512, 128)),
     "v5e": Generation("v5e", cores=1, vmem=100 * MIB, memory=16e9),
     "v5p": Generation("v5p", cores=2, vmem=56 * MIB, memory=95e9),
     "v6e": Generation(

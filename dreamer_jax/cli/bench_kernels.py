@@ -32,7 +32,7 @@ def run(arguments: list[str]) -> int:
         rows = kernels.predict(parse_topology(options.topology), options.match, say)
     else:
         rows = kernels.measure(options.match, options.repeats, say)
-    print(json.dumps(rows, indent=2) if options.json else "\n".join(_lines(rows)))
+    print(json.dumps(rows, indent=2) if options.json else "\n".join([*_lines(rows), *_notes(rows)]))
     return 0
 
 
@@ -50,6 +50,18 @@ def _lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
+def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each row that has more to say, below the table."""
+    notes = []
+    for row in rows:
+        texts = [f"{name} {value:.3g}" for name, value in row.get("figures", {}).items()]
+        if "xla_error" in row:
+            texts.append(f"XLA: {row['xla_error']}")
+        if texts:
+            notes.append(f"{row['name']}, {row['shape']}: {'; '.join(texts)}")
+    return notes
+
+
 def _cells(row: dict[str, Any]) -> list[str]:
     def milliseconds(key: str) -> str:
         return f"{1e3 * row[key]:.3f}" if key in row else ""
@@ -64,6 +76,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
         milliseconds("roofline_seconds"),
         ratio,
         milliseconds("xla_seconds"),
-        f"{row['xla_seconds'] / row['seconds']:.2f}",
+        f"{row['xla_seconds'] / row['seconds']:.2f}" if "xla_seconds" in row else "",
         f"{row['temporary'] / 2**20:.1f}" if "temporary" in row else "",
     ]

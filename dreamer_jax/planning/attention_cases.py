@@ -30,12 +30,13 @@ def attention_cases() -> list[Case]:
 
 
 def _depth_arguments(slots: int, heads: int, kv_heads: int, key: jax.Array):
+    """q, k, v with their heads side by side, as projections leave them and kernels take them; the cache."""
     keys = jax.random.split(key, 5)
 
     def normal(n, *shape):
         return jax.random.normal(keys[n], shape, jnp.bfloat16)
 
-    rows = [normal(n, TOKENS, count, SIZE) for n, count in enumerate((heads, kv_heads, kv_heads))]
+    rows = [normal(n, TOKENS, count * SIZE) for n, count in enumerate((heads, kv_heads, kv_heads))]
     return (*rows, DepthCache(*(normal(n, slots, TOKENS, kv_heads * SIZE) for n in (3, 4))))
 
 
@@ -46,26 +47,13 @@ def _depth_name(slots: int, heads: int, kv_heads: int) -> str:
 def _depth_forward(slots: int, heads: int, kv_heads: int) -> Case:
     def launches(read: Read, target: Generation) -> list[Launch]:
         schedule = read("depth_attention_forward")
-        tiles, blocks = _tiles(slots, kv_heads, target)
-        start, whole, single = schedule.leaves
-        grid = schedule.loops[0]
-
-        def one(depth: int) -> Launch:
-            steps = max(1, -(-depth // blocks.slots))
-            rows = blocks.tokens // blocks.rows
-            inner = start.bundles + depth // blocks.slots * whole.bundles + depth % blocks.slots * single.bundles
-            bundles = tiles * (steps * (grid.own - grid.optional) + grid.optional + rows * inner)
-            fetched = steps * blocks.slots - depth  # slots of the last block that aren't wanted
-            extra = TOKENS * BFLOAT16 * SIZE * 2 * kv_heads * fetched
-            return Launch(bundles, _forward_bytes(slots, heads, kv_heads, depth) + extra + 4 * heads * TOKENS)
-
-        return [one(depth) for depth in range(slots)]
+        return [_forward_launch(schedule, slots, heads, kv_heads, depth, target) for depth in range(slots)]
 
     return Case(
         "depth_attention forward",
         _depth_name(slots, heads, kv_heads),
         lambda key: _depth_arguments(slots, heads, kv_heads, key),
-        depth_attention.depth_attention,
+        _kernel_forward,
         _plain_forward,
         launches,
         flops=0,  # none on the matrix unit
@@ -84,7 +72,7 @@ def _depth_backward(slots: int, heads: int, kv_heads: int) -> Case:
 
     def gradient(q, k, v, cache, d_out, tape, depth):
         def attend(q, k, v, tape):
-            return depth_attention.depth_attention(q, k, v, cache, depth, tape)[0]
+            return _kernel_forward(q, k, v, cache, depth, tape)[0]
 
         *rows, tape = jax.vjp(attend, q, k, v, tape)[1](d_out)
         return rows, tape
@@ -95,7 +83,7 @@ def _depth_backward(slots: int, heads: int, kv_heads: int) -> Case:
             launch
             for depth in range(slots)
             for launch in (
-                _recompute_launch(recompute, slots, heads, kv_heads, depth, target),
+                _forward_launch(recompute, slots, heads, kv_heads, depth, target, write=False),
                 _pull_launch(pull, slots, heads, kv_heads, depth, target),
             )
         ]
@@ -120,20 +108,26 @@ def _depth_backward(slots: int, heads: int, kv_heads: int) -> Case:
     )
 
 
+def _kernel_forward(q, k, v, cache, depth, tape=None):
+    queries, keys, values = (rows.reshape(TOKENS, -1, SIZE) for rows in (q, k, v))
+    out, cache = depth_attention.depth_attention(queries, keys, values, cache, depth, tape)
+    return out.reshape(q.shape), cache
+
+
 def _plain(q: jax.Array, keys: jax.Array, values: jax.Array, depth: jax.Array) -> jax.Array:
     """What XLA makes best of on a TPU: multiply and reduce over [L, T, d], head by head; reads all slots."""
-    group = q.shape[1] * SIZE // keys.shape[-1]
+    group = q.shape[1] // keys.shape[-1]
     visible = (jnp.arange(keys.shape[0]) <= depth)[:, None]
 
     def head(n):
         k, v = (
             slots[:, :, n // group * SIZE : (n // group + 1) * SIZE].astype(jnp.float32) for slots in (keys, values)
         )
-        logits = jnp.sum(q[:, n].astype(jnp.float32) * k, axis=-1) * SIZE**-0.5
+        logits = jnp.sum(q[:, n * SIZE : (n + 1) * SIZE].astype(jnp.float32) * k, axis=-1) * SIZE**-0.5
         weights = jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), axis=0)
         return jnp.sum(weights[..., None] * v, axis=0).astype(q.dtype)
 
-    return jnp.stack([head(n) for n in range(q.shape[1])], axis=1)
+    return jnp.concatenate([head(n) for n in range(q.shape[1] // SIZE)], axis=1)
 
 
 def _plain_forward(q, k, v, cache, depth):
@@ -150,18 +144,21 @@ def _plain_gradient(q, k, v, cache, d_out, tape, depth):
     return (out, d_q), jax.tree.map(lambda total, d: total + d.astype(jnp.float32), totals, DepthCache(*d_cache))
 
 
-def _recompute_launch(schedule: Schedule, slots: int, heads: int, kv_heads: int, depth: int, target: Generation):
+def _forward_launch(
+    schedule: Schedule, slots: int, heads: int, kv_heads: int, depth: int, target: Generation, write: bool = True
+) -> Launch:
+    """Of the forward kernel that fills the new slot, or of the one that recomputes and returns logarithms instead."""
     tiles, blocks = _tiles(slots, kv_heads, target)
     start, whole, single = schedule.leaves
     grid, steps = schedule.loops[0], max(1, -(-depth // blocks.slots))
     inner = start.bundles + depth // blocks.slots * whole.bundles + depth % blocks.slots * single.bundles
     bundles = tiles * (steps * (grid.own - grid.optional) + grid.optional + blocks.tokens // blocks.rows * inner)
-    moved = 2 * (heads + kv_heads) + 2 * kv_heads * steps * blocks.slots
-    return Launch(bundles, TOKENS * SIZE * BFLOAT16 * moved + 4 * heads * TOKENS)
+    rows = 2 * heads + 2 * kv_heads * (steps * blocks.slots + (2 if write else 1))  # q, out; slots; k, v in (and out)
+    return Launch(bundles, TOKENS * SIZE * BFLOAT16 * rows + (0 if write else 4 * heads * TOKENS))
 
 
 def _pull_launch(schedule: Schedule, slots: int, heads: int, kv_heads: int, depth: int, target: Generation) -> Launch:
-    tiles, blocks = _tiles(slots, kv_heads, target)
+    tiles, blocks = _tiles(slots, kv_heads, target, backward=True)
     start, below_whole, below_single, above_whole, above_single = schedule.leaves
     grid, size = schedule.loops[0], blocks.slots
     below, first_above = -(-depth // size), (depth + 1) // size
@@ -182,10 +179,10 @@ def _pull_launch(schedule: Schedule, slots: int, heads: int, kv_heads: int, dept
     return Launch(bundles, least + 2 * TOKENS * SIZE * BFLOAT16 * unwanted + statistics)
 
 
-def _tiles(slots: int, kv_heads: int, target: Generation) -> tuple[int, Blocks]:
+def _tiles(slots: int, kv_heads: int, target: Generation, backward: bool = False) -> tuple[int, Blocks]:
     """(token tiles, times key heads) of a core, and the blocks."""
     row = jax.ShapeDtypeStruct((slots, TOKENS, kv_heads * SIZE), jnp.bfloat16)
-    blocks = Blocks.of(DepthCache(row, row), target)  # type: ignore[arg-type]
+    blocks = Blocks.of(DepthCache(row, row), target, backward)  # type: ignore[arg-type]
     return math.ceil(TOKENS // blocks.tokens * kv_heads / target.cores), blocks
 
 

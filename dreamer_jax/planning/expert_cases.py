@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -11,6 +12,7 @@ from dreamer_jax.planning.kernel_case import Case, Launch
 from dreamer_jax.planning.schedule import Schedule
 from pallas_kernels import attention_moe, tiles
 from pallas_kernels.attention_moe import tpu as linear
+from pallas_kernels.dispatch import tpu as dispatch
 from pallas_kernels.dispatch.accumulate import accumulate, visits_of
 from pallas_kernels.dispatch.api import Dispatch, plan_blocks, plan_dispatch
 from pallas_kernels.expert_mlp import shapes, start_tape, tpu
@@ -29,9 +31,10 @@ Read = Callable[[str], Schedule]
 
 
 def expert_cases() -> list[Case]:
-    """Forward and gradient of the expert MLP and of the linear experts."""
+    """Forward and gradient of the expert MLP and of the linear experts; the counting sort."""
     mlp = [make(*shape) for make in (_forward, _gradient) for shape in PAPER]
-    return [*mlp, *(make(*shape) for make in (_linear_forward, _linear_gradient) for shape in LINEAR)]
+    linear = [make(*shape) for make in (_linear_forward, _linear_gradient) for shape in LINEAR]
+    return [*mlp, *linear, *map(_counting_sort, (537, 1097))]
 
 
 def expected_blocks(pairs: int, experts: int, block: int) -> float:
@@ -39,7 +42,8 @@ def expected_blocks(pairs: int, experts: int, block: int) -> float:
     return pairs / block + experts / 2
 
 
-def _normal(key: jax.Array, *shape: int) -> jax.Array:
+def normal(key: jax.Array, *shape: int) -> jax.Array:
+    """Bfloat16, a tenth of a standard normal."""
     return jax.random.normal(key, shape, jnp.bfloat16) * 0.1
 
 
@@ -63,8 +67,8 @@ def _mlp_arguments(experts: int, size: int, key: jax.Array):
     block = _mlp_tiles(experts, size, _target()).block
     blocks = plan_blocks(PAIRS, experts, block, _target().cores)
     plan = _plan(keys[3], TOKENS, CHOICES, experts, block)
-    rows, matrices = _normal(keys[0], blocks * block, HIDDEN), _normal(keys[1], experts, 2 * size, HIDDEN)
-    return rows, matrices, _normal(keys[2], experts, size, HIDDEN), plan
+    rows, matrices = normal(keys[0], blocks * block, HIDDEN), normal(keys[1], experts, 2 * size, HIDDEN)
+    return rows, matrices, normal(keys[2], experts, size, HIDDEN), plan
 
 
 def _forward(experts: int, size: int) -> Case:
@@ -80,7 +84,7 @@ def _forward(experts: int, size: int) -> Case:
         f"M={PAIRS} h={HIDDEN} E={experts} F={size}",
         lambda key: _mlp_arguments(experts, size, key),
         kernel,
-        lambda rows, gate_up, down, plan, step: _ragged(rows, gate_up, down, _sizes(plan, rows)),
+        lambda rows, gate_up, down, plan, step: ragged_experts(rows, gate_up, down, _sizes(plan, rows)),
         launches,
         flops=6 * PAIRS * HIDDEN * size,
         least_bytes=shapes.forward_bytes(PAIRS, experts, size, HIDDEN),
@@ -90,55 +94,22 @@ def _forward(experts: int, size: int) -> Case:
 def _gradient(experts: int, size: int) -> Case:
     """DEPTHS depths of the backward scan on a tape: recomputed forward pass, input gradient, weight gradient.
 
-    They share one pass over the gradient's totals, but for a chip whose memory can't hold their rows.
+    As many of them share one pass over the gradient's totals as training takes unless told otherwise.
     """
 
     def arguments(key):
         rows, gate_up, down, plan = _mlp_arguments(experts, size, key)
         shape = (TOKENS, CHOICES), gate_up.shape, rows.dtype
-        return rows, gate_up, down, plan, start_tape(*shape, depths=_sharing(_target()))
-
-    def kernel(rows, gate_up, down, plan, tape, step):
-        del step
-
-        def depth(_, carry):
-            d_rows, tape = carry
-            values, kept = tpu.forward(rows, gate_up, down, plan, keep=True, target=_target())
-            ones = (plan.source < PAIRS).astype(jnp.float32)
-            d_x, _, factors, *aside = tpu.input_gradient(
-                d_rows, kept, ones, gate_up, down, plan, tape.rows, rows, target=_target()
-            )
-            if tape.rows is None:
-                tape = tape.add(factors, rows, d_rows, plan.num_blocks[None], _target())
-            else:
-                tape = tape.keep(factors, *aside, plan.num_blocks)
-            return d_x + values, tape
-
-        d_rows, tape = jax.lax.fori_loop(0, DEPTHS, depth, (rows, tape))
-        return d_rows, settle(tape)
-
-    def xla(rows, gate_up, down, plan, tape, step):
-        del step
-        sizes = _sizes(plan, rows)
-
-        def depth(_, carry):
-            d_rows, totals = carry
-            values, vjp = jax.vjp(lambda x, gate_up, down: _ragged(x, gate_up, down, sizes), rows, gate_up, down)
-            d_x, *own = vjp(d_rows)
-            return d_x + values, [total + d.astype(jnp.float32) for total, d in zip(totals, own, strict=True)]
-
-        carry = (rows, [tape.gate_up, tape.down])
-        for n in range(DEPTHS):  # not a loop: its body would be counted once
-            carry = depth(n, carry)
-        return carry
+        return rows, gate_up, down, plan, start_tape(*shape, depths=_sharing(experts, size, _target()))
 
     def launches(read: Read, target: Generation) -> list[Launch]:
         forward, inward, outward = (
             read(name) for name in ("expert_mlp_forward", "expert_mlp_input_gradient", "expert_weight_gradient")
         )
+        aside = 5 * HIDDEN + 5 * size if _sharing(experts, size, target) > 1 else 2 * HIDDEN + 5 * size
         each = [
             _mlp_launch(forward, experts, size, target, 2 * HIDDEN + 2 * size),
-            _mlp_launch(inward, experts, size, target, 5 * HIDDEN + 5 * size),
+            _mlp_launch(inward, experts, size, target, aside),
         ]
         return [*each * DEPTHS, _weight_launch(outward, experts, size, target)]
 
@@ -146,13 +117,77 @@ def _gradient(experts: int, size: int) -> Case:
         "expert_mlp gradient",
         f"M={PAIRS} h={HIDDEN} E={experts} F={size}, {DEPTHS} depths",
         arguments,
-        kernel,
-        xla,
+        _mlp_depths,
+        _ragged_depths,
         launches,
         flops=3 * DEPTHS * 6 * PAIRS * HIDDEN * size,
         least_bytes=DEPTHS * (2 * shapes.forward_bytes(PAIRS, experts, size, HIDDEN))
         + DEPTHS * shapes.weight_gradient_bytes(PAIRS, experts, size, HIDDEN, DEPTHS),
         carried=4,
+        figures=lambda target: _weight_figures(experts, size, target),
+    )
+
+
+def _mlp_depths(rows, gate_up, down, plan, tape, step):
+    """DEPTHS depths, the tape settled after as many as it has room for."""
+    del step
+
+    def depth(_, carry):
+        d_rows, tape = carry
+        values, kept = tpu.forward(rows, gate_up, down, plan, keep=True, target=_target())
+        ones = (plan.source < PAIRS).astype(jnp.float32)
+        backward = functools.partial(tpu.input_gradient, target=_target())
+        if tape.rows is None:
+            d_x, _, factors = backward(d_rows, kept, ones, gate_up, down, plan, None, 0)
+            tape = tape.add(factors, rows, d_rows, plan.num_blocks[None], _target())
+        else:  # training fetches the rows to where they are kept; here they are copied there
+            factors, x_aside, d_aside, _, depth = tape.rows
+            first = depth.astype(jnp.int32) * plan.source.size
+            x_aside = jax.lax.dynamic_update_slice_in_dim(x_aside, rows, first, 0)
+            d_aside = jax.lax.dynamic_update_slice_in_dim(d_aside, d_rows, first, 0)
+            place = factors, first // plan.source.shape[1]
+            d_x, _, factors = backward(d_aside, kept, ones, gate_up, down, plan, *place)
+            tape = tape.keep(factors, x_aside, d_aside, plan.num_blocks)
+        return d_x + values, tape
+
+    def until_settled(_, carry):
+        d_rows, tape = jax.lax.fori_loop(0, carry[1].depths, depth, carry)
+        return d_rows, settle(tape)
+
+    return jax.lax.fori_loop(0, DEPTHS // tape.depths, until_settled, (rows, tape))
+
+
+def _ragged_depths(rows, gate_up, down, plan, tape, step):
+    """The same by XLA's grouped products, differentiated; not in a loop, whose body would be counted once."""
+    del step
+    sizes = _sizes(plan, rows)
+    d_rows, totals = rows, [tape.gate_up, tape.down]
+    for _ in range(DEPTHS):
+        values, vjp = jax.vjp(lambda x, gate_up, down: ragged_experts(x, gate_up, down, sizes), rows, gate_up, down)
+        d_x, *own = vjp(d_rows)
+        d_rows, totals = d_x + values, [total + d.astype(jnp.float32) for total, d in zip(totals, own, strict=True)]
+    return d_rows, totals
+
+
+def _counting_sort(experts: int) -> Case:
+    """The slots of all (token, choice) pairs, sorted by expert."""
+
+    def arguments(key):
+        return jax.random.randint(key, (PAIRS,), 0, experts), jnp.zeros(experts, jnp.int32)
+
+    def launches(read: Read, target: Generation) -> list[Launch]:
+        steps = PAIRS / (dispatch.CHUNK * dispatch.CHUNKS)  # of each core, for its share of the experts
+        return [Launch(steps * read("dispatch_slots").loops[0].bundles, 4 * PAIRS * 2 * target.cores)]
+
+    return Case(
+        "dispatch slots",
+        f"M={PAIRS} E={experts}",
+        arguments,
+        lambda expert, first_slot, step: dispatch.slots(expert, first_slot, target=_target()),
+        None,
+        launches,
+        flops=0,
+        least_bytes=8 * PAIRS,
     )
 
 
@@ -165,16 +200,31 @@ def _mlp_launch(schedule: Schedule, experts: int, size: int, target: Generation,
 
 
 def _weight_launch(schedule: Schedule, experts: int, size: int, target: Generation) -> Launch:
-    chosen = _mlp_tiles(experts, size, target)
+    chosen, sharing = _mlp_tiles(experts, size, target), _sharing(experts, size, target)
     used, passes = DEPTHS * expected_blocks(PAIRS, experts, chosen.block), HIDDEN // chosen.columns
-    rows, sharing = int(used * chosen.block), _sharing(target) / DEPTHS
-    moved = shapes.weight_gradient_bytes(rows, experts, size, HIDDEN, sharing, passes)
+    moved = shapes.weight_gradient_bytes(int(used * chosen.block), experts, size, HIDDEN, sharing / DEPTHS, passes)
     return Launch(used * passes / target.cores * schedule.loops[0].bundles, moved)
 
 
-def _sharing(target: Generation) -> int:
-    """Depths that share one pass over the totals."""
-    return 1 if target.name == "v5e" else DEPTHS
+def _weight_figures(experts: int, size: int, target: Generation) -> dict[str, float]:
+    """The weight gradient's traffic, and what differentiating a scan over depths would move instead."""
+    chosen, sharing = _mlp_tiles(experts, size, target), _sharing(experts, size, target)
+    rows = int(expected_blocks(PAIRS, experts, chosen.block) * chosen.block)
+    ours = shapes.weight_gradient_bytes(rows, experts, size, HIDDEN, sharing, HIDDEN // chosen.columns)
+    theirs = shapes.autodiff_weight_gradient_bytes(PAIRS, experts, size, HIDDEN)
+    return {
+        "depths that share a pass over the totals": sharing,
+        "GB the weight gradient moves a depth": ours / 1e9,
+        "by autodiff": theirs / 1e9,
+        "ratio": ours / theirs,
+    }
+
+
+def _sharing(experts: int, size: int, target: Generation) -> int:
+    """Depths that share one pass over the totals by default, at most DEPTHS."""
+    block = _mlp_tiles(experts, size, target).block
+    rows = plan_blocks(PAIRS, experts, block, target.cores) * block
+    return min(DEPTHS, shapes.depths_aside(rows, size, HIDDEN, jnp.dtype("bfloat16"), DEPTHS, target))
 
 
 def _sizes(plan: Dispatch, rows: jax.Array) -> jax.Array:
@@ -183,8 +233,8 @@ def _sizes(plan: Dispatch, rows: jax.Array) -> jax.Array:
     return sizes.at[-1].add(rows.shape[0] - jnp.sum(sizes))
 
 
-def _ragged(rows, gate_up, down, sizes):
-    """XLA's grouped products, with the matrices as they are stored."""
+def ragged_experts(rows: jax.Array, gate_up: jax.Array, down: jax.Array, sizes: jax.Array) -> jax.Array:
+    """XLA's grouped products, with the matrices as they are stored: rows sorted by expert, `sizes` [E] of each."""
     dimensions = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
     gate, up = jnp.split(jax.lax.ragged_dot_general(rows, gate_up, sizes, dimensions), 2, axis=1)
     return jax.lax.ragged_dot(jax.nn.silu(gate) * up, down, sizes)
@@ -200,8 +250,8 @@ def _linear_arguments(experts: int, inward: int, outward: int, key: jax.Array):
     keys = jax.random.split(key, 4)
     block = _linear_tiles(experts, inward, outward, _target()).block
     plan = _plan(keys[0], TOKENS, 1, experts, block)
-    rows = _normal(keys[1], plan.source.size, inward)
-    return rows, _normal(keys[2], experts, inward, outward), _normal(keys[3], inward, outward), plan
+    rows = normal(keys[1], plan.source.size, inward)
+    return rows, normal(keys[2], experts, inward, outward), normal(keys[3], inward, outward), plan
 
 
 def _linear_launch(schedule: Schedule, experts: int, block: int, target: Generation, tiles: int, moved: float):
@@ -242,7 +292,7 @@ def _linear_gradient(experts: int, inward: int, outward: int) -> Case:
 
     def arguments(key):
         rows, routed, shared, plan = _linear_arguments(experts, inward, outward, key)
-        d_rows = _normal(key, rows.shape[0], outward)
+        d_rows = normal(key, rows.shape[0], outward)
         return rows, d_rows, routed, shared, plan, jnp.zeros((experts, 1, inward, outward), jnp.float32)
 
     def kernel(rows, d_rows, routed, shared, plan, totals, step):

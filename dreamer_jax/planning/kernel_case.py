@@ -34,21 +34,23 @@ class Case:
         shape: as people write it.
         arguments: key -> the arguments of `kernel` and `xla`, without the step; only traced when predicting.
         kernel, xla: (*arguments, step) -> results; the same work with a kernel and by XLA. The step, a scalar int32,
-            is the last argument.
+            is the last argument. No `xla` where what XLA counts for it says nothing (it counts a sort as one pass).
         steps: values of the step; times are sums over all of them.
         carried: the argument (a pytree) that the last result replaces from step to step, None if there is none.
         launches: (schedule of a Pallas kernel by its name, TPU) -> what the launches of all steps cost.
         flops: of matrix products, all steps.
         least_bytes: that all steps must move.
+        figures: TPU -> more numbers for the row, by name.
     """
 
     name: str
     shape: str
     arguments: Callable[[jax.Array], tuple[Any, ...]]
     kernel: Callable[..., Any]
-    xla: Callable[..., Any]
+    xla: Callable[..., Any] | None
     launches: Callable[[Callable[[str], Schedule], Generation], Sequence[Launch]]
     flops: float
     least_bytes: float
     steps: Sequence[int] = (0,)
     carried: int | None = None
+    figures: Callable[[Generation], dict[str, float]] = lambda target: {}

@@ -18,16 +18,21 @@ from dreamer_jax.planning.topology import Topology, child_environment, devices_o
 Row = dict[str, Any]
 
 
-def kernel_cases(match: str = "") -> list[Any]:
+def kernel_cases(match: str = "", platform: str = "tpu") -> list[Any]:
     """All cases (see kernel_case.py) whose name and shape contain `match`. A room's kernels are added here.
+
+    Args:
+        match: part of a name or shape.
+        platform: "tpu", or "gpu" for what runs there in the kernels' place.
 
     Raises:
         UserError: when there is none.
     """
     from dreamer_jax.planning.attention_cases import attention_cases
     from dreamer_jax.planning.expert_cases import expert_cases
+    from dreamer_jax.planning.gpu_cases import gpu_cases
 
-    cases = [*attention_cases(), *expert_cases()]
+    cases = gpu_cases() if platform == "gpu" else [*attention_cases(), *expert_cases()]
     found = [case for case in cases if match in f"{case.name} {case.shape}"]
     if not found:
         names = "; ".join(sorted({case.name for case in cases}))
@@ -35,14 +40,16 @@ def kernel_cases(match: str = "") -> list[Any]:
     return found
 
 
-def predict(topology: Topology, match: str, say: Callable[[str], None]) -> list[Row]:
-    """One row a kernel and shape, by compiling for one chip of the topology in a process of its own.
+def predict(topology: Topology, match: str, say: Callable[[str], None], compare: bool = True) -> list[Row]:
+    """One row a kernel and shape, by compiling for one chip of the topology in processes of their own.
 
     Times are seconds. Keys: `name`, `shape`; `seconds` = the sum over launches of the longer of `compute_seconds`
     (bundles over clock) and `memory_seconds` (bytes over bandwidth); `roofline_seconds` (least bytes, matrix FLOPs);
-    `xla_seconds`, the same of what XLA compiles the work to, by the bytes and FLOPs it counts itself; `temporary`,
-    bytes; `launch_seconds`, of each launch; `schedules`, Pallas kernel -> bundles of its program and of its innermost
-    loops, and the matrix unit's share of its capacity.
+    `temporary`, bytes; `launch_seconds`, of each launch; `schedules`, Pallas kernel -> bundles of its program and of
+    its innermost loops, and the matrix unit's share of its capacity; `figures`, those of the case.
+
+    With `compare`, also `xla_seconds`, the same of what XLA compiles the work to, by the bytes and FLOPs it counts
+    itself, and `xla_temporary`; or `xla_error`, where XLA compiles it to nothing.
 
     Raises:
         UserError: libtpu is missing, no kernel matches, or the chip's clock isn't known.
@@ -52,52 +59,53 @@ def predict(topology: Topology, match: str, say: Callable[[str], None]) -> list[
     if topology.chip.name not in CLOCKS:
         known = ", ".join(CLOCKS)
         raise UserError(f"bench kernels: the clock of {topology.chip.name} isn't known; take one of {known}")
-    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile("w+") as errors:
-        environment = child_environment() | {"LIBTPU_INIT_ARGS": DUMP_FLAGS.format(directory=directory)}
-        command = [sys.executable, "-m", "dreamer_jax.planning.kernels", topology.name, match, directory]
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as child:
+    with tempfile.TemporaryDirectory() as directory:
+        dump = {"LIBTPU_INIT_ARGS": DUMP_FLAGS.format(directory=directory)}
+        rows = _child([topology.name, match, directory], dump, say)
+    if compare:  # without the dump, which would take far longer than XLA
+        found = {(row["name"], row["shape"]): row for row in _child([topology.name, match], {}, say)}
+        rows = [row | found[row["name"], row["shape"]] for row in rows]
+    return rows
+
+
+def _child(words: list[str], environment: dict[str, str], say: Callable[[str], None]) -> list[Row]:
+    """The rows that `main` prints in a process of its own."""
+    command = [sys.executable, "-m", "dreamer_jax.planning.kernels", *words]
+    rows = []
+    with tempfile.TemporaryFile("w+") as errors:
+        with subprocess.Popen(
+            command, env=child_environment() | environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as child:
             assert child.stdout is not None
-            rows = []
             for line in child.stdout:
                 if line.startswith("{"):
                     rows.append(json.loads(line))
-                    say(f"compiled {rows[-1]['name']}, {rows[-1]['shape']}")
+                    say(f"compiled {rows[-1]['name']}, {rows[-1]['shape']}" + (" by XLA" if len(words) == 2 else ""))
         if child.returncode:
             errors.seek(0)
-            raise RuntimeError(f"compiling kernels for {topology.name} failed:\n{errors.read()[-4000:]}")
+            raise RuntimeError(f"compiling kernels for {words[0]} failed:\n{errors.read()[-4000:]}")
     return rows
 
 
 def predict_case(case: Any, topology: Topology, directory: Path) -> Row:
-    """The row of one case; in a process that was started with DUMP_FLAGS for `directory`."""
-    import jax
-    import numpy as np
-
+    """The row of one case, without XLA's; in a process that was started with DUMP_FLAGS for `directory`."""
     from pallas_kernels import tiles
 
-    device = devices_of(topology)[0]
-    mesh = jax.sharding.Mesh(np.array([device]), ("chip",))
-    chip, clock = topology.chip, CLOCKS[topology.chip.name]
+    device, chip, clock = devices_of(topology)[0], topology.chip, CLOCKS[topology.chip.name]
     seen: dict[str, Schedule] = {}
 
     def read(name: str) -> Schedule:
         seen[name] = read_schedule(directory, name)
         return seen[name]
 
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with _on(device):
         target = tiles.generation()
         assert target is not None
-        ours = _compile(case, case.kernel, device)
+        program = _compile(case, case.kernel, device)
         launches = case.launches(read, target)
-        theirs = _compile(case, case.xla, device)
-    cost = theirs.cost_analysis()
     compute, memory = (
         [launch.bundles / clock for launch in launches],
         [launch.bytes / chip.bandwidth for launch in launches],
-    )
-    steps = len(case.steps)
-    xla = max(
-        cost.get("flops", 0.0) * steps / chip.peak_flops, cost.get("bytes accessed", 0.0) * steps / chip.bandwidth
     )
     return {
         "name": case.name,
@@ -107,14 +115,38 @@ def predict_case(case: Any, topology: Topology, directory: Path) -> Row:
         "compute_seconds": sum(compute),
         "memory_seconds": sum(memory),
         "roofline_seconds": max(case.flops / chip.peak_flops, case.least_bytes / chip.bandwidth),
-        "xla_seconds": xla,
-        "temporary": ours.memory_analysis().temp_size_in_bytes,
-        "xla_temporary": theirs.memory_analysis().temp_size_in_bytes,
+        "temporary": program.memory_analysis().temp_size_in_bytes,
         "schedules": {
             name: {"bundles": s.bundles, "loops": [loop.bundles for loop in s.leaves], "matrix": s.matrix_busy}
             for name, s in seen.items()
         },
+        "figures": case.figures(target),
     }
+
+
+def compare_case(case: Any, topology: Topology) -> Row:
+    """What XLA makes of a case."""
+    row: Row = {"name": case.name, "shape": case.shape}
+    if case.xla is None:
+        return row
+    device, chip = devices_of(topology)[0], topology.chip
+    try:
+        with _on(device):
+            program = _compile(case, case.xla, device)
+    except Exception as error:  # the compiler's own limits and bugs: the kernel's figures still stand
+        return row | {"xla_error": str(error).partition("\n")[0]}
+    cost = program.cost_analysis()
+    flops, moved = cost.get("flops", 0.0), cost.get("bytes accessed", 0.0)
+    seconds = len(case.steps) * max(flops / chip.peak_flops, moved / chip.bandwidth)
+    return row | {"xla_seconds": seconds, "xla_temporary": program.memory_analysis().temp_size_in_bytes}
+
+
+def _on(device: Any) -> Any:
+    """The mesh of one device that needn't be there, as a context."""
+    import jax
+    import numpy as np
+
+    return jax.sharding.use_abstract_mesh(jax.sharding.Mesh(np.array([device]), ("chip",)).abstract_mesh)
 
 
 def _compile(case: Any, function: Callable[..., Any], device: Any) -> Any:
@@ -145,10 +177,11 @@ def measure(match: str, repeats: int, say: Callable[[str], None]) -> list[Row]:
         raise UserError("bench kernels: no accelerator here; predict for one with --topology v5p:2x2x1")
     chip = chip_of(jax.devices()[0].device_kind)
     rows = []
-    for case in kernel_cases(match):
+    for case in kernel_cases(match, jax.default_backend()):
         row: Row = {"name": case.name, "shape": case.shape}
         for key, function in (("seconds", case.kernel), ("xla_seconds", case.xla)):
-            row[key] = time_case(case, function, repeats)
+            if function:
+                row[key] = time_case(case, function, repeats)
         if chip:
             row["roofline_seconds"] = max(case.flops / chip.peak_flops, case.least_bytes / chip.bandwidth)
         rows.append(row)
@@ -182,9 +215,13 @@ def time_case(case: Any, function: Callable[..., Any], repeats: int) -> float:
 
 
 def main(words: Sequence[str]) -> None:
-    """The child process of `predict`: TOPOLOGY MATCH DIRECTORY -> a line of JSON a case."""
-    topology, directory = parse_topology(words[0]), Path(words[2])
+    """A child process of `predict`: TOPOLOGY MATCH [DIRECTORY] -> a line of JSON a case, XLA's without DIRECTORY."""
+    topology = parse_topology(words[0])
     for case in kernel_cases(words[1]):
+        if len(words) == 2:
+            print(json.dumps(compare_case(case, topology)), flush=True)
+            continue
+        directory = Path(words[2])
         print(json.dumps(predict_case(case, topology, directory)), flush=True)
         for path in directory.iterdir():  # the next case's schedules are the only ones left to find
             os.remove(path)

@@ -65,8 +65,8 @@ def start_tape(cache: DepthCache, heads: int, size: int) -> Tape:
 
 @jax.custom_vjp
 def _attend(q, k, v, cache, depth):
-    out, _, cache = tpu.attend(q, k, v, cache, depth, write=True)
-    return out, cache
+    out, *cache = tpu.attend(q, k, v, cache, depth, write=True)
+    return out, DepthCache(*cache)
 
 
 def _forward(q, k, v, cache, depth):
@@ -96,7 +96,7 @@ def _attend_taped(q, k, v, cache, depth, tape):
 
 
 def _forward_taped(q, k, v, cache, depth, tape):
-    out, logs = map(keep, tpu.attend(q, k, v, cache, depth, write=False)[:2])
+    out, logs = map(keep, tpu.attend(q, k, v, cache, depth, write=False))
     return out, (q, k, v, out, logs, cache, depth, tape)
 
 

@@ -26,11 +26,11 @@ PARALLEL = ("parallel", "parallel", "arbitrary")
 class Layout:
     """How both kernels cut their arguments. The grid: blocks of tokens, key heads, blocks of slots."""
 
-    def __init__(self, q: jax.Array, k: jax.Array, cache: DepthCache) -> None:
+    def __init__(self, q: jax.Array, k: jax.Array, cache: DepthCache, backward: bool = False) -> None:
         self.size, self.group = head_size(k), q.shape[1] // k.shape[1]
         self.kv_heads = k.shape[1] // self.size
         self.target = generation()
-        self.blocks = Blocks.of(cache, self.target or INTERPRETED)
+        self.blocks = Blocks.of(cache, self.target or INTERPRETED, backward)
         self.token_blocks = q.shape[0] // self.blocks.tokens
 
     def grid(self, steps: jax.Array) -> tuple[Any, ...]:

@@ -53,7 +53,7 @@ def pull_gradients(
     """
     q, k = rows[:2]
     slots = cache.keys.shape[0]
-    layout = Layout(q, k, cache)
+    layout = Layout(q, k, cache, backward=True)
     group, size, tokens, of_slots = layout.group, layout.size, layout.blocks.tokens, layout.blocks.slots
     below = pl.cdiv(depth, of_slots)
     first_above = jax.lax.div(depth + 1, of_slots)

@@ -27,12 +27,19 @@ class Blocks:
     rows: int
 
     @classmethod
-    def of(cls, cache: DepthCache, target: Generation) -> Blocks:
+    def of(cls, cache: DepthCache, target: Generation, backward: bool = False) -> Blocks:
         """The blocks for a cache [L, T, kv d] on a TPU generation, all of them full; `unsupported` must be None."""
         slots, tokens, _ = cache.keys.shape
-        block = max(size for size in range(LANES, target.depth_tokens + 1, LANES) if tokens % size == 0)
-        of_slots = max(size for size in range(1, target.depth_slots + 1) if slots % size == 0)
-        return cls(block, of_slots, min(target.depth_rows, block))
+        largest, rows = target.depth_backward if backward else target.depth_forward
+        block = _largest_divisor(tokens, largest)
+        return cls(
+            block, max(n for n in range(1, target.depth_slots + 1) if slots % n == 0), _largest_divisor(block, rows)
+        )
+
+
+def _largest_divisor(tokens: int, limit: int) -> int:
+    """The largest multiple of a register's lanes, up to a limit, that divides a number of tokens."""
+    return max(size for size in range(LANES, limit + 1, LANES) if tokens % size == 0)
 
 
 def unsupported(shape: tuple[int, ...], dtype: jnp.dtype, cache: DepthCache) -> str | None:

@@ -91,32 +91,15 @@ def accumulate(
     size, hidden = totals[0].shape[2:]
     if hidden % tile:
         raise ValueError(f"tiles of {tile} columns don't divide {hidden}")
-
     bounds = _shares(visits, target.cores)
-
-    def visited(core, step, where, bounds):
-        return where[jnp.minimum(bounds[core] + step, jnp.maximum(bounds[core + 1] - 1, 0))]
-
-    def rows(core, part, step, where, expert, ends, bounds):
-        return visited(core, step, where, bounds), part
-
-    def stacked(core, part, step, where, expert, ends, bounds):
-        return 0, visited(core, step, where, bounds), 0
-
-    flops = 2 * sum(counts) * lefts.shape[1] * size * hidden
-    totals_bytes = 2 * sum(total.size * total.dtype.itemsize for total in totals)
-    rows_bytes = (lefts.size * (hidden // tile) + sum(right.size for right in rights)) * lefts.dtype.itemsize
+    hbm = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         functools.partial(_kernel, counts=counts, tile=tile),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(target.cores, hidden // tile, jnp.maximum(jnp.max(jnp.diff(bounds)), 1)),
-            in_specs=[
-                pl.BlockSpec((sum(counts), block, size), stacked),
-                *[pl.BlockSpec((block, tile), rows) for _ in rights],
-                *[pl.BlockSpec(memory_space=pl.ANY) for _ in totals],
-            ],
-            out_specs=[pl.BlockSpec(memory_space=pl.ANY) for _ in totals],
+            in_specs=[*_row_specs(counts, block, size, tile), *[hbm for _ in totals]],
+            out_specs=[hbm for _ in totals],
             scratch_shapes=[
                 *[pltpu.VMEM((BUFFERS, n, size, tile), jnp.float32) for n in counts],
                 pltpu.SemaphoreType.DMA((BUFFERS, len(totals))),
@@ -126,10 +109,32 @@ def accumulate(
         ),
         out_shape=[jax.ShapeDtypeStruct(total.shape, total.dtype) for total in totals],
         input_output_aliases={4 + 1 + len(rights) + i: i for i in range(len(totals))},
-        cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=totals_bytes + rows_bytes, transcendentals=0),
+        cost_estimate=_cost(totals, lefts, rights, hidden // tile),
         name="expert_weight_gradient",
         **compile_for(target, sequential=2),
     )(*visits[:3], bounds, lefts, *rights, *totals)
+
+
+def _row_specs(counts, block, size, tile) -> list[pl.BlockSpec]:
+    """Of the left factors together, and of each right factor: the visited block; when done, the last one again."""
+
+    def visited(core, step, where, bounds):
+        return where[jnp.minimum(bounds[core] + step, jnp.maximum(bounds[core + 1] - 1, 0))]
+
+    def right(core, part, step, where, expert, ends, bounds):
+        return visited(core, step, where, bounds), part
+
+    def left(core, part, step, where, expert, ends, bounds):
+        return 0, visited(core, step, where, bounds), 0
+
+    return [pl.BlockSpec((sum(counts), block, size), left), *[pl.BlockSpec((block, tile), right) for _ in counts]]
+
+
+def _cost(totals, lefts, rights, passes):
+    totals_bytes = 2 * sum(total.size * total.dtype.itemsize for total in totals)
+    rows_bytes = (lefts.size * passes + sum(right.size for right in rights)) * lefts.dtype.itemsize
+    flops = 2 * lefts.size * totals[0].shape[-1]
+    return pl.CostEstimate(flops=flops, bytes_accessed=totals_bytes + rows_bytes, transcendentals=0)
 
 
 def _shares(visits: Visits, cores: int) -> jax.Array:

@@ -15,6 +15,9 @@ import jax.numpy as jnp
 from pallas_kernels import tiles
 from pallas_kernels.dispatch import tpu
 
+FETCHED_ROWS = 2048
+"""Rows that `filled_blocks_of` fetches at once: what else is fetched in vain is at most as many."""
+
 
 class Dispatch(NamedTuple):
     """Where each (token, choice) pair goes. N blocks of b slots; a slot no pair fills is padding.
@@ -130,7 +133,7 @@ def _slots_by_counting(expert: jax.Array, num_experts: int, block_size: int) -> 
     counts = jnp.sum(expert[:, None] == jnp.arange(num_experts, dtype=jnp.int32), axis=0, dtype=jnp.int32)
     num_blocks = (counts + block_size - 1) // block_size
     first_slot = (jnp.cumsum(num_blocks) - num_blocks) * block_size
-    slot = tpu.slots(expert, first_slot, interpret=tiles.generation() is None)
+    slot = tpu.slots(expert, first_slot, target=tiles.generation() or tiles.INTERPRETED)
     return jnp.where(expert < num_experts, slot, NOWHERE), num_blocks
 
 
@@ -139,6 +142,36 @@ def blocks_of(x: jax.Array, plan: Dispatch) -> jax.Array:
     choices = plan.slot.shape[1]
     token = jnp.minimum(plan.source // choices, x.shape[0] - 1)
     return x.at[token].get(mode="promise_in_bounds")
+
+
+def filled_blocks_of(
+    x: jax.Array, plan: Dispatch, into: jax.Array | None = None, first_block: jax.Array | int = 0
+) -> jax.Array:
+    """Rows of tokens in block order, flat, for kernels, which never look at unused blocks: those aren't fetched.
+
+    There is room for any routing: half as much again as is used or, under expert parallelism, several times as much.
+
+    Args:
+        x: [T, c].
+        plan: N blocks of b.
+        into: [R, c], written over in place; None for a fresh array, undefined in unused blocks.
+        first_block: where the plan's blocks begin in it.
+
+    Returns:
+        [N b, c], or `into`'s shape.
+    """
+    total, size = plan.source.shape
+    count = min(total, max(1, FETCHED_ROWS // size))
+    token = jnp.minimum(plan.source // plan.slot.shape[1], x.shape[0] - 1)
+
+    def fetch(i, blocks):
+        first = jnp.minimum(i * count, total - count)
+        rows = x.at[jax.lax.dynamic_slice_in_dim(token, first, count)].get(mode="promise_in_bounds")
+        return jax.lax.dynamic_update_slice_in_dim(blocks, rows, first_block + first, 0)
+
+    out = jax.lax.empty((total * size, x.shape[1]), x.dtype) if into is None else into
+    blocks = jax.lax.fori_loop(0, -(-plan.used_blocks // count), fetch, out.reshape(-1, size, x.shape[1]))
+    return blocks.reshape(out.shape)
 
 
 def rows_of(blocks: jax.Array, plan: Dispatch) -> jax.Array:

@@ -19,7 +19,11 @@ from pallas_kernels.tiles import INTERPRETED, Generation
 
 
 class Walk:
-    """Which block a grid step works on: `used` blocks shared evenly by the cores, then the unused tail.
+    """Which block a grid step works on: `used` blocks shared evenly by the cores; steps beyond a share are idle.
+
+    All idle steps of a core have one unused block, so that outputs are written once for them, not for every unused
+    block. That of the last core is the last block of all: what is written there, zeros, is what slots that no expert
+    fills are read from. Other unused blocks of an output are undefined.
 
     Args:
         used: scalar int32, blocks that hold rows; they come first.
@@ -34,7 +38,7 @@ class Walk:
         self.first = core * share
         self.end = jnp.minimum(self.first + share, used)
         working = step < share
-        self.block = jnp.where(working, self.first + step, cores * share + core * rest + step - share)
+        self.block = jnp.where(working, self.first + step, cores * share + (core + 1) * rest - 1)
         self.active = working & (self.block < self.end)
         # Steps without work stay on the last block that had some, so that nothing is fetched for them.
         self.source = jnp.where(self.active, self.block, jnp.maximum(self.end - 1, 0))

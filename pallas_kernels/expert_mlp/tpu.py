@@ -7,7 +7,6 @@ expert's three matrices fetched ahead of use. Unused blocks at the end are writt
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +33,13 @@ def forward(
         target: what is compiled for.
 
     Returns:
-        values [N b, h], zero in unused blocks, and, with `keep`, (gate, up) [2, N b, F].
+        values [N b, h], undefined in unused blocks but the last (see `dispatch.stream.Walk`), and, with `keep`, (gate,
+        up) [2, N b, F].
     """
     size, hidden = down.shape[1:]
     place = _Places(plan, target)
     matrices = [gate_up.reshape(-1, 2, size, hidden), down]
-    out_shapes = [jax.ShapeDtypeStruct(rows.shape, rows.dtype)]
+    out_shapes = [_like(rows)]
     out_specs = [place.rows(hidden, out=True)]
     if keep:
         out_shapes.append(jax.ShapeDtypeStruct((2, rows.shape[0], size), rows.dtype))
@@ -67,64 +67,56 @@ def input_gradient(
     gate_up: jax.Array,
     down: jax.Array,
     plan: Dispatch,
-    aside: Any,
-    x_rows: jax.Array,
+    aside: jax.Array | None,
+    first_block: jax.Array | int,
     *,
     target: Generation,
-) -> list[jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of the rows and of their weights, and the factors of the weight gradient.
 
     Args:
-        d_rows: [N b, h], the cotangent of each row's token, before the weight.
+        d_rows: the cotangent of each row's token, before the weight: [N b, h], or with `aside` [n N b, h].
         gate_and_up: [2, N b, F], kept by `forward`.
         slot_weights: [N, b] float32, zero in padding slots.
         gate_up, down, plan, target: as of `forward`.
-        aside: `tape.Rows` of several depths into whose next place, in place, the factors go, and with them copies of
-            the other factors, x_rows and d_rows; or None.
-        x_rows: [N b, h], only looked at for `aside`.
+        aside: [3, n N b, F], the factors of several depths, to which those of this one are written in place; or None.
+        first_block: where this depth's blocks begin in d_rows and `aside`.
 
     Returns:
         d_x [N b, h]; d_weights [N, b] float32; factors [3, N b, F], the gradients of gate and up and the weighted
-        activation, zero in padding slots. With `aside`, its new factors, x and d_out in place of the factors.
+        activation, zero in padding slots; with `aside`, its new value. Unused blocks are undefined.
     """
     size, hidden = down.shape[1:]
     place = _Places(plan, target)
     matrices = [gate_up.reshape(-1, 2, size, hidden), down]
-    kept = [] if aside is None else [aside.factors, aside.x, aside.d_out]
-    factors = jax.ShapeDtypeStruct((3, d_rows.shape[0], size), d_rows.dtype)
-    first_block = 0 if aside is None else aside.depth.astype(jnp.int32) * plan.source.shape[0]
+    kept = [] if aside is None else [aside]
     hbm = pl.BlockSpec(memory_space=pl.ANY)
-    inputs = [d_rows, gate_and_up, slot_weights[:, None], *matrices, *([x_rows] if kept else [])]
-    d_x, d_weights, *rest = pl.pallas_call(
+    inputs = [d_rows, gate_and_up, slot_weights[:, None], *matrices]
+    rows = plan.source.size
+    d_x = jax.ShapeDtypeStruct((rows, hidden), d_rows.dtype)
+    d_weights = jax.ShapeDtypeStruct((plan.source.shape[0], 1, place.block), jnp.float32)
+    factors = jax.ShapeDtypeStruct((3, rows, size), d_rows.dtype)
+    d_x, d_weights, factors = pl.pallas_call(
         functools.partial(_input_gradient_kernel, place=place, aside=bool(kept)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=place.grid,
             in_specs=[
-                place.rows(hidden),
+                place.rows(hidden, aside=True),
                 place.stacked(2, size),
                 place.weights(),
-                *[hbm] * (len(inputs) - 3 + len(kept)),
+                *[hbm for _ in [*matrices, *kept]],
             ],
-            out_specs=[
-                place.rows(hidden, out=True),
-                place.weights(out=True),
-                place.stacked(3, size, out=True),
-                *[hbm for _ in kept[1:]],
-            ],
-            scratch_shapes=[*Stream.scratch(matrices), *([pltpu.SemaphoreType.DMA((2,))] if kept else [])],
+            out_specs=[place.rows(hidden, out=True), place.weights(out=True), place.stacked(3, size, out=True)],
+            scratch_shapes=Stream.scratch(matrices),
         ),
-        out_shape=[
-            jax.ShapeDtypeStruct(d_rows.shape, d_rows.dtype),
-            jax.ShapeDtypeStruct((plan.source.shape[0], 1, place.block), jnp.float32),
-            *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in kept or [factors]),
-        ],
-        input_output_aliases={3 + len(inputs) + i: 2 + i for i in range(len(kept))},
-        cost_estimate=_cost(d_rows, down, 5 + 2 * len(kept)),
+        out_shape=[d_x, d_weights, _like(aside) if kept else factors],
+        input_output_aliases={3 + len(inputs): 2} if kept else {},
+        cost_estimate=_cost(d_x, down, 5),
         name="expert_mlp_input_gradient",
         **compile_for(target),
     )(*prefetched(plan, first_block), *inputs, *kept)
-    return [d_x, d_weights[:, 0], *rest]
+    return d_x, d_weights[:, 0], factors
 
 
 def _forward_kernel(experts, ends, used, x_ref, gate_up_hbm, down_hbm, *refs, place):
@@ -149,33 +141,16 @@ def _forward_kernel(experts, ends, used, x_ref, gate_up_hbm, down_hbm, *refs, pl
 
 def _input_gradient_kernel(experts, ends, used, d_ref, gate_and_up_ref, weight_ref, *refs, place, aside):
     gate_up_hbm, down_hbm, *refs = refs
-    if aside:  # it is written, through the aliased outputs, and never read
-        x_hbm, _, _, _, *refs, aside_semaphores = refs
-        d_x_ref, d_weight_ref, factor_ref, x_aside, d_aside, *refs = refs
-    else:
-        d_x_ref, d_weight_ref, factor_ref, *refs = refs
+    # What is kept aside is written, through the aliased output, and never read.
+    d_x_ref, d_weight_ref, factor_ref, *refs = refs[1:] if aside else refs
     gate_up_buffer, down_buffer, semaphores, buffer_ref = refs
     walk = place.walk(pl.program_id(0), pl.program_id(1), used)
     stream = Stream((gate_up_hbm, down_hbm), (gate_up_buffer, down_buffer), semaphores, buffer_ref)
-
-    def copies():
-        """Of this block's factors that are kept as they are; the vector unit has enough to do."""
-        if not aside:
-            return []
-        block = d_ref.shape[0]
-        own = pl.ds(pl.multiple_of(walk.block * block, block), block)
-        place_aside = pl.ds(pl.multiple_of((used[1] + walk.block) * block, block), block)
-        return [
-            pltpu.make_async_copy(x_hbm.at[own], x_aside.at[place_aside], aside_semaphores.at[0]),
-            pltpu.make_async_copy(d_ref, d_aside.at[place_aside], aside_semaphores.at[1]),
-        ]
 
     @pl.when(walk.active)
     def _():
         buffer, _ = stream.at(walk, experts, ends)
         dtype = d_ref.dtype
-        for copy in copies():
-            copy.start()
         d_activation = dot_transposed(d_ref[...], down_buffer[buffer])  # before the weight
         gate, up = gate_and_up_ref[0].astype(jnp.float32), gate_and_up_ref[1].astype(jnp.float32)
         sigmoid = jax.nn.sigmoid(gate)
@@ -192,8 +167,6 @@ def _input_gradient_kernel(experts, ends, used, d_ref, gate_and_up_ref, weight_r
         factor_ref[0] = d_gate
         factor_ref[1] = d_up
         factor_ref[2] = (activation * weight).astype(dtype)
-        for copy in copies():
-            copy.wait()
 
     zero_unless(walk.active, d_x_ref, d_weight_ref, factor_ref)
 
@@ -216,13 +189,13 @@ class _Places:
 
         return index
 
-    def rows(self, width, out=False) -> pl.BlockSpec:
-        """Of [N b, width]."""
-        index = self._index(out, False)
+    def rows(self, width, out=False, aside=False) -> pl.BlockSpec:
+        """Of [N b, width], or of rows kept aside, from the block on that `used` names second."""
+        index = self._index(out, aside)
         return pl.BlockSpec((self.block, width), lambda *at: (index(*at), 0))
 
     def stacked(self, lead, width, out=False) -> pl.BlockSpec:
-        """Of [lead, N b, width]; outputs may be kept aside, from the block on that `used` names second."""
+        """Of [lead, N b, width]; outputs may be kept aside as rows may."""
         index = self._index(out, out)
         return pl.BlockSpec((lead, self.block, width), lambda *at: (0, index(*at), 0))
 
@@ -230,6 +203,10 @@ class _Places:
         """Of [N, 1, b]."""
         index = self._index(out, False)
         return pl.BlockSpec((1, 1, self.block), lambda *at: (index(*at), 0, 0))
+
+
+def _like(array):
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
 def _cost(rows, down, row_arrays):

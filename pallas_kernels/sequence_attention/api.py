@@ -1,11 +1,11 @@
-"""Typed entry of sequence attention with kernels; without a kernel it is xla.py's."""
+"""Typed entry of sequence attention: splash attention on a TPU, gpu.py's on a GPU, xla.py's elsewhere."""
 
 from __future__ import annotations
 
 import jax
 
 from pallas_kernels.fallback import no_kernels_here, say_once
-from pallas_kernels.sequence_attention import tpu, xla
+from pallas_kernels.sequence_attention import gpu, tpu, xla
 from pallas_kernels.sequence_attention.shapes import unsupported
 
 
@@ -23,5 +23,6 @@ def sequence_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: ja
     reason = no_kernels_here() or unsupported(q.shape, k.shape[2])
     if reason:
         say_once(f"sequence attention without a kernel: {reason}")
-        return xla.sequence_attention(q, k, v, segment_ids)
+        form = gpu if jax.default_backend() == "gpu" else xla
+        return form.sequence_attention(q, k, v, segment_ids)
     return tpu.sequence_attention(q, k.astype(q.dtype), v.astype(q.dtype), segment_ids)

@@ -1,6 +1,7 @@
-"""Prints a line of JSON for one depth's gradient of the expert MLP on a tape, compiled for a topology; its own process.
+"""Prints a line of JSON for each of the paper's experts: a depth's gradient on a tape, compiled for a topology.
 
-Arguments: TOPOLOGY E F. Keys: `temporary` bytes; `copies`, the copies in the HLO of anything as large as a weight.
+A process of its own; argument: TOPOLOGY. Keys: `name`; `temporary` bytes; `copies`, the operations in the HLO that make
+something as large as all weights of a kind out of it; `kernels`.
 """
 
 import json
@@ -11,13 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dreamer_jax.planning.expert_cases import CHOICES, HIDDEN, LINEAR, PAPER, TOKENS
 from dreamer_jax.planning.topology import devices_of, parse_topology
-from pallas_kernels import expert_mlp
+from pallas_kernels import attention_moe, expert_mlp
 
-TOKENS, CHOICES, HIDDEN = 32768, 8, 1024
+KERNELS = (
+    r"expert_mlp_forward|expert_mlp_input_gradient|expert_weight_gradient|dispatch_slots|expert_linear_[a-z_]*[a-z]"
+)
 
 
-def step(x, indices, weights, gate_up, down, d_out, tape):
+def mlp_step(x, indices, weights, gate_up, down, d_out, tape):
     """Value and gradients; the weights' go to the tape."""
 
     def operation(x, weights, tape):
@@ -27,28 +31,55 @@ def step(x, indices, weights, gate_up, down, d_out, tape):
     return out, vjp(d_out)
 
 
-def main(topology: str, experts: int, size: int) -> None:
+def linear_step(x, index, score, routed, shared, d_out, tape):
+    """The same of the attention MoE."""
+
+    def operation(x, score, tape):
+        return attention_moe.expert_linear(x, index, score, routed, shared, tape)
+
+    out, vjp = jax.vjp(operation, x, score, tape)
+    return out, vjp(d_out)
+
+
+def copies(text: str, sizes: str) -> list[str]:
+    """Lines of HLO that copy, convert or add up an array of weights [sizes]."""
+    made = rf"= \(?(bf16|f32)\[{sizes}\]\S* (copy|copy-start|transpose|convert|add)\("
+    return [line.strip()[:160] for line in text.splitlines() if re.search(made, line)]
+
+
+def main(topology: str) -> None:
     """Compile for one device of it."""
     device = devices_of(parse_topology(topology))[0]
     place = jax.sharding.SingleDeviceSharding(device)
 
-    def of(shape, dtype=jnp.bfloat16):
+    def of(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
-    x, matrices = of((TOKENS, HIDDEN)), (of((experts, 2 * size, HIDDEN)), of((experts, size, HIDDEN)))
-    pairs = (TOKENS, CHOICES)
-    with jax.sharding.use_abstract_mesh(jax.sharding.Mesh(np.array([device]), ("chip",)).abstract_mesh):
-        tape = jax.eval_shape(lambda: expert_mlp.start_tape(pairs, matrices[0].shape, x.dtype))
-        tape = jax.tree.map(lambda leaf: of(leaf.shape, leaf.dtype), tape)
-        arguments = x, of(pairs, jnp.int32), of(pairs, jnp.float32), *matrices, x, tape
+    def like(tape):
+        return jax.tree.map(lambda leaf: of(*leaf.shape, dtype=leaf.dtype), tape)
+
+    def report(name, step, arguments, sizes):
         program = jax.jit(step, donate_argnums=6).lower(*arguments).compile()
-    weight = rf"= \(?(bf16|f32)\[{experts},[\d,]*{HIDDEN}\]\S* (copy|copy-start|transpose|convert|add)\("
-    copies = [line.strip()[:160] for line in program.as_text().splitlines() if re.search(weight, line)]
-    names = r"expert_mlp_forward|expert_mlp_input_gradient|expert_weight_gradient"
-    kernels = sorted(set(re.findall(names, program.as_text())))
-    temporary = program.memory_analysis().temp_size_in_bytes
-    print(json.dumps({"temporary": temporary, "copies": copies, "kernels": kernels}))
+        text, temporary = program.as_text(), program.memory_analysis().temp_size_in_bytes
+        found = sorted(set(re.findall(KERNELS, text)))
+        print(json.dumps({"name": name, "temporary": temporary, "copies": copies(text, sizes), "kernels": found}))
+
+    with jax.sharding.use_abstract_mesh(jax.sharding.Mesh(np.array([device]), ("chip",)).abstract_mesh):
+        for experts, size in PAPER:
+            x, matrices = of(TOKENS, HIDDEN), (of(experts, 2 * size, HIDDEN), of(experts, size, HIDDEN))
+            pairs = TOKENS, CHOICES
+            chosen = of(*pairs, dtype=jnp.int32), of(*pairs, dtype=jnp.float32)
+            tape = jax.eval_shape(lambda: expert_mlp.start_tape(pairs, matrices[0].shape, x.dtype))  # noqa: B023
+            arguments = x, *chosen, *matrices, x, like(tape)
+            report(f"mlp {experts} {size}", mlp_step, arguments, rf"{experts},[\d,]*{HIDDEN}")
+        for experts, inward, outward in LINEAR:
+            x, routed, shared = of(TOKENS, inward), of(experts, inward, outward), of(inward, outward)
+            chosen = of(TOKENS, dtype=jnp.int32), of(TOKENS, dtype=jnp.float32)
+            tape = jax.eval_shape(lambda: attention_moe.start_tape(TOKENS, routed.shape, x.dtype))  # noqa: B023
+            arguments = x, *chosen, routed, shared, of(TOKENS, outward), like(tape)
+            name = f"linear {experts} {inward} {outward}"
+            report(name, linear_step, arguments, rf"{experts},(1,)?{inward},{outward}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1])

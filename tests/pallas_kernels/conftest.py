@@ -13,7 +13,7 @@ from tests.pallas_kernels.expert_cases import CHOICES, EXPERTS, SIZE, TOKENS
 
 @pytest.fixture
 def little_memory(monkeypatch):
-    """So little vector memory that every kernel takes its columns in two tiles, at h = 512 and matrices of 256 x 256."""
+    """So little vector memory that every kernel takes its columns in two tiles, at h = 512 and a = b = 256."""
     small = dataclasses.replace(tiles.INTERPRETED, vmem=620_000)
     for module in ("tiles", "dispatch.stream"):
         monkeypatch.setattr(f"pallas_kernels.{module}.INTERPRETED", small)

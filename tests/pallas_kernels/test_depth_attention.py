@@ -17,7 +17,7 @@ from tests.pallas_kernels.interpreting import on_two_cores
 
 FLOAT32 = 1e-5  # of the largest element
 BFLOAT16 = 2.0**-7  # two roundings of it
-SMALL = tiles.Generation("small", cores=2, vmem=1 << 40, depth_tokens=128, depth_slots=4, depth_rows=128)
+SMALL = tiles.Generation("small", cores=2, vmem=1 << 40, depth_forward=(128, 128), depth_backward=(128, 128))
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ def test_kernels_compute_the_definition(shape):
     assert_close(scanned(*arguments, unwritten=jnp.nan), defined(*arguments), FLOAT32)
 
 
-@pytest.mark.parametrize("shape", [(2, 256, 1, 1, 128), *(pytest.param(s, marks=pytest.mark.slow) for s in SHAPES)])
+@pytest.mark.parametrize("shape", [(2, 256, 1, 1, 128), pytest.param((5, 128, 4, 2, 128), marks=pytest.mark.slow)])
 def test_two_cores_do_not_race(shape):
     """As a TPU would run it; uninitialised memory is NaN too."""
     arguments = inputs(*shape, jnp.float32)
@@ -110,10 +110,10 @@ def test_two_cores_do_not_race(shape):
 
 @pytest.mark.parametrize("size", [128, pytest.param(64, marks=pytest.mark.slow)])
 def test_several_rows_of_a_block(monkeypatch, size):
-    """The inner loop takes 128 of a block's tokens at a time; 384 tokens in blocks of 256 are left at 128."""
-    large = dataclasses.replace(SMALL, depth_tokens=256, depth_slots=2)
+    """Forward and backward with blocks of their own, of which the inner loop takes all tokens at once or a part."""
+    large = dataclasses.replace(SMALL, depth_slots=2, depth_forward=(512, 256), depth_backward=(256, 128))
     monkeypatch.setattr("pallas_kernels.depth_attention.layout.INTERPRETED", large)
-    arguments = inputs(3, 256, 1, 1, size, jnp.float32)
+    arguments = inputs(3, 512, 1, 1, size, jnp.float32)
     assert_close(scanned(*arguments, unwritten=jnp.nan), defined(*arguments), FLOAT32)
 
 
@@ -124,9 +124,10 @@ def test_blocks_are_always_full(chip):
     for slots in (1, 2, 7, 16, 30, 32):
         for tokens in (128, 384, 1152, 5 * 1024, 32768):
             rows = jax.ShapeDtypeStruct((slots, tokens, 128), jnp.bfloat16)
-            blocks = Blocks.of(DepthCache(rows, rows), target)  # type: ignore[arg-type]
-            assert slots % blocks.slots == 0 and tokens % blocks.tokens == 0 and blocks.tokens % blocks.rows == 0
-            assert blocks.slots <= target.depth_slots and blocks.tokens <= target.depth_tokens
+            for backward, (most, at_once) in enumerate((target.depth_forward, target.depth_backward)):
+                blocks = Blocks.of(DepthCache(rows, rows), target, bool(backward))  # type: ignore[arg-type]
+                assert slots % blocks.slots == 0 and tokens % blocks.tokens == 0 and blocks.tokens % blocks.rows == 0
+                assert blocks.slots <= target.depth_slots and blocks.tokens <= most and blocks.rows <= at_once
 
 
 @pytest.mark.parametrize("shape", [(3, 128, 2, 1, 128), *(pytest.param(s, marks=pytest.mark.slow) for s in SHAPES)])

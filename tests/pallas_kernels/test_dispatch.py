@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pallas_kernels.dispatch import block_size_for, blocks_of, plan_dispatch, rows_of
+from pallas_kernels.dispatch import api, block_size_for, blocks_of, plan_dispatch, rows_of
 
 # Few shapes, so that few programs are compiled: (tokens, choices, experts, block size); sizes off the block.
 SHAPES = [(1, 1, 1, 8), (13, 2, 7, 8), (64, 1, 5, 16), (37, 4, 11, 8)]
@@ -95,3 +95,20 @@ def test_too_large_for_the_sort_key():
     indices = jax.ShapeDtypeStruct((2**22, 2**3), jnp.int32)
     with pytest.raises(ValueError, match="32-bit"):
         jax.eval_shape(lambda i: plan_dispatch(i, 1024, 256), indices)
+
+
+@pytest.mark.parametrize("used", [1, 5, 12])
+def test_only_filled_blocks_are_fetched(monkeypatch, used):
+    """Blocks that hold a row are those of `blocks_of`, alone or among others'; of the rest, two at most are written."""
+    monkeypatch.setattr(api, "FETCHED_ROWS", 24)  # 3 blocks at once, of 12
+    tokens, experts = 12, 12
+    indices = np.where(np.arange(tokens) < used, np.arange(tokens), experts).astype(np.int32)[:, None]
+    plan = plan_dispatch(jnp.asarray(indices), experts, 8)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(tokens, 4)))
+    assert plan.source.shape[0] == 12 and int(plan.used_blocks) == used
+    fetched = jax.jit(api.filled_blocks_of)(x, plan)
+    np.testing.assert_array_equal(fetched[: 8 * used], blocks_of(x, plan)[:used].reshape(-1, 4))
+    into = jnp.full((2 * 12 * 8, 4), 7.0)
+    second = jax.jit(api.filled_blocks_of)(x, plan, into, 12)
+    np.testing.assert_array_equal(second[96 : 96 + 8 * used], fetched[: 8 * used])
+    assert np.all(np.asarray(second[:96]) == 7) and np.all(np.asarray(second[96 + 8 * -(-used // 3) * 3 :]) == 7)

@@ -10,6 +10,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from dreamer_jax.model.operations import resolve_operations
 from dreamer_jax.parallel.mesh import make_mesh
+from dreamer_jax.planning.kernels import kernel_cases
 from dreamer_jax.training.state import abstract_state
 from dreamer_jax.training.train_step import make_train_step
 from pallas_kernels.depth_attention import DepthCache
@@ -95,6 +96,15 @@ def test_experts_are_not_made_dense(operation, dense):
     assert not calls(text)
     every = rf"({tokens}x{choices}|{tokens * choices}|{tokens}|{tokens}x{experts})"
     assert bool(re.search(rf"tensor<{every}x({size}|{2 * size})x{hidden}x(bf16|f32)>", text)) == dense
+
+
+def test_what_bench_kernels_measures():
+    """Every case traces, and ours and XLA's grouped products have the same results' shapes."""
+    for case in kernel_cases(platform="gpu"):
+        arguments = *jax.eval_shape(case.arguments, jax.random.key(0)), shape(dtype=jnp.int32)
+        ours, theirs = (jax.eval_shape(function, *arguments) for function in (case.kernel, case.xla))
+        if case.name.startswith("expert"):
+            assert jax.tree.map(lambda a: a.shape, ours) == jax.tree.map(lambda a: a.shape, theirs), case.name
 
 
 def test_train_step():

@@ -1,12 +1,17 @@
 """Reading libtpu's schedule, on a small one written out by hand; and what `dreamer bench kernels` prints of it."""
 
+import dataclasses
 import json
 
+import jax
 import pytest
 
 from dreamer_jax.cli.main import main
 from dreamer_jax.planning import kernels
+from dreamer_jax.planning.kernel_case import Case
 from dreamer_jax.planning.schedule import read_schedule
+from dreamer_jax.planning.topology import parse_topology
+from tests.aot.predictions import assert_no_costlier
 
 # Bundle 0 before the loops; the grid's loop 1..20 (0x1..0x14), whose branch at 3 skips 8..9; in it a loop 10..13 and,
 # behind a branch that skips it whole, a loop 15..17 with an own inner loop 16..17; 21 after the loops.
@@ -68,6 +73,14 @@ def test_a_kernel_that_was_not_dumped(dump):
         read_schedule(dump, "theirs")
 
 
+def test_costlier_schedules_are_seen():
+    """The rule by which tests/aot compares with the tables: 5 % more is too much, less is welcome."""
+    assert_no_costlier({"a": [105, 50]}, {"a": (100, 100)})
+    for worse in ({"a": [106, 50]}, {"a": [100]}, {}):
+        with pytest.raises(AssertionError):
+            assert_no_costlier(worse, {"a": (100, 100)})
+
+
 def test_without_an_accelerator_it_says_how_to_predict(capsys):
     """Exit code 2 and the fix."""
     assert main(["bench", "kernels"]) == 2
@@ -92,11 +105,37 @@ def test_the_table(monkeypatch, capsys):
         "roofline_seconds": 0.002,
         "xla_seconds": 0.008,
         "temporary": 3 << 20,
+        "figures": {"ratio": 0.3},
     }
     monkeypatch.setattr(kernels, "predict", lambda topology, match, say: [row])
     assert main(["bench", "kernels", "--topology", "v5p:2x2x1"]) == 0
-    header, line = capsys.readouterr().out.splitlines()
+    header, line, note = capsys.readouterr().out.splitlines()
+    assert note == "depth_attention forward, T=8: ratio 0.3"
     assert line.split()[3:] == ["4.000", "3.000", "4.000", "2.000", "2.00", "8.000", "2.00", "3.0"]
     assert header.split()[:3] == ["kernel", "shape", "ms"]
     assert main(["bench", "kernels", "--topology", "v5p:2x2x1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [row]
+
+
+def test_the_table_without_xla(monkeypatch, capsys):
+    """Where XLA fails or has nothing to say: empty cells, and why."""
+    row = {"name": "dispatch slots", "shape": "M=8", "seconds": 0.004, "xla_error": "too large"}
+    monkeypatch.setattr(kernels, "predict", lambda topology, match, say: [row])
+    assert main(["bench", "kernels", "--topology", "v5p:2x2x1"]) == 0
+    _, line, note = capsys.readouterr().out.splitlines()
+    assert line.split() == ["dispatch", "slots", "M=8", "4.000"] and note.endswith("XLA: too large")
+
+
+def test_xla_may_fail(monkeypatch):
+    """One row with the reason; the kernels' figures don't depend on it."""
+    case = Case("a", "T=1", None, None, None, None, flops=0, least_bytes=0)  # type: ignore
+    topology = parse_topology("v5p:2x2x1")
+    assert kernels.compare_case(case, topology) == {"name": "a", "shape": "T=1"}
+
+    def fails(*arguments):
+        raise RuntimeError("out of memory\nmuch text")
+
+    monkeypatch.setattr(kernels, "devices_of", lambda topology: jax.devices())
+    monkeypatch.setattr(kernels, "_compile", fails)
+    found = kernels.compare_case(dataclasses.replace(case, xla=fails), topology)
+    assert found == {"name": "a", "shape": "T=1", "xla_error": "out of memory"}
