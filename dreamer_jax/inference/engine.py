@@ -2,45 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from dreamer_jax.config.errors import UserError
 from dreamer_jax.inference.model import FoldedModel, fold
+from dreamer_jax.inference.parts import Finished, Generated, Part, bucket, chunk, padded
 from dreamer_jax.inference.placement import place
 from dreamer_jax.inference.programs import BLOCK, Kinds, programs_for
 from dreamer_jax.inference.sampling import Sampling
 
 if TYPE_CHECKING:
     from dreamer_jax.training.checkpoints import TrainedModel
-
-Finished = Callable[[int, list[int]], bool]
-"""(number of the row, its tokens so far) -> whether it is to end here, for stops that only the text shows."""
-
-CHUNK_TOKENS = 4096
-"""Prompt tokens of all rows that are computed at once."""
-SHORTEST = 16
-"""Smallest bucket of lengths."""
-
-
-@dataclasses.dataclass
-class Generated:
-    """One generated row.
-
-    Attributes:
-        tokens: without the prompt and without the stop token.
-        depths: how many depths each token's predecessor went through; the first is always the full depth.
-        finish: "stop": a stop token came, or `finished` said so. "length": `max_tokens` are reached.
-    """
-
-    tokens: list[int]
-    depths: list[int]
-    finish: str = "length"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +63,9 @@ class Engine:
         self._programs = programs_for(placement)
         self._row_shards = 1 if placement is None else placement.row_shards
         self._exit_distance = exit_distance
+        # One program hardly uses more than one core of a CPU: its steps are small and wait for each other.
+        alone = mesh is None and jax.default_backend() == "cpu"
+        self._most_parts = _cores() if alone else 1
 
     @classmethod
     def of(
@@ -142,70 +129,50 @@ class Engine:
             block: tokens between two yields, at most `programs.BLOCK`. The first comes after one token.
             numbers: of the rows, which the draws depend on; by default 0, 1, ...
         """
-        sampling = sampling or Sampling()
         _check(prompts, self.model.config.vocab_size)
         if max_tokens < 1:
             raise UserError(f"max_tokens {max_tokens}: must be 1 or more")
-        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        size = self._rows(len(prompts))
-        lengths = np.pad(lengths, (0, size - len(prompts)), constant_values=1)
-        row_numbers = np.array(range(len(prompts)) if numbers is None else numbers, np.int32)
-        row_numbers = np.pad(row_numbers, (0, size - len(prompts)))
-        limits = np.where(np.arange(size) < len(prompts), lengths + max_tokens - 1, 0).astype(np.int32)
-        kinds = Kinds(sampling.draws, sampling.ranks, self._exit_distance > 0)
-        ends = jnp.asarray(list(stop_ids) or [-1], jnp.int32)
-
-        hidden, caches = self._prefill(prompts, lengths, _bucket(int(lengths.max()) + max_tokens))
-        settings = sampling.numbers()
-        progress = self._programs.first(kinds, self.model, hidden, lengths, row_numbers, limits, ends, settings)
-        rows = [Generated([], []) for _ in prompts]
-        new = np.asarray(progress.last)[:, None]
-        taken = np.full_like(new, self.model.total_depth)
-        while True:
-            self._extend(rows, new, taken, stop_ids)
-            stopped = [row.finish == "stop" for row in rows]
-            if finished is not None:
-                running = ~np.asarray(progress.done)
-                for i, row in enumerate(rows):
-                    if running[i] and finished(i, row.tokens):
-                        row.finish, stopped[i] = "stop", True
-                done = np.asarray(progress.done) | np.pad(stopped, (0, size - len(rows)), constant_values=True)
-                progress = progress._replace(done=jnp.asarray(done))
-            yield rows
-            if np.asarray(progress.done).all():
-                return
-            new, taken, progress, caches = self._programs.decode(
-                kinds,
-                self.model,
-                progress,
-                caches,
-                jnp.int32(min(block, BLOCK)),
-                ends,
-                settings,
-                jnp.float32(self._exit_distance),
-            )
-            new, taken = np.asarray(new), np.asarray(taken)
+        shares, size = self._shares(len(prompts))
+        numbers = range(len(prompts)) if numbers is None else numbers
+        settings = max_tokens, sampling or Sampling(), stop_ids, self._exit_distance
+        parts = [Part(self.model, self._programs, prompts[own], numbers[own], size, *settings) for own in shares]
+        rows = [row for part in parts for row in part.rows]
+        with _together(len(parts)) as each:
+            running = parts
+            each(Part.begin, running)
+            while True:
+                if finished is not None:
+                    for part, own in zip(parts, shares, strict=True):
+                        part.end(finished, own.start)
+                yield rows
+                running = [part for part in running if not part.done]
+                if not running:
+                    return
+                each(lambda part: part.advance(min(block, BLOCK)), running)
 
     def score(self, rows: Sequence[Sequence[int]], batch_size: int = 16) -> list[Scores]:
         """Log-probability of every token of each row but the first, given those before it; similar lengths together."""
         _check(rows, self.model.config.vocab_size)
         results: list[Scores | None] = [None] * len(rows)
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
-        for first in range(0, len(order), batch_size):
-            chosen = order[first : first + batch_size]
-            for row, scores in zip(chosen, self._score([rows[row] for row in chosen]), strict=True):
-                results[row] = scores
+        with _together(self._most_parts) as each:
+            for first in range(0, len(order), batch_size):
+                chosen = order[first : first + batch_size]
+                shares, size = self._shares(len(chosen))
+                pieces = [[rows[row] for row in chosen[own]] for own in shares]
+                scored = each(functools.partial(self._score, size=size), pieces)
+                for row, scores in zip(chosen, itertools.chain(*scored), strict=True):
+                    results[row] = scores
         return [result for result in results if result is not None]
 
-    def _score(self, rows: Sequence[Sequence[int]]) -> list[Scores]:
+    def _score(self, rows: Sequence[Sequence[int]], size: int) -> list[Scores]:
         longest = max(len(row) for row in rows)
-        size = self._rows(len(rows))
-        chunk = _chunk(size, longest)
-        tokens = _padded(rows, size, -(-longest // chunk) * chunk + 1)
-        caches = self._programs.empty_caches(self.model, size, _bucket(longest))
+        width = chunk(size, longest)
+        tokens = padded(rows, size, -(-longest // width) * width + 1)
+        caches = self._programs.empty_caches(self.model, size, bucket(longest))
         parts = []
-        for start in range(0, longest, chunk):
-            inputs, targets = tokens[:, start : start + chunk], tokens[:, start + 1 : start + chunk + 1]
+        for start in range(0, longest, width):
+            inputs, targets = tokens[:, start : start + width], tokens[:, start + 1 : start + width + 1]
             logprobs, greedy, caches = self._programs.score(
                 Kinds(), self.model, inputs, targets, jnp.int32(start), caches
             )
@@ -213,56 +180,28 @@ class Engine:
         logprobs, greedy = (np.concatenate(part, axis=1) for part in zip(*parts, strict=True))
         return [Scores(logprobs[i, : len(row) - 1], greedy[i, : len(row) - 1]) for i, row in enumerate(rows)]
 
-    def _prefill(self, prompts: Sequence[Sequence[int]], lengths: np.ndarray, capacity: int) -> Any:
-        size, longest = len(lengths), int(lengths.max())
-        chunk = _chunk(size, longest)
-        tokens = _padded(prompts, size, -(-longest // chunk) * chunk)
-        caches = self._programs.empty_caches(self.model, size, capacity)
-        hidden = jnp.zeros((size, self.model.config.hidden_size), self.model.config.dtype)
-        for start in range(0, longest, chunk):
-            starts = np.full(size, start, np.int32)
-            hidden, caches = self._programs.prefill(
-                Kinds(), self.model, tokens[:, start : start + chunk], starts, lengths, caches, hidden
-            )
-        return hidden, caches
-
-    def _rows(self, count: int) -> int:
-        """B for this many rows: a bucket that divides over the devices."""
-        return self._row_shards * _bucket(-(-count // self._row_shards), 1)
-
-    def _extend(self, rows: list[Generated], new: np.ndarray, taken: np.ndarray, stop_ids: Sequence[int]) -> None:
-        """Append what a block brought to rows that haven't stopped."""
-        for i, row in enumerate(rows):
-            if row.finish == "stop":
-                continue
-            for token, depth in zip(new[i].tolist(), taken[i].tolist(), strict=True):
-                if token < 0:
-                    break
-                if token in stop_ids:
-                    row.finish = "stop"
-                    break
-                row.tokens.append(token)
-                row.depths.append(depth)
+    def _shares(self, count: int) -> tuple[list[slice], int]:
+        """Which of `count` rows go together, and B for them: a bucket that divides over the devices."""
+        parts = min(self._most_parts, count)
+        ends = [count * n // parts for n in range(parts + 1)]
+        largest = -(-count // parts)
+        size = self._row_shards * bucket(-(-largest // self._row_shards), 1)
+        return [slice(start, end) for start, end in itertools.pairwise(ends)], size
 
 
-def _bucket(count: int, smallest: int = SHORTEST) -> int:
-    """The smallest power of two, or one and a half, that is at least `count`."""
-    size = smallest
-    while size < count:
-        size = size * 3 // 2 if size * 3 // 2 >= count and size > 1 else size * 2
-    return size
+def _cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _chunk(rows: int, longest: int) -> int:
-    """Prompt positions to compute at once: a bucket, or the power of two that `CHUNK_TOKENS` allows."""
-    return min(_bucket(longest), 1 << max(SHORTEST, CHUNK_TOKENS // rows).bit_length() - 1)
-
-
-def _padded(rows: Sequence[Sequence[int]], size: int, length: int) -> np.ndarray:
-    tokens = np.zeros((size, length), np.int32)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)] = row
-    return tokens
+@contextlib.contextmanager
+def _together(parts: int) -> Iterator[Callable[..., list[Any]]]:
+    """A `map` that takes up to so many items at once, each in a thread of its own."""
+    if parts == 1:
+        yield lambda function, items: list(map(function, items))
+        return
+    with ThreadPoolExecutor(parts) as pool:
+        yield lambda function, items: list(pool.map(function, items))
 
 
 def _check(rows: Sequence[Sequence[int]], vocab_size: int) -> None:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.inference.experts import arrange
 from dreamer_jax.model.primitives import rms_norm
 
 Tree = Any
@@ -39,8 +40,8 @@ class AttentionWeights(NamedTuple):
 
     Attributes:
         norm: [M, h] float32.
-        qkv: [G, h, (n + 2 kv) d], compute dtype, folded.
-        out: [G, n d, h], compute dtype, folded.
+        qkv: [G, h, (n + 2 kv) d], compute dtype, folded, arranged (see `experts.arrange`).
+        out: [G, n d, h], likewise.
         q_scale, k_scale: [M, d] float32.
         routing: of the attention MoE; None in LA, where the depth is the expert.
     """
@@ -59,7 +60,7 @@ class ExpertWeights(NamedTuple):
     Attributes:
         norm: [M, h] float32.
         gate_up: [M * E, 2F, h], compute dtype.
-        down: [M * E, F, h], compute dtype.
+        down: [M * E, F, h], compute dtype, arranged (see `experts.arrange`).
         routing: over the E experts of a depth.
     """
 
@@ -117,8 +118,8 @@ def fold_weights(config: ModelConfig, params: Tree, balancing: Mapping[str, Any]
             out = out[0] + projections["out_shared"]
         return AttentionWeights(
             norm=layer[norm]["scale"],
-            qkv=cast(qkv),
-            out=cast(out),
+            qkv=arrange(cast(qkv), config.implementation),
+            out=arrange(cast(out), config.implementation),
             q_scale=its["q_norm"]["scale"],
             k_scale=its["k_norm"]["scale"],
             routing=routing(projections["router"], name) if config.recurrent else None,
@@ -133,7 +134,7 @@ def fold_weights(config: ModelConfig, params: Tree, balancing: Mapping[str, Any]
         experts=ExpertWeights(
             norm=layer["expert_norm"]["scale"],
             gate_up=_merge(cast(experts["gate_up"])),
-            down=_merge(cast(experts["down"])),
+            down=arrange(_merge(cast(experts["down"])), config.implementation),
             routing=routing(experts["router"], "expert_attention"),
         ),
         last_norm=layer["residual_norm"]["scale"][0] if config.recurrent else params["final_norm"]["scale"],

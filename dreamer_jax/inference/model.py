@@ -191,7 +191,8 @@ class _Step:
         rows = layer * held + indices % held
         if self.expert_shards > 1:  # the number after the last means: another device's
             rows = jnp.where(indices // held == jax.lax.axis_index(EXPERT), rows, weights.gate_up.shape[0])
-        out = experts.mlp(normed, rows, shares, weights.gate_up, weights.down, config.implementation)
+        among = held if config.recurrent or not self.depths.ndim else None
+        out = experts.mlp(normed, rows, shares, weights.gate_up, weights.down, config.implementation, among)
         return (jax.lax.psum(out, EXPERT) if self.expert_shards > 1 else out).reshape(x.shape)
 
     def heads(self, weights: AttentionWeights, x: jax.Array, heads: int, kv_heads: int, size: int):
@@ -227,7 +228,8 @@ class _Step:
             matrix = self.own(routing.query)
             query = jnp.matmul(x, matrix, preferred_element_type=jnp.float32)
         else:
-            query = experts.linear(x, self.flat_depths, routing.query, config.implementation).astype(jnp.float32)
+            matrices = experts.arrange(routing.query, config.implementation)
+            query = experts.linear(x, self.flat_depths, matrices, config.implementation).astype(jnp.float32)
         query = rms_norm(query, self.own(routing.query_scale))
         query = depth_rope(query, self.flat_depths, jnp.int32(self.total_depth), config.depth_rope_base)
         keys = self.own(routing.keys)

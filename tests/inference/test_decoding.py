@@ -13,6 +13,7 @@ import pytest
 from dreamer_jax.config.errors import UserError
 from dreamer_jax.inference import FoldedModel, fold
 from dreamer_jax.inference.caches import Caches, State
+from dreamer_jax.inference.experts import arrange
 from dreamer_jax.model import Dreamer
 from tests.model.cases import (
     MIXINGS,
@@ -198,5 +199,5 @@ def test_folding_adds_the_shared_expert_to_every_routed_one():
     params, bias = random_weights(config)
     weights = fold(config, params, bias).weights
     projections = params["layer"]["sequence_attention"]["projections"]
-    assert np.array_equal(weights.sequence.qkv, projections["qkv"] + projections["qkv_shared"])
-    assert np.array_equal(weights.sequence.out, projections["out"] + projections["out_shared"])
+    assert np.array_equal(weights.sequence.qkv, arrange(projections["qkv"] + projections["qkv_shared"]))
+    assert np.array_equal(weights.sequence.out, arrange(projections["out"] + projections["out_shared"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 from dreamer_jax.config.errors import UserError
-from dreamer_jax.inference import Caches, Engine, FoldedModel, Sampling, engine, fold
+from dreamer_jax.inference import Caches, Engine, FoldedModel, Sampling, engine, fold, parts
 from dreamer_jax.inference.caches import fill_deeper
 from dreamer_jax.inference.programs import programs_for
 from tests.model.cases import jitted_forward, random_weights, small_config
@@ -55,9 +56,27 @@ def test_ragged_greedy_generation_is_that_of_the_full_forward(variant):
 
 def test_batches_and_chunks_of_the_prompts_change_nothing(monkeypatch):
     expected = [greedy(tuple(prompt), 5, "DR+DA") for prompt in PROMPTS]
-    monkeypatch.setattr(engine, "CHUNK_TOKENS", 16)  # the prompt of 20 in two chunks
+    monkeypatch.setattr(parts, "CHUNK_TOKENS", 16)  # the prompt of 20 in two chunks
     found = Engine(model_of()).generate(PROMPTS, 5, batch_size=2)
     assert [row.tokens for row in found] == expected
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_parts_of_a_batch_in_threads_change_nothing(monkeypatch, cores):
+    monkeypatch.setattr(engine, "_cores", lambda: cores)
+    threads = set()
+    advance = parts.Part.advance
+
+    def noted(part: parts.Part, block: int) -> None:
+        threads.add(threading.get_ident())
+        advance(part, block)
+
+    monkeypatch.setattr(parts.Part, "advance", noted)
+    found = Engine(model_of()).generate(PROMPTS, 5)
+    assert [row.tokens for row in found] == [greedy(tuple(prompt), 5, "DR+DA") for prompt in PROMPTS]
+    assert (threads == {threading.get_ident()}) == (cores == 1)
+    for row, scores in zip(PROMPTS, Engine(model_of()).score(PROMPTS), strict=True):
+        assert scores.greedy.tolist() == (full_logits(row)[:-1].argmax(axis=-1) == row[1:]).tolist()
 
 
 def test_a_row_ends_at_its_stop_token_which_is_left_out():
@@ -118,7 +137,7 @@ def test_draws_are_the_same_in_any_batch():
 
 
 def test_scores_are_the_log_probabilities_of_the_full_forward(monkeypatch):
-    monkeypatch.setattr(engine, "CHUNK_TOKENS", 32)  # chunks of 16 and fewer rows at once
+    monkeypatch.setattr(parts, "CHUNK_TOKENS", 32)  # chunks of 16 and fewer rows at once
     rows = [*PROMPTS, list(np.random.default_rng(0).integers(0, 23, 40))]
     for row, scores in zip(rows, Engine(model_of()).score(rows, batch_size=2), strict=True):
         logits = full_logits(row)[:-1]
