@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ TIE = 2e-5
 """Scores of the last selected and the first rejected expert nearer than this may be told apart differently."""
 
 MAPPED_BYTES = 1 << 26
-GATHERED_BYTES = 1 << 26
+GATHERED_BYTES = 1 << 24
 HEAD_ROWS = 16384
 
 
@@ -96,9 +97,11 @@ class JaxSide:
 
     def _logits(self, x: jax.Array) -> np.ndarray:
         head = self._global("head")
-        rows = [jnp.asarray(head[i : i + HEAD_ROWS]).astype(x.dtype) for i in range(0, len(head), HEAD_ROWS)]
-        parts = [jnp.einsum("bsh,vh->bsv", x, part, preferred_element_type=jnp.float32) for part in rows]
-        return np.concatenate([np.asarray(part) for part in parts], axis=-1)
+        parts = []
+        for first in range(0, len(head), HEAD_ROWS):  # one cast copy of a part of the head at a time
+            rows = jnp.asarray(head[first : first + HEAD_ROWS]).astype(x.dtype)
+            parts.append(np.asarray(jnp.einsum("bsh,vh->bsv", x, rows, preferred_element_type=jnp.float32)))
+        return np.concatenate(parts, axis=-1)
 
     def _global(self, leaf: str) -> np.ndarray:
         return self._values(next(name for name in self._names if name.leaf == leaf))
@@ -153,7 +156,17 @@ def _through_experts(x, indices, weights, gate_up: np.ndarray, down: np.ndarray)
         part = slice(first, first + tokens)
         chosen = indices[part].ravel()
         parts.append(_chosen_experts(x[part], weights[part], gate_up[chosen], down[chosen]))
+    for matrices in (gate_up, down):
+        _forget(matrices)
     return jnp.concatenate(parts)
+
+
+def _forget(array: Any) -> None:
+    """Give back the memory of a mapped file's pages; they are read again when they are needed."""
+    while isinstance(array, np.ndarray):
+        array = array.base
+    if isinstance(array, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):  # Linux
+        array.madvise(mmap.MADV_DONTNEED)
 
 
 @jax.jit
@@ -161,6 +174,20 @@ def _chosen_experts(x: jax.Array, weights: jax.Array, gate_up: jax.Array, down: 
     """[t, h], [t, k], and the matrices of each choice [t k, ...] -> [t, h]."""
     each = jnp.arange(weights.size).reshape(weights.shape)
     return REFERENCE.expert_mlp(x, each, weights, gate_up.astype(x.dtype), down.astype(x.dtype))
+
+
+def _token_by_token(x, index, score, routed, shared) -> jax.Array:
+    """The reference `expert_linear`, which gathers a matrix for every token, a token at a time."""
+
+    bits = jax.lax.bitcast_convert_type(routed, {2: jnp.uint16, 4: jnp.uint32}[routed.dtype.itemsize])
+
+    def one(token):
+        x, index, score = token
+        # Bits, because a CPU widens bfloat16 for its products, and would widen all of `routed` before the loop.
+        own = jax.lax.bitcast_convert_type(jax.lax.dynamic_index_in_dim(bits, index), routed.dtype)
+        return REFERENCE.expert_linear(x[None], jnp.zeros(1, jnp.int32), score[None], own, shared)[0]
+
+    return jax.lax.map(one, (x, index, score))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -177,7 +204,8 @@ def _apply(config, params, x, depth, cache, bias, context, answer):
         asked.append(arguments[:3])
         return answer
 
-    (x, cache, _), kept = Layer(config, dataclasses.replace(REFERENCE, expert_mlp=expert_mlp)).apply(
+    operations = dataclasses.replace(REFERENCE, expert_mlp=expert_mlp, expert_linear=_token_by_token)
+    (x, cache, _), kept = Layer(config, operations).apply(
         {"params": params}, x, depth, cache, bias, context, capture_intermediates=True, mutable=["intermediates"]
     )
     its = kept["intermediates"]
