@@ -187,7 +187,7 @@ class TrainingConfig:
     gradient_depths: int = 0
     """Depths whose contributions to the expert weight gradients are kept aside and added in one pass, where a kernel
     does it: less memory traffic, more memory. 1 adds at every depth, with the least memory. 0 chooses: as many, up to
-    8, as fit an eighth of the chip's memory, where that saves traffic. The sums are float32 always."""
+    8, as fit an eighth of the chip's memory. The sums are float32 always."""
     log_every: int = 10
     """Steps between two lines of metrics."""
 

@@ -125,7 +125,7 @@ def _expert_layout(shape: tuple[int, ...], expert_dim: int, axes: dict[str, int]
     """[E, ...] or, in LA, [L, E, ...]: the axis `expert` divides whole experts; in DR as many others as it takes."""
     experts = shape[expert_dim]
     ordered = {EXPERT: axes[EXPERT]} if EXPERT in axes else {}
-    ordered |= dict(sorted(((n, s) for n, s in axes.items() if n != EXPERT), key=lambda item: item[1]))
+    ordered |= {name: size for name, size in axes.items() if name != EXPERT}  # whole rings first: most passes there
     by_experts: dict[str, int] = {}
     for name, size in ordered.items():
         divided = _experts_divided(experts, {**by_experts, name: size})

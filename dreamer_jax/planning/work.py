@@ -59,7 +59,8 @@ class Blocks:
         rows: of a block; every expert's rows fill whole blocks but, on average, half of the last.
         used: blocks of a product that hold rows, on average.
         pairs: (token, choice) pairs that visit the chip, those of other chips' experts included.
-        buffer: rows that there is room for, whatever the router does: all visiting pairs and every last block.
+        buffer: rows that there is room for, whatever the router does: all visiting pairs and every last block. Only
+            used blocks are read or written.
         passes: times the weight gradient reads the experts' intermediates.
     """
 
@@ -127,11 +128,11 @@ def blocks_of(config: Config, chip: str) -> Blocks:
 
 def gradient_depths(config: Config, chip: str) -> int:
     """Depths whose rows are kept aside for the weight gradient on a chip of that name: as chosen, or the default."""
-    model, own = config.model, _own_experts(config)
+    model = config.model
     if not model.recurrent:
         return 1
     rows = blocks_of(config, chip).buffer
-    sizes = own, model.expert_size, model.hidden_size, jnp.dtype(model.dtype)
+    sizes = model.expert_size, model.hidden_size, jnp.dtype(model.dtype)
     return config.training.gradient_depths or depths_aside(rows, *sizes, model.depth, _target(chip))
 
 
@@ -140,23 +141,21 @@ def _experts(config: Config, chip: str, again: Again) -> Iterator[Operation]:
     h, size, own = model.hidden_size, model.expert_size, _own_experts(config)
     products = 2 * blocks.tile_rows * h * 3 * _tiled(size)
     weights = own * 3 * h * size
-    room, used, back = (rows * HALF for rows in (blocks.buffer, blocks.used * blocks.rows, blocks.pairs))
+    used, back = blocks.used * blocks.rows * HALF, blocks.pairs * HALF
     visiting = _tokens(config) * config.mesh.expert * h * HALF
 
-    # To the experts: read and written. Back: read, and their sums written. Backward the same, and the rows once more.
-    there, home = 2 * room * h, back * h + visiting
-    moving = (there + home) * (1 + again.products) + there + home + there * again.cheap
+    # To the experts, whenever products are computed, and twice for the gradient: fetched in chunks, and those put into
+    # their place, where they also are kept aside. Home: read, for every pair that visits, and their sums written.
+    there, home = 4 * used * h, back * h + visiting
+    moving = there * (3 + again.products) + home * (2 + again.products)
     yield Operation("experts: rows to experts and back", 0, moving)
-    forward = (used * h + room * h + weights * HALF) * (1 + again.products)
-    yield Operation("experts: forward", products * (1 + again.products), forward + 2 * room * size)  # gate, up: once
-    gradients = used * (h + 2 * size) + room * (h + 3 * size) + weights * HALF
-    depths = gradient_depths(config, chip)
-    if depths > 1:  # both kinds of rows are put aside
-        gradients += 3 * used * h
+    forward = (used * h + used * h + weights * HALF) * (1 + again.products)
+    yield Operation("experts: forward", products * (1 + again.products), forward + 2 * used * size)  # gate, up: once
+    gradients = used * (h + 2 * size) + used * (h + 3 * size) + weights * HALF
     yield Operation("experts: input gradients", products, gradients)
     totals = weights * FULL
     if model.recurrent:  # read and written, by as many depths at once as are kept aside
-        totals = weights * 2 * FULL / min(depths, model.depth)
+        totals = weights * 2 * FULL / min(gradient_depths(config, chip), model.depth)
     yield Operation("experts: weight gradients", products, used * (2 * h + 3 * size * blocks.passes) + totals)
 
 

@@ -33,7 +33,7 @@ def forward(
         target: what is compiled for.
 
     Returns:
-        [N b, b'], zero in unused blocks.
+        [N b, b'], undefined in unused blocks but the last (see `dispatch.stream.Walk`).
     """
     _, inward, outward = routed.shape
     grid = _Grid(plan, target, outward // tile)

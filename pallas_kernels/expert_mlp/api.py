@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tiles
-from pallas_kernels.dispatch.api import Dispatch, blocks_of, plan_blocks, plan_dispatch
+from pallas_kernels.dispatch.api import Dispatch, filled_blocks_of, plan_blocks, plan_dispatch
 from pallas_kernels.expert_mlp import tpu, xla
 from pallas_kernels.expert_mlp.shapes import Tiles, depths_aside, unsupported
 from pallas_kernels.expert_mlp.tape import Tape
@@ -72,7 +72,7 @@ def start_tape(
     chosen = _tiles(pairs, gate_up, dtype)
     blocks = plan_blocks(pairs, experts, chosen.block, multiple=_target().cores)
     rows = blocks * chosen.block
-    depths = depths or depths_aside(rows, experts, gate_up[1] // 2, gate_up[2], dtype, total, _target())
+    depths = depths or depths_aside(rows, gate_up[1] // 2, gate_up[2], dtype, total, _target())
     return Tape.empty(gate_up, chosen, depths, rows, dtype)
 
 
@@ -87,12 +87,12 @@ def settle(tape: Tape) -> Tape:
 @jax.custom_vjp
 def _expert_mlp(x, weights, gate_up, down, plan: Dispatch, tape):
     del tape
-    values = tpu.forward(_flat(blocks_of(x, plan)), gate_up, down, plan, keep=False, target=_target())[0]
+    values = tpu.forward(filled_blocks_of(x, plan), gate_up, down, plan, keep=False, target=_target())[0]
     return _combine(values, plan, weights).astype(x.dtype)
 
 
 def _forward(x, weights, gate_up, down, plan, tape):
-    rows = _flat(blocks_of(x, plan))
+    rows = filled_blocks_of(x, plan)
     values, gate_and_up = tpu.forward(rows, gate_up, down, plan, keep=True, target=_target())
     gate_and_up = keep(gate_and_up)
     out = _combine(values, plan, weights).astype(x.dtype)
@@ -102,15 +102,18 @@ def _forward(x, weights, gate_up, down, plan, tape):
 def _backward(residuals, d_out):
     x, weights, gate_up, down, plan, gate_and_up, tape = residuals
     slot_weights = jnp.append(weights.reshape(-1), 0.0).at[plan.source].get(mode="promise_in_bounds")
-    x_rows, d_rows = _flat(blocks_of(x, plan)), _flat(blocks_of(d_out, plan))
     aside = tape.rows if tape is not None else None
-    d_x_rows, d_slot_weights, factors, *kept = tpu.input_gradient(
-        d_rows, gate_and_up, slot_weights, gate_up, down, plan, aside, x_rows, target=_target()
+    first, places = 0, (None, None, None)
+    if aside is not None:  # the rows are fetched to where they are kept
+        first, places = aside.depth.astype(jnp.int32) * plan.source.shape[0], aside[:3]
+    x_rows, d_rows = filled_blocks_of(x, plan, places[1], first), filled_blocks_of(d_out, plan, places[2], first)
+    d_x_rows, d_slot_weights, factors = tpu.input_gradient(
+        d_rows, gate_and_up, slot_weights, gate_up, down, plan, places[0], first, target=_target()
     )
     d_x = _combine(d_x_rows, plan, None).astype(x.dtype)
     d_weights = d_slot_weights.reshape(-1).at[plan.slot].get(mode="promise_in_bounds").astype(weights.dtype)
     if tape is not None and aside is not None:
-        return d_x, d_weights, None, None, None, tape.keep(factors, *kept, plan.num_blocks)
+        return d_x, d_weights, None, None, None, tape.keep(factors, x_rows, d_rows, plan.num_blocks)
     totals = tape or Tape.empty(gate_up.shape, _tiles(plan.slot.size, gate_up.shape, x.dtype), 1, 0, x.dtype)
     totals = totals.add(factors, x_rows, d_rows, plan.num_blocks[None], _target())
     if tape is not None:
@@ -128,10 +131,6 @@ def _combine(rows, plan, weights):
         row = rows.at[plan.slot[:, choice]].get(mode="promise_in_bounds").astype(jnp.float32)
         out = out + (row if weights is None else row * weights[:, choice, None])
     return out
-
-
-def _flat(blocks):
-    return blocks.reshape(-1, blocks.shape[-1])
 
 
 def _target() -> tiles.Generation:

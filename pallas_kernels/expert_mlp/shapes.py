@@ -87,29 +87,21 @@ def gradient_vmem(block: int, size: int, columns: int, dtype: jnp.dtype) -> int:
     return 4 * (totals + size * columns) + rows * jnp.dtype(dtype).itemsize
 
 
-def depths_aside(
-    rows: int, experts: int, size: int, hidden: int, dtype: jnp.dtype, total: int, target: Generation
-) -> int:
+def depths_aside(rows: int, size: int, hidden: int, dtype: jnp.dtype, total: int, target: Generation) -> int:
     """Depths whose rows are kept aside and added to the weight gradients in one pass, if nobody says how many.
 
-    The largest power of two, up to 8 and the model's depth, whose rows fit an eighth of the chip's memory; 1 where
-    putting rows aside (three arrays of them, written or read once more) moves more than sharing the totals saves.
+    The largest power of two, up to 8 and the model's depth, whose rows fit an eighth of the chip's memory: rows are
+    fetched and written all the same, and the totals are read and written that many times less often.
 
     Args:
         rows: R of a depth, padding included.
-        experts, size, hidden: E, F, h.
+        size, hidden: F, h.
         dtype: compute dtype.
         total: L.
         target: the chip.
     """
-    itemsize = jnp.dtype(dtype).itemsize
-    one, more = rows * (3 * size + 2 * hidden) * itemsize, 3 * rows * hidden * itemsize
-    totals = 2 * 3 * experts * size * hidden * 4  # read and written
-
-    def chosen(n: int) -> bool:
-        return n <= total and n * one <= target.memory / 8 and more < totals * (1 - 1 / n)
-
-    return max(n for n in (1, 2, 4, 8) if n == 1 or chosen(n))
+    one = rows * (3 * size + 2 * hidden) * jnp.dtype(dtype).itemsize
+    return max(n for n in (1, 2, 4, 8) if n == 1 or (n <= total and n * one <= target.memory / 8))
 
 
 def forward_bytes(pairs: int, experts: int, size: int, hidden: int, itemsize: int = 2) -> int:
