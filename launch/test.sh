@@ -61,8 +61,8 @@ stage "lint" ruff check .
 stage "scripts" shellcheck launch/*.sh launch/tpu launch/gke/jobset .ci/run
 stage "types" pyright --pythonpath "$(command -v python)"
 stage "import direction" lint-imports
-# A file stays in one process, so that what its tests share is compiled once.
-stage "tests" python -m pytest -q --numprocesses=auto --dist=loadfile --durations=10 "$@"
+# A file stays in one process, so that what its tests share is compiled once; tests/conftest.py gives the order.
+stage "tests" python -m pytest -q --numprocesses=auto --dist=loadfile --no-loadscope-reorder --durations=10 "$@"
 
 if ((${#failed[@]})); then
     echo "failed: ${failed[*]}" >&2

@@ -24,6 +24,14 @@ settings.register_profile("dreamer", deadline=None, derandomize=True)
 settings.load_profile("dreamer")
 
 
+LONGEST = ("test_notebooks", "test_kills", "test_documentation", "test_train", "test_memory", "test_meshes", "test_sampling")
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first, so that no process is left with one of them at the end of a parallel run."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def programs_are_freed():
     """Compiled programs are memory maps, and a process may have 65,530 of them: LLVM crashes when they run out."""

@@ -82,6 +82,7 @@ def test_memory_is_linear_in_depth():
     assert min(per_depth) >= STATE and max(per_depth) <= LARGEST_GROWTH, [b / STATE for b in per_depth]
 
 
+@pytest.mark.slow
 def test_these_bounds_refuse_the_plain_scan():
     """A checkpointed scan saves the cache at every depth: both bounds must notice."""
     assert growth((16, 32), naive=True)[0] > LARGEST_GROWTH
