@@ -24,7 +24,15 @@ settings.register_profile("dreamer", deadline=None, derandomize=True)
 settings.load_profile("dreamer")
 
 
-LONGEST = ("test_notebooks", "test_kills", "test_documentation", "test_train", "test_memory", "test_meshes", "test_sampling")
+LONGEST = (
+    "test_notebooks",
+    "test_kills",
+    "test_documentation",
+    "test_train",
+    "test_memory",
+    "test_meshes",
+    "test_sampling",
+)
 
 
 def pytest_collection_modifyitems(items):
