@@ -67,7 +67,7 @@ class Blocks:
     rows: int
     used: float
     pairs: int
-    buffer: float
+    buffer: int
     passes: int
 
     @property
