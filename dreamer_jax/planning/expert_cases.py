@@ -106,10 +106,9 @@ def _gradient(experts: int, size: int) -> Case:
         forward, inward, outward = (
             read(name) for name in ("expert_mlp_forward", "expert_mlp_input_gradient", "expert_weight_gradient")
         )
-        aside = 5 * HIDDEN + 5 * size if _sharing(experts, size, target) > 1 else 2 * HIDDEN + 5 * size
         each = [
             _mlp_launch(forward, experts, size, target, 2 * HIDDEN + 2 * size),
-            _mlp_launch(inward, experts, size, target, aside),
+            _mlp_launch(inward, experts, size, target, 2 * HIDDEN + 5 * size),
         ]
         return [*each * DEPTHS, _weight_launch(outward, experts, size, target)]
 

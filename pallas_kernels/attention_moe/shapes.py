@@ -67,6 +67,11 @@ def unsupported(tokens: int, routed: tuple[int, ...], dtype: jnp.dtype, target: 
 
 
 BUNDLES = {
+    "v4": {
+        "expert_linear_forward": (6009, 6076, 2514, 1111),
+        "expert_linear_input_gradient": (8354, 8352, 3661, 1450),
+        "expert_weight_gradient": (2547, 2523, 1911, 912),
+    },
     "v5p": {
         "expert_linear_forward": (4940, 9106, 1943, 881),
         "expert_linear_input_gradient": (29056, 7713, 3077, 1298),

@@ -23,10 +23,10 @@ BUNDLES = {
         "keep expert_weight_gradient": 2989,
     },
     "v5p": {
-        "expert_mlp_forward": 3173,
-        "keep expert_mlp_forward": 3274,
-        "keep expert_mlp_input_gradient": 3602,
-        "keep expert_weight_gradient": 3065,
+        "expert_mlp_forward": 3167,
+        "keep expert_mlp_forward": 3269,
+        "keep expert_mlp_input_gradient": 3645,
+        "keep expert_weight_gradient": 3060,
     },
 }
 """TPU generation -> kernel -> VLIW bundles of a grid step, as libtpu 0.0.42 compiled it at E = 537, F = 480, h = 1024,

@@ -32,6 +32,7 @@ def fits_cudnn(shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
 
 
 BUNDLES = {
+    "v4": {"splash_mha_fwd": (3212,), "splash_mha_dkv": (4251,)},
     "v5p": {"splash_mha_fwd": (2309,), "splash_mha_dkv": (3349,)},
 }
 """TPU generation -> kernel of jax's splash attention -> VLIW bundles of a grid step, as jax 0.10.2 and libtpu 0.0.42
