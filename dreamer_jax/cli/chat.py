@@ -25,7 +25,7 @@ def run(arguments: list[str]) -> int:
         )
     interactive = sys.stdin.isatty()
     if interactive:
-        say("A line is answered when you press Enter; an empty line or Ctrl-D ends.")
+        say("A line is answered when you press Enter; Ctrl-C stops an answer, an empty line or Ctrl-D ends.")
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (arrow keys in input())
     history = ""
@@ -34,14 +34,20 @@ def run(arguments: list[str]) -> int:
             line = input("> " if interactive else "")
         except EOFError:
             break
-        if interactive and not line.strip():
-            break
+        if not line.strip():
+            if interactive:
+                break
+            continue
         prompt = template.fill({template.fields[0]: line}) if template.fields else line
         shown = ""
-        for texts in writer.stream([history + prompt], options.max_tokens, sampling, options.stop):
-            print(texts[0].text[len(shown) :], end="", flush=True)
-            shown = texts[0].text
-        print()
+        try:
+            for texts in writer.stream([history + prompt], options.max_tokens, sampling, options.stop):
+                print(texts[0].text[len(shown) :], end="", flush=True)
+                shown = texts[0].text
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+        print("" if interactive else "\n", flush=True)  # in a pipe an empty line ends an answer, which may have several
         if options.history:
             history += f"{prompt}{shown}\n"
     return 0
@@ -51,7 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="dreamer chat",
         description="Answer lines from the terminal or a pipe. Each is put into the run's data.prompt, if that has a "
-        "field, and answered by itself; --history puts what was said before in front of it.",
+        "field, and answered by itself; --history puts what was said before in front of it. To a pipe, answers are "
+        "followed by an empty line.",
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="a run directory, or one checkpoint in it (RUN/checkpoints/500)")

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from jax.sharding import Mesh
 
 from dreamer_jax.config.errors import UserError
 from dreamer_jax.inference.model import FoldedModel, fold
-from dreamer_jax.inference.parts import Finished, Generated, Part, bucket, chunk, padded
+from dreamer_jax.inference.parts import Finished, Generated, Part, bucket, chunk, fetch, padded
 from dreamer_jax.inference.placement import place
 from dreamer_jax.inference.programs import BLOCK, Kinds, programs_for
 from dreamer_jax.inference.sampling import Sampling
@@ -50,10 +51,12 @@ class Engine:
         mesh: devices to share the rows and, along an axis `expert`, the experts (see `placement`); None for one.
 
     Raises:
-        UserError: early exit from a model whose depths are different layers.
+        UserError: early exit from a model whose depths are different layers, or a negative distance.
     """
 
     def __init__(self, model: FoldedModel, exit_distance: float = 0.0, mesh: Mesh | None = None):
+        if not 0 <= exit_distance < math.inf:
+            raise UserError(f"exit distance {exit_distance}: must be 0 (never exit early) or more")
         if exit_distance > 0 and not model.config.recurrent:
             raise UserError(f"early exit needs a recurrent model; {model.config.variant} has distinct layers")
         placement = None
@@ -176,7 +179,7 @@ class Engine:
             logprobs, greedy, caches = self._programs.score(
                 Kinds(), self.model, inputs, targets, jnp.int32(start), caches
             )
-            parts.append((np.asarray(logprobs), np.asarray(greedy)))
+            parts.append(fetch(logprobs, greedy))
         logprobs, greedy = (np.concatenate(part, axis=1) for part in zip(*parts, strict=True))
         return [Scores(logprobs[i, : len(row) - 1], greedy[i, : len(row) - 1]) for i, row in enumerate(rows)]
 

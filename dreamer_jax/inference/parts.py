@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -80,7 +81,7 @@ class Part:
         self._progress = self._programs.first(
             self._kinds, self._model, hidden, self._lengths, self._numbers, self._limits, self._ends, self._settings
         )
-        new = np.asarray(self._progress.last)[:, None]
+        new = fetch(self._progress.last)[0][:, None]
         self._extend(new, np.full_like(new, self._model.total_depth))
 
     def advance(self, block: int) -> None:
@@ -95,7 +96,7 @@ class Part:
             self._settings,
             self._distance,
         )
-        self._extend(np.asarray(new), np.asarray(taken))
+        self._extend(*fetch(new, taken))
 
     def end(self, finished: Finished, first: int) -> None:
         """Ask about every row that goes on; `first` is the number of this part's first row there."""
@@ -136,6 +137,15 @@ class Part:
                     break
                 row.tokens.append(token)
                 row.depths.append(depth)
+
+
+def fetch(*arrays: jax.Array) -> list[np.ndarray]:
+    """Arrays on the host. An interrupt first lets the running program end: XLA crashes if the process is faster."""
+    try:
+        return [np.asarray(array) for array in arrays]
+    except KeyboardInterrupt:
+        jax.block_until_ready(arrays)
+        raise
 
 
 def bucket(count: int, smallest: int = SHORTEST) -> int:

@@ -50,9 +50,26 @@ def test_a_file_gives_a_line_for_each_record(tmp_path, capsys):
 
 def test_chat_fills_the_prompt_of_the_run_and_keeps_the_history_when_asked(monkeypatch, capsys):
     for extra, second in (([], "<Q: b\nA: >"), (["--history"], "<Q: a\nA: <Q: a\nA: >\nQ: b\nA: >")):
-        monkeypatch.setattr("sys.stdin", io.StringIO("a\nb\n"))
+        monkeypatch.setattr("sys.stdin", io.StringIO("a\n\nb\n"))  # nothing to answer in an empty line
         assert main(["chat", "runs/x", *extra]) == 0
-        assert capsys.readouterr().out == f"<Q: a\nA: >\n{second}\n"
+        assert capsys.readouterr().out == f"<Q: a\nA: >\n\n{second}\n\n"
+
+
+def test_ctrl_c_stops_an_answer_on_a_terminal_and_the_chat_goes_on(monkeypatch, capsys):
+    def stream(self, prompts, max_tokens, sampling, stop):
+        yield [Text("half an", 2, "length", 2.0)]
+        if "long" in prompts[0]:
+            raise KeyboardInterrupt
+        yield [Text("half an answer", 3, "length", 2.0)]
+
+    monkeypatch.setattr(Echo, "stream", stream)
+    terminal = io.StringIO("long\nb\n")
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert main(["chat", "runs/x"]) == 0
+    assert capsys.readouterr().out == "> half an\n> half an answer\n> "
+    monkeypatch.setattr("sys.stdin", io.StringIO("long\nb\n"))
+    assert main(["chat", "runs/x"]) == 130
 
 
 @pytest.mark.parametrize(

@@ -185,9 +185,11 @@ def test_early_exit_does_not_depend_on_the_batch():
         assert (alone.tokens, alone.depths) == (row.tokens, row.depths)
 
 
-def test_early_exit_needs_one_layer_for_all_depths():
+def test_early_exit_needs_one_layer_for_all_depths_and_a_distance():
     with pytest.raises(UserError, match="distinct layers"):
         Engine(model_of("LA"), exit_distance=0.1)
+    with pytest.raises(UserError, match="must be 0"):
+        Engine(model_of(), exit_distance=-1.0)
 
 
 def test_deeper_slots_get_what_was_last_computed():
