@@ -8,5 +8,5 @@ BUNDLES = {
     "v5e": {"dispatch_slots": (2079, 4052)},
     "v5p": {"dispatch_slots": (1170, 2207)},
 }
-"""TPU generation -> kernel -> VLIW bundles of a grid step (1,024 pairs) for each of `EXPERTS`, as libtpu 0.0.42 compiled
-it. tests/aot fails on 5 % more."""
+"""TPU generation -> kernel -> VLIW bundles of a grid step (1,024 pairs) for each of `EXPERTS`, as libtpu 0.0.42
+compiled it. tests/aot fails on 5 % more."""
