@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -140,32 +139,30 @@ class Engine:
         settings = max_tokens, sampling or Sampling(), stop_ids, self._exit_distance
         parts = [Part(self.model, self._programs, prompts[own], numbers[own], size, *settings) for own in shares]
         rows = [row for part in parts for row in part.rows]
-        with _together(len(parts)) as each:
-            running = parts
-            each(Part.begin, running)
-            while True:
-                if finished is not None:
-                    for part, own in zip(parts, shares, strict=True):
-                        part.end(finished, own.start)
-                yield rows
-                running = [part for part in running if not part.done]
-                if not running:
-                    return
-                each(lambda part: part.advance(min(block, BLOCK)), running)
+        running = parts
+        _each(Part.begin, running)
+        while True:
+            if finished is not None:
+                for part, own in zip(parts, shares, strict=True):
+                    part.end(finished, own.start)
+            yield rows
+            running = [part for part in running if not part.done]
+            if not running:
+                return
+            _each(lambda part: part.advance(min(block, BLOCK)), running)
 
     def score(self, rows: Sequence[Sequence[int]], batch_size: int = 16) -> list[Scores]:
         """Log-probability of every token of each row but the first, given those before it; similar lengths together."""
         _check(rows, self.model.config.vocab_size)
         results: list[Scores | None] = [None] * len(rows)
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
-        with _together(self._most_parts) as each:
-            for first in range(0, len(order), batch_size):
-                chosen = order[first : first + batch_size]
-                shares, size = self._shares(len(chosen))
-                pieces = [[rows[row] for row in chosen[own]] for own in shares]
-                scored = each(functools.partial(self._score, size=size), pieces)
-                for row, scores in zip(chosen, itertools.chain(*scored), strict=True):
-                    results[row] = scores
+        for first in range(0, len(order), batch_size):
+            chosen = order[first : first + batch_size]
+            shares, size = self._shares(len(chosen))
+            pieces = [[rows[row] for row in chosen[own]] for own in shares]
+            scored = _each(functools.partial(self._score, size=size), pieces)
+            for row, scores in zip(chosen, itertools.chain(*scored), strict=True):
+                results[row] = scores
         return [result for result in results if result is not None]
 
     def _score(self, rows: Sequence[Sequence[int]], size: int) -> list[Scores]:
@@ -197,14 +194,16 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@contextlib.contextmanager
-def _together(parts: int) -> Iterator[Callable[..., list[Any]]]:
-    """A `map` that takes up to so many items at once, each in a thread of its own."""
-    if parts == 1:
-        yield lambda function, items: list(map(function, items))
-        return
-    with ThreadPoolExecutor(parts) as pool:
-        yield lambda function, items: list(pool.map(function, items))
+def _each(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """What a function makes of each item, of several in a thread each."""
+    if len(items) == 1:
+        return [function(items[0])]
+    return list(_threads().map(function, items))
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_cores())
 
 
 def _check(rows: Sequence[Sequence[int]], vocab_size: int) -> None:
