@@ -125,13 +125,13 @@ def _row_by_row(x: jax.Array, indices: jax.Array, num_experts: int, size: int, e
     order = jnp.argsort(flat)  # pairs without an expert come last
 
     def pair(n: jax.Array, out: jax.Array) -> jax.Array:
-        row = order[n]
-        value = expert(jax.lax.dynamic_slice_in_dim(x, row // active, 1), flat[row])
-        return jax.lax.dynamic_update_slice_in_dim(out, value, row, 0)
+        row = _at(order, n)
+        value = expert(_at(x, row // active)[None], _at(flat, row))
+        return jax.lax.dynamic_update_index_in_dim(out, value, row, 0, allow_negative_indices=False)
 
     out = jax.lax.fori_loop(0, jnp.sum(flat < num_experts), pair, jnp.zeros((flat.size, size), x.dtype))
     return out.reshape(tokens, active, size)
 
 
 def _at(rows: jax.Array, index: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(rows, index, 0, keepdims=False)
+    return jax.lax.dynamic_index_in_dim(rows, index, 0, keepdims=False, allow_negative_indices=False)
