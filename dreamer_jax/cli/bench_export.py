@@ -38,7 +38,7 @@ def _parser() -> Parser:
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of both (float32)")
     add("--prompt-tokens", type=positive, default=128, metavar="N", help="tokens of the prompt (128)")
     add("--tokens", type=positive, default=16, metavar="N", help="tokens to decode (16)")
-    add("--rounds", type=positive, default=11, metavar="N", help="turns of each side (11)")
+    add("--rounds", type=positive, default=61, metavar="N", help="turns of each side (61)")
     add("--threads", type=positive, default=1, metavar="N", help="of torch; with one, CPU time is measured (1)")
     add("--json", action="store_true", help="print the numbers as JSON")
     return parser

@@ -67,7 +67,8 @@ def bench_export(
     measure(ours)
     taken: list[tuple[Seconds, Seconds]] = []
     for number in range(rounds):
-        say(f"round {number + 1} of {rounds}")
+        if number % 10 == 0:
+            say(f"round {number + 1} of {rounds}")
         taken.append((measure(ours), measure(theirs)))
     return {
         "machine": {"threads": threads, "torch": torch.__version__, "transformers": transformers.__version__},
