@@ -34,7 +34,7 @@ class Generation:
     depth_slots: int = 4
     depth_forward: tuple[int, int] = (1024, 128)
     depth_backward: tuple[int, int] = (1024, 128)
-    sequence_block: int = 512
+    sequence_block: int = 1024
     expert_rows: tuple[tuple[int, int], ...] = ((0, 16), (24, 32), (48, 64), (96, 128), (768, 256))
 
 

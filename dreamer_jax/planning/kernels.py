@@ -45,8 +45,9 @@ def predict(topology: Topology, match: str, say: Callable[[str], None], compare:
 
     Times are seconds. Keys: `name`, `shape`; `seconds` = the sum over launches of the longer of `compute_seconds`
     (bundles over clock) and `memory_seconds` (bytes over bandwidth); `roofline_seconds` (least bytes, matrix FLOPs);
-    `temporary`, bytes; `launch_seconds`, of each launch; `schedules`, Pallas kernel -> bundles of its program and of
-    its innermost loops, and the matrix unit's share of its capacity; `figures`, those of the case.
+    `temporary`, bytes; `launch_seconds`, of each launch; `schedules`, Pallas kernel -> bundles of a grid step (`grid`)
+    and of its innermost loops (`loops`), the matrix unit's share of its capacity (`matrix`); `figures`, those of the
+    case.
 
     With `compare`, also `xla_seconds`, the same of what XLA compiles the work to, by the bytes and FLOPs it counts
     itself, and `xla_temporary`; or `xla_error`, where XLA compiles it to nothing.
@@ -117,7 +118,11 @@ def predict_case(case: Any, topology: Topology, directory: Path) -> Row:
         "roofline_seconds": max(case.flops / chip.peak_flops, case.least_bytes / chip.bandwidth),
         "temporary": program.memory_analysis().temp_size_in_bytes,
         "schedules": {
-            name: {"bundles": s.bundles, "loops": [loop.bundles for loop in s.leaves], "matrix": s.matrix_busy}
+            name: {
+                "grid": s.loops[0].bundles,
+                "loops": [loop.bundles for loop in s.leaves],
+                "matrix": s.matrix_busy,
+            }
             for name, s in seen.items()
         },
         "figures": case.figures(target),

@@ -72,6 +72,11 @@ BUNDLES = {
         "expert_linear_input_gradient": (8354, 8352, 3661, 1450),
         "expert_weight_gradient": (2547, 2523, 1911, 912),
     },
+    "v5e": {
+        "expert_linear_forward": (4878, 9054, 1892, 831),
+        "expert_linear_input_gradient": (27561, 7576, 3014, 1213),
+        "expert_weight_gradient": (4052, 7751, 1856, 735),
+    },
     "v5p": {
         "expert_linear_forward": (4940, 9106, 1943, 881),
         "expert_linear_input_gradient": (29056, 7713, 3077, 1298),

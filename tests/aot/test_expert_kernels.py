@@ -108,7 +108,7 @@ def test_schedules_cost_no_more_than_recorded(chip):
     """A grid step's bundles of the expert MLP's kernels at the paper's first shape."""
     seen = {}
     for row in (row_of(chip, "forward", 537, 480), row_of(chip, "gradient", 537, 480)):
-        seen |= {("keep " if "grad" in row["name"] else "") + k: s["loops"][:1] for k, s in row["schedules"].items()}
+        seen |= {("keep " if "grad" in row["name"] else "") + k: [s["grid"]] for k, s in row["schedules"].items()}
     assert_no_costlier(seen, {kernel: [bundles] for kernel, bundles in BUNDLES[chip].items()})
 
 
@@ -120,11 +120,11 @@ def test_schedules_of_linear_experts_and_dispatch(chip):
         for experts, inward, outward in LINEAR:
             row = found[f"expert_linear {direction}", f"T={TOKENS} G={experts} {inward}x{outward}"]
             for kernel, schedule in row["schedules"].items():
-                seen.setdefault(kernel, []).append(schedule["loops"][0])
+                seen.setdefault(kernel, []).append(schedule["grid"])
     assert_no_costlier(seen, LINEAR_BUNDLES[chip])
     found = rows(chip, "dispatch slots")
     loops = [
-        found["dispatch slots", f"M={PAIRS} E={experts}"]["schedules"]["dispatch_slots"]["loops"][0]
+        found["dispatch slots", f"M={PAIRS} E={experts}"]["schedules"]["dispatch_slots"]["grid"]
         for experts in DISPATCH_EXPERTS
     ]
     assert_no_costlier({"dispatch_slots": loops}, DISPATCH_BUNDLES[chip])

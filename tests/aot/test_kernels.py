@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra tpu"),
 ]
 DEPTH_TEMPORARY = {"depth_attention forward": 1 * MIB, "depth_attention backward": 16 * MIB}  # two rows [T, d]
-SEQUENCE_TEMPORARY = 1434 * MIB  # 1.4 GiB, of the gradient at 8 rows of 4096
+SEQUENCE_TEMPORARY = 1126 * MIB  # 1.1 GiB, of the gradient at 8 rows of 4096: a part of d_q for each block of keys
 PAPER = "T=32768 L=32 d=128"
 
 
@@ -63,7 +63,7 @@ def test_sequence_attention_compiles(chip):
     for key, row in found.items():
         assert row["temporary"] <= SEQUENCE_TEMPORARY, key
         if key[0].endswith("gradient"):
-            seen = {kernel.partition("[")[0]: s["loops"][:1] for kernel, s in row["schedules"].items()}
+            seen = {kernel.partition("[")[0]: [s["grid"]] for kernel, s in row["schedules"].items()}
             assert_no_costlier(seen, SEQUENCE_BUNDLES[chip])
 
 

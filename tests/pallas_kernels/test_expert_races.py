@@ -23,17 +23,17 @@ from tests.pallas_kernels.expert_cases import (
 )
 from tests.pallas_kernels.interpreting import on_two_cores
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("kind", SELECTIONS)
+@pytest.mark.parametrize("kind", ["some elsewhere", *(pytest.param(k, marks=slow) for k in SELECTIONS if k[0] != "s")])
 def test_races(kind):
     """Two cores at once, memory uninitialised: the race detector finds nothing, and the results are the same."""
     case = mlp_case(kind)
     jax.tree.map(assert_close, on_two_cores(fresh(mlp.expert_mlp), *case), compiled(with_an_empty_expert)(*case))
 
 
-@pytest.mark.parametrize("kind", ["random", "one hot"])
+@pytest.mark.parametrize("kind", ["random", pytest.param("one hot", marks=slow)])
 def test_races_of_linear_experts(kind):
     """The same of the attention MoE."""
     case = linear_case(kind)
@@ -42,6 +42,7 @@ def test_races_of_linear_experts(kind):
     )
 
 
+@slow
 @pytest.mark.usefixtures("little_memory")
 def test_races_of_tiles():
     """The same with columns in two tiles."""
@@ -53,6 +54,7 @@ def test_races_of_tiles():
     )
 
 
+@slow
 @pytest.mark.parametrize("depths", [1, 2])
 def test_races_on_the_tape(depths):
     """Two depths, added one by one or kept aside and added at once."""
@@ -74,6 +76,7 @@ def test_races_on_the_tape(depths):
     assert_close(tape.down, expected[0][3] + expected[1][3])
 
 
+@slow
 def test_races_of_the_counting_sort():
     """The same of the kernel that counts."""
     chosen = jnp.asarray(np.random.default_rng(0).integers(0, 12, 600), jnp.int32)
