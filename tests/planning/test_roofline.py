@@ -68,8 +68,10 @@ def test_experts_by_hand(monkeypatch):
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_matrix_work_is_the_analytic_count_and_little_more(remat):
+def test_matrix_work_is_the_analytic_count_and_little_more(remat, monkeypatch):
     """What it adds: part-filled tiles, the causal triangle's edge, the scores again, routing in float32."""
+    target = dataclasses.replace(work.GENERATIONS["v5p"], sequence_block=512)
+    monkeypatch.setitem(work.GENERATIONS, "v5p", target)
     tokens = 4096
     counted = sum(operation.flops for operation in operations(config(remat=remat), "v5p"))
     expected = analytic.executed_training_flops(WIDE, 4096, remat == "full")[0] * tokens
