@@ -108,5 +108,5 @@ class Layer(nn.Module):
             y = x + da(x) + sa(x) + ea(x)
 
         if config.recurrent:  # section 3.7: x_{l+1} = Norm(y_l), so that scales agree across depths
-            y = RMSNorm(name="residual_norm")(y)
+            y = RMSNorm(name="residual_norm")(keep(y))
         return y, cache, {name: count for name, count in counts.items() if count is not None}
