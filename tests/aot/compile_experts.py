@@ -1,18 +1,21 @@
 """Prints a line of JSON for each of the paper's experts: a depth's gradient on a tape, compiled for a topology.
 
-A process of its own; argument: TOPOLOGY. Keys: `name`; `temporary` bytes; `copies`, the operations in the HLO that make
-something as large as all weights of a kind out of it; `kernels`.
+A process of its own; arguments: TOPOLOGY, and the FOLDER that XLA_FLAGS has it dump to. Keys: `name`; `temporary` bytes
+of HBM, by the buffer assignment (memory_analysis() counts fragmentation twice); `copies`, the operations in the HLO
+that make something as large as all weights of a kind out of it; `kernels`.
 """
 
 import json
 import re
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dreamer_jax.planning.expert_cases import CHOICES, HIDDEN, LINEAR, PAPER, TOKENS
+from dreamer_jax.planning.memory import reserved_bytes
 from dreamer_jax.planning.topology import devices_of, parse_topology
 from pallas_kernels import attention_moe, expert_mlp
 
@@ -43,11 +46,11 @@ def linear_step(x, index, score, routed, shared, d_out, tape):
 
 def copies(text: str, sizes: str) -> list[str]:
     """Lines of HLO that copy, convert or add up an array of weights [sizes]."""
-    made = rf"= \(?(bf16|f32)\[{sizes}\]\S* (copy|copy-start|transpose|convert|add)\("
+    made = rf"= \(?(bf16|f32)\[{sizes}\][^=]* (copy|copy-start|transpose|convert|add)\("
     return [line.strip()[:160] for line in text.splitlines() if re.search(made, line)]
 
 
-def main(topology: str) -> None:
+def main(topology: str, folder: Path) -> None:
     """Compile for one device of it."""
     device = devices_of(parse_topology(topology))[0]
     place = jax.sharding.SingleDeviceSharding(device)
@@ -60,7 +63,9 @@ def main(topology: str) -> None:
 
     def report(name, step, arguments, sizes):
         program = jax.jit(step, donate_argnums=6).lower(*arguments).compile()
-        text, temporary = program.as_text(), program.memory_analysis().temp_size_in_bytes
+        text, [assignment] = program.as_text(), folder.glob("*_step*after_optimizations-buffer-assignment.txt")
+        temporary = reserved_bytes(assignment.read_text())
+        assignment.unlink()  # the next one is then the only one
         found = sorted(set(re.findall(KERNELS, text)))
         print(json.dumps({"name": name, "temporary": temporary, "copies": copies(text, sizes), "kernels": found}))
 
@@ -82,4 +87,4 @@ def main(topology: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], Path(sys.argv[2]))

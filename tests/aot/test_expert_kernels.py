@@ -5,6 +5,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -33,8 +34,10 @@ def row_of(chip, direction, experts, size):
 @functools.cache
 def compiled(chip):
     """Name -> what tests/aot/compile_experts.py found."""
-    command = [sys.executable, "-m", "tests.aot.compile_experts", TOPOLOGIES[chip]]
-    done = subprocess.run(command, env=child_environment(), check=True, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tests.aot.compile_experts", TOPOLOGIES[chip], folder]
+        environment = child_environment() | {"XLA_FLAGS": f"--xla_dump_to={folder}"}
+        done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {program["name"]: program for program in found}
 
@@ -42,13 +45,13 @@ def compiled(chip):
 @pytest.mark.parametrize("chip", TOPOLOGIES)
 @pytest.mark.parametrize(("experts", "size"), PAPER)
 def test_gradient_copies_no_weight(chip, experts, size):
-    """Forward, input gradient and weight gradient in place: temporaries are six times the blocked rows."""
+    """All in place: temporaries are rows in blocks (x, values, their gradients; gate, up, three factors) and sums."""
     found = compiled(chip)[f"mlp {experts} {size}"]
     assert not found["copies"]
     kernels = ["dispatch_slots", "expert_mlp_forward", "expert_mlp_input_gradient", "expert_weight_gradient"]
     assert found["kernels"] == kernels
-    blocked = (PAIRS + experts * 127) * 1024 * 2
-    assert found["temporary"] <= 6 * blocked, found["temporary"] / blocked
+    rows = (PAIRS + experts * 127) * (4 * 1024 + 5 * size) * 2
+    assert found["temporary"] <= rows + 2 * TOKENS * 1024 * 4, found["temporary"] / rows
 
 
 @pytest.mark.parametrize("chip", TOPOLOGIES)
@@ -77,11 +80,9 @@ def test_copies_are_seen():
 
 @pytest.mark.parametrize("chip", TOPOLOGIES)
 def test_kernels_need_no_temporaries(chip):
-    """Forward: none. Gradient: of the rows in blocks, x's and d_x's gradients, gate and up, and their factors."""
+    """None of the forward kernel's; of the counting sort its cores' slots."""
     for experts, size in PAPER:
         assert row_of(chip, "forward", experts, size)["temporary"] <= MIB
-        blocked = (PAIRS + experts * 127) * 2
-        assert row_of(chip, "gradient", experts, size)["temporary"] <= blocked * (2 * 1024 + 5 * size) + MIB
     for (name, shape), row in rows(chip, "dispatch").items():
         assert row["temporary"] <= 4 * MIB, (name, shape)
 
