@@ -53,7 +53,7 @@ def test_it_compiles_and_its_text_can_be_read(compiled):
     assert 0 < its.memory["temp"] <= its.memory["reported_temp"] and its.total < 95e9
     assert its.memory["aliased"] > 0.9 * its.memory["outputs"]  # the state is donated
     assert 0.3 < its.named_bytes / its.memory["temp"] < 1.5
-    assert any("expert" in buffer.name for buffer in its.buffers)
+    assert any("/" in buffer.name for buffer in its.buffers)  # where in the traced program it is made
 
 
 def test_weights_travel_once_and_nothing_travels_in_a_loop(compiled):
@@ -80,16 +80,24 @@ def test_expert_parallelism_is_all_that_travels_in_a_loop(exchange, kind):
     assert its.weight_all_reduces == ()
 
 
-def test_memory_of_depth_attention_and_time_to_compile_by_depth():
-    """DR+DA's temporaries are those of DR and little more; the depth scan compiles one layer, whatever the depth."""
+@pytest.mark.slow
+def test_memory_of_depth_attention():
+    """At the paper's sizes, DR+DA's temporaries are those of DR and little more."""
+    topology, mesh = parse_topology("v5p:4x4x4"), MeshConfig(data=(4, 4, 2), expert=2)
+    temp = {}
+    for name in ("dr_da_32", "dr_32"):
+        config = load_config(PAPER.replace("dr_da_32", name), ["--training.gradient_depths", "1"]).config
+        temp[name] = compile_step(dataclasses.replace(config, mesh=mesh), topology).memory["temp"]
+    assert temp["dr_da_32"] < 1.1 * temp["dr_32"]
+
+
+def test_time_to_compile_by_depth():
+    """The depth scan compiles one layer, whatever the depth."""
     topology, mesh = parse_topology("v5p:2x2x1"), MeshConfig(data=(2, 2))
-    found = {
-        (variant, depth): compile_step(small(mesh, {"model.variant": variant, "model.depth": depth}), topology)
-        for variant, depth in (("DR", "16"), ("DR+DA", "16"), ("DR+DA", "4"))
+    seconds = {
+        depth: compile_step(small(mesh, {"model.depth": depth}), topology).seconds["compiling"] for depth in ("16", "4")
     }
-    deep = found["DR+DA", "16"]
-    assert deep.memory["temp"] < 1.1 * found["DR", "16"].memory["temp"]
-    assert deep.seconds["compiling"] < 1.1 * found["DR+DA", "4"].seconds["compiling"]
+    assert seconds["16"] < 1.1 * seconds["4"]
 
 
 def test_the_command(capsys):
