@@ -34,6 +34,7 @@ def test_samples_the_first_row_of_every_device():
     assert all(np.isfinite(value) for value in values.values())
 
 
+@pytest.mark.slow
 def test_training_writes_them_and_is_not_changed_by_them(tmp_path):
     files = {}
     for every in ("0", "2"):
