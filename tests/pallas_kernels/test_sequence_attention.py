@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from pallas_kernels import sequence_attention, tiles
 from pallas_kernels.sequence_attention import api, gpu, reference
-from tests.pallas_kernels.interpreting import on_two_cores
 
 FLOAT32, BFLOAT16 = 1e-5, 2.0**-6
 
@@ -80,14 +79,6 @@ def test_splash_attention_at_random_shapes(blocks, group, kv_heads, size, seed):
     with mock.patch("pallas_kernels.sequence_attention.tpu.INTERPRETED", larger):
         arrays, segment_ids = inputs(128 * blocks, group * kv_heads, kv_heads, size, seed=seed)
         actual = value_and_gradients(sequence_attention.sequence_attention, arrays, segment_ids)
-    assert_close(actual, value_and_gradients(reference.sequence_attention, arrays, segment_ids), FLOAT32)
-
-
-@pytest.mark.slow
-def test_two_cores_do_not_race():
-    """The kernels of splash attention, as this project calls them."""
-    arrays, segment_ids = inputs(256, 2, 1, 128)
-    actual = on_two_cores(value_and_gradients, sequence_attention.sequence_attention, arrays, segment_ids)
     assert_close(actual, value_and_gradients(reference.sequence_attention, arrays, segment_ids), FLOAT32)
 
 
