@@ -178,7 +178,6 @@ def _chosen_experts(x: jax.Array, weights: jax.Array, gate_up: jax.Array, down: 
 
 def _token_by_token(x, index, score, routed, shared) -> jax.Array:
     """The reference `expert_linear`, which gathers a matrix for every token, a token at a time."""
-
     bits = jax.lax.bitcast_convert_type(routed, {2: jnp.uint16, 4: jnp.uint32}[routed.dtype.itemsize])
 
     def one(token):
