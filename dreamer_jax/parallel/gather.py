@@ -40,7 +40,7 @@ def _gather(stored: jax.Array, cast: jax.Array, layout: Layout) -> jax.Array:
         x = _to_experts(x, layout)
     for part in reversed(layout.parts):
         if part.computed is not None:
-            x = _gather_along(x, part.axis, part.size, part.computed)
+            x = _gather_along(x, part.axes, part.size, part.computed)
             x = _cut(x, part.computed, part.kept) if part.moved else x
     return x
 
@@ -59,10 +59,10 @@ def scatter(gradients: Any, layouts: Any, mesh: Mesh) -> Any:
         for part in layout.parts:
             if part.computed is not None:
                 x = _pad(x, part.computed, part.padded) if part.moved else x
-                x = _scatter_along(x, part.axis, part.size, part.computed)
+                x = _scatter_along(x, part.axes, part.size, part.computed)
         if any(part.moved for part in layout.parts):
             x = _from_experts(x, layout)
-        everywhere = [part.axis for part in layout.parts if part.stored is None and not part.moved]
+        everywhere = [axis for part in layout.parts if part.stored is None and not part.moved for axis in part.axes]
         everywhere += [SLICE] if mesh.shape[SLICE] > 1 else []
         return jax.lax.psum(x, tuple(everywhere)) if everywhere else x
 
@@ -86,22 +86,22 @@ def sum_over(mesh: Mesh, values: Any, axes: Sequence[str] | None = None) -> Any:
     return jax.lax.psum(values, names) if names else values
 
 
-def _gather_along(x: jax.Array, axis: str, size: int, dim: int) -> jax.Array:
+def _gather_along(x: jax.Array, axes: tuple[str, ...], size: int, dim: int) -> jax.Array:
     if dim == 0:
-        return jax.lax.all_gather(x, axis, tiled=True)
+        return jax.lax.all_gather(x, axes, tiled=True)
     # A TPU gathers along the first dimension only; so the pieces are brought there, and then into place. Rows are
     # merged, or the compiler would take the exchange of dimensions for another layout of the same.
-    pieces = jax.lax.all_gather(x.reshape(-1, x.shape[-1]), axis).reshape(size, *x.shape)
+    pieces = jax.lax.all_gather(x.reshape(-1, x.shape[-1]), axes).reshape(size, *x.shape)
     whole = (*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
     return jnp.moveaxis(pieces, 0, dim).reshape(whole)
 
 
-def _scatter_along(x: jax.Array, axis: str, size: int, dim: int) -> jax.Array:
+def _scatter_along(x: jax.Array, axes: tuple[str, ...], size: int, dim: int) -> jax.Array:
     if dim == 0:
-        return jax.lax.psum_scatter(x, axis, tiled=True)
+        return jax.lax.psum_scatter(x, axes, tiled=True)
     kept = (*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
     pieces = jnp.moveaxis(x.reshape(*kept[:dim], size, *kept[dim:]), dim, 0)
-    return jax.lax.psum_scatter(pieces.reshape(size, -1, kept[-1]), axis).reshape(kept)
+    return jax.lax.psum_scatter(pieces.reshape(size, -1, kept[-1]), axes).reshape(kept)
 
 
 def _to_experts(x: jax.Array, layout: Layout) -> jax.Array:
@@ -114,9 +114,9 @@ def _to_experts(x: jax.Array, layout: Layout) -> jax.Array:
         x = _pad(x, dim, part.padded)
         if part.stored is None:
             size = x.shape[dim] // part.size
-            x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(part.axis) * size, size, dim)
+            x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(part.axes) * size, size, dim)
         else:
-            x = jax.lax.all_to_all(x, part.axis, split_axis=dim, concat_axis=part.stored, tiled=True)
+            x = jax.lax.all_to_all(x, part.axes, split_axis=dim, concat_axis=part.stored, tiled=True)
     return x
 
 
@@ -127,9 +127,9 @@ def _from_experts(x: jax.Array, layout: Layout) -> jax.Array:
     held = [layout.shape[dim], *(part.padded // part.size for part in moved)]  # experts, before each axis divides them
     for part, experts in reversed(list(zip(moved, held[:-1], strict=True))):
         if part.stored is None:
-            x = jax.lax.all_gather(x, part.axis, axis=dim, tiled=True)
+            x = jax.lax.all_gather(x, part.axes, axis=dim, tiled=True)
         else:
-            x = jax.lax.all_to_all(x, part.axis, split_axis=part.stored, concat_axis=dim, tiled=True)
+            x = jax.lax.all_to_all(x, part.axes, split_axis=part.stored, concat_axis=dim, tiled=True)
         x = _cut(x, dim, experts)
     return x
 

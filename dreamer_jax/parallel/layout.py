@@ -1,19 +1,21 @@
 """Where every parameter lives between steps, and which way it takes to the devices that compute with it.
 
 Between steps a parameter has the model's shape and is divided over all devices of a slice. For a step it is gathered
-along one torus axis after the other; its gradient is scattered the same way back. On a TPU a gather or scatter is
-genuine (not a full all-reduce, no copy of the whole array) when the last gather and the first scatter run along
-the array's first dimension, and the others along dimensions that are cut at tiles. The rules below see to that.
+along one torus axis after the other, on small tori along the first two at once; its gradient is scattered the same way
+back. On a TPU a gather or scatter is genuine (not a full all-reduce, no copy of the whole array) when the last gather
+and the first scatter run along the array's first dimension, and the others along dimensions that are cut at tiles. The
+rules below see to that.
 
 The number of experts rarely divides anything (1097 is a prime). Expert matrices are then stored divided over their
 other dimensions, and inside the step exchanged by small all-to-alls into whole experts. Each axis that divides them
 pads what it divides with empty experts, and the gather along it drops them again: only the padding of the outermost
-axes remains (1100 experts on 4 x 4 x 4 chips, not the 1152 that all 64 divide). Neither checkpoints nor the router
+axes remains (1104 experts on 4 x 4 x 4 chips, not the 1152 that all 64 divide). Neither checkpoints nor the router
 ever see any.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -25,21 +27,26 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dreamer_jax.config.schema import ModelConfig
 from dreamer_jax.model import Dreamer
-from dreamer_jax.parallel.mesh import EXPERT, SLICE
+from dreamer_jax.parallel.mesh import EXPERT, collective_axes
 
 ROWS = 8
 """Of a TPU tile: the last dimension but one should be cut at a multiple of it."""
+WHOLE = (EXPERT,)
+"""The axis whose devices have different experts."""
 MOST_PADDING = 1.5
 """Expert matrices are padded to at most this many times their experts; further axes divide other dimensions."""
+
+Axes = dict[tuple[str, ...], int]
+"""Names of axes that go together -> devices."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one mesh axis has of a parameter.
+    """What one mesh axis, or two that go together, have of a parameter.
 
     Attributes:
-        axis: its name.
-        size: devices along it; more than one.
+        axes: their names.
+        size: devices along them; more than one.
         stored: the dimension it divides between steps; None: every device along it has the same.
         computed: the dimension it is gathered along; None: it isn't stored divided, or its devices compute with
             different experts.
@@ -48,7 +55,7 @@ class Part:
         kept: those of them that a gather along it keeps; the last ones are padding.
     """
 
-    axis: str
+    axes: tuple[str, ...]
     size: int
     stored: int | None
     computed: int | None
@@ -81,7 +88,8 @@ class Layout:
         undone_first = [part for part in reversed(self.parts) if part.moved]
         dims: list[Any] = []
         for dim in range(len(self.shape)):
-            dims.append(tuple(part.axis for part in undone_last + undone_first if part.stored == dim) or None)
+            names = [part.axes for part in undone_last + undone_first if part.stored == dim]
+            dims.append(tuple(itertools.chain(*names)) or None)
         return PartitionSpec(*dims)
 
 
@@ -89,27 +97,27 @@ def parameter_layouts(config: ModelConfig, mesh: Mesh) -> Any:
     """The tree of `Layout`, one for each parameter of the model."""
     key, tokens = jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
     boxed = jax.eval_shape(Dreamer(config, remat="none").init, key, tokens)["params"]
-    axes = {name: size for name, size in mesh.shape.items() if size > 1 and name != SLICE}
+    axes = collective_axes(mesh.shape)
 
     def layout(box) -> Layout:
-        shape, names = box.value.shape, box.names
-        if "norm" in names:
-            return Layout(shape, tuple(Part(name, size, None, None) for name, size in axes.items()))
-        if "expert" in names:
-            return _expert_layout(shape, names.index("expert"), axes)
+        shape, roles = box.value.shape, box.names
+        if "norm" in roles:
+            return Layout(shape, tuple(Part(names, size, None, None) for names, size in axes.items()))
+        if "expert" in roles:
+            return _expert_layout(shape, roles.index("expert"), axes)
         return Layout(shape, _divide(list(shape), axes))
 
     return jax.tree.map(layout, boxed, is_leaf=lambda leaf: isinstance(leaf, nn.meta.AxisMetadata))
 
 
-def _divide(rest: list[int], axes: dict[str, int]) -> tuple[Part, ...]:
+def _divide(rest: list[int], axes: Axes) -> tuple[Part, ...]:
     """Every axis divides the first dimension of `rest` if it can, best at tiles, else another one."""
     rest, parts = list(rest), []
-    for name, size in axes.items():
+    for names, size in axes.items():
         dim = _best_dimension(rest, size)
         if dim is not None:
             rest[dim] //= size
-        parts.append(Part(name, size, dim, dim))
+        parts.append(Part(names, size, dim, dim))
     return tuple(parts)
 
 
@@ -121,34 +129,34 @@ def _best_dimension(rest: list[int], size: int) -> int | None:
     return next(iter(at_tiles + upper + possible), None)
 
 
-def _expert_layout(shape: tuple[int, ...], expert_dim: int, axes: dict[str, int]) -> Layout:
+def _expert_layout(shape: tuple[int, ...], expert_dim: int, axes: Axes) -> Layout:
     """[E, ...] or, in LA, [L, E, ...]: the axis `expert` divides whole experts; in DR as many others as it takes."""
     experts = shape[expert_dim]
-    ordered = {EXPERT: axes[EXPERT]} if EXPERT in axes else {}
-    ordered |= {name: size for name, size in axes.items() if name != EXPERT}  # whole rings first: most passes there
-    by_experts: dict[str, int] = {}
-    for name, size in ordered.items():
-        divided = _experts_divided(experts, {**by_experts, name: size})
+    ordered = {WHOLE: axes[WHOLE]} if WHOLE in axes else {}
+    ordered |= axes  # whole rings first: most passes there
+    by_experts: Axes = {}
+    for names, size in ordered.items():
+        divided = _experts_divided(experts, {**by_experts, names: size})
         room = divided[-1][0] // size * math.prod(by_experts.values()) * size
-        if name == EXPERT or (expert_dim == 0 and (not by_experts or room <= MOST_PADDING * experts)):
-            by_experts[name] = size
+        if names == WHOLE or (expert_dim == 0 and (not by_experts or room <= MOST_PADDING * experts)):
+            by_experts[names] = size
         else:
             break
-    others = {name: size for name, size in ordered.items() if name not in by_experts}
+    others = {names: size for names, size in ordered.items() if names not in by_experts}
     product = math.prod(by_experts.values())
     moved = experts % product != 0
     divided = _experts_divided(experts, by_experts)
     parts, rest = [], list(shape)
     rest[expert_dim] = 1 if moved else experts // product
-    for (name, size), (padded, kept) in zip(by_experts.items(), divided, strict=True):
+    for (names, size), (padded, kept) in zip(by_experts.items(), divided, strict=True):
         stored = _best_dimension(rest, size) if moved else expert_dim
         if moved and stored is not None:
             rest[stored] //= size
-        parts.append(Part(name, size, stored, None if name == EXPERT else expert_dim, moved, padded, kept))
+        parts.append(Part(names, size, stored, None if names == WHOLE else expert_dim, moved, padded, kept))
     return Layout(shape, (*parts, *_divide(rest, others)), expert_dim, divided[0][0] if divided else experts)
 
 
-def _experts_divided(experts: int, by_experts: dict[str, int]) -> list[tuple[int, int]]:
+def _experts_divided(experts: int, by_experts: Axes) -> list[tuple[int, int]]:
     """(`padded`, `kept`) of each axis, outermost first.
 
     Where the outermost is `expert`, whose devices never have the same experts, what it leaves is a multiple of the next
@@ -156,8 +164,8 @@ def _experts_divided(experts: int, by_experts: dict[str, int]) -> list[tuple[int
     """
     found, left = [], experts
     sizes = list(by_experts.values())
-    for place, (name, size) in enumerate(by_experts.items()):
-        multiple = size * math.prod(sizes[1:2]) if name == EXPERT else size
+    for place, (names, size) in enumerate(by_experts.items()):
+        multiple = size * math.prod(sizes[1:2]) if names == WHOLE else size
         padded = -(-left // multiple) * multiple
         found.append((padded, left if place else padded))
         left = padded // size

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from dreamer_jax.budget import analytic
 from dreamer_jax.config import Config
-from dreamer_jax.parallel.mesh import EXPERT, SLICE
+from dreamer_jax.parallel.mesh import EXPERT, SLICE, collective_axes
 from dreamer_jax.planning.collectives import Collective
 from dreamer_jax.planning.topology import Topology
 from dreamer_jax.planning.torus import Wires
@@ -146,13 +146,13 @@ def _weights_over_axes(config: Config, wires: Wires, width: int) -> tuple[float,
     experts = parameters["EA"] / config.mesh.expert
     others = analytic.total(parameters) - parameters["EA"]
     size = seconds = 0.0
-    data = [axis for axis in wires.sizes if axis.startswith("data")]
-    for numbers, axes in ((experts, data), (others, [*data, EXPERT])):
+    for numbers, among_experts in ((experts, False), (others, True)):
         rest = numbers * width
-        for axis in axes:
-            size += rest if wires.sizes[axis] > 1 else 0
-            seconds += wires.seconds("all-gather", rest, [axis])
-            rest /= wires.sizes[axis]
+        for axes, devices in collective_axes(wires.sizes).items():
+            if among_experts or axes != (EXPERT,):
+                size += rest
+                seconds += wires.seconds("all-gather", rest, axes)
+                rest /= devices
     return size, seconds
 
 

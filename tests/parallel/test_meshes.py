@@ -140,7 +140,7 @@ def test_three_steps_give_the_same_weights(mesh):
 
 @pytest.mark.parametrize("mesh", ["mixed", slow("torus"), slow("slices")])
 def test_every_weight_is_gathered_once_and_its_gradient_scattered_once(mesh):
-    """Along every axis of data; in loops, nothing travels but what goes to other devices' experts."""
+    """Along every axis of data, or two at once; in loops, nothing travels but what goes to other devices' experts."""
     program = parse_program(compiled_step(MESHES[mesh]).as_text())
     device_mesh = make_mesh(MESHES[mesh])
     found = find_collectives(program, device_mesh.shape)
@@ -149,10 +149,10 @@ def test_every_weight_is_gathered_once_and_its_gradient_scattered_once(mesh):
     assert inside == (exchange if MESHES[mesh].expert > 1 else set())
 
     layouts = jax.tree.leaves(parameter_layouts(case("DR+DA", 11)[0].model, device_mesh))
-    wanted = Counter(part.axis for layout in layouts for part in layout.parts if part.computed is not None)
+    wanted = Counter(part.axes for layout in layouts for part in layout.parts if part.computed is not None)
     for kind in ("all-gather", "reduce-scatter"):
         outside = [c for c in found if c.kind == kind and not c.loops]
-        assert Counter(axis for c in outside for axis in c.axes for _ in c.arrays) == wanted
+        assert Counter(c.axes for c in outside for _ in c.arrays) == wanted
     scales = max(layout.shape[0] for layout in layouts if len(layout.shape) == 1)
     assert large_all_reduces(found, 2 * scales) == []
 
