@@ -10,8 +10,10 @@ import pytest
 from hypothesis import settings
 
 DEVICES = "--xla_force_host_platform_device_count"
-# Compiling is most of the tests' time. LLVM's optimisations halve the run time and double the compile time.
-QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+# Compiling is most of the tests' time. LLVM's optimisations, and fusions that go through MLIR, each double it.
+QUICK_COMPILE = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
+)
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("DREAMER_TEST_PLATFORM", "cpu")
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):

@@ -48,7 +48,7 @@ class Machine:
         self.folder, self.steps = folder, steps
         self.config = folder / "tiny.yaml"
         self.config.write_text(CONFIG.format(variant=variant, depth=depth, steps=steps, every=every))
-        quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]  # one device
         self.environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
@@ -57,7 +57,7 @@ class Machine:
             "PYTHON": sys.executable,
             "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
-            "XLA_FLAGS": quick,
+            "XLA_FLAGS": " ".join(flags),
         }
 
     def start(self, directory: Path, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
