@@ -1,13 +1,14 @@
 """The train step compiled for a topology in a process of its own, and what the compiled program says.
 
 A process of its own because libtpu wants its environment set at start, prints warnings about machines that aren't
-there, and may crash while writing a program as text; what was found before the crash is kept.
+there, and may crash; what was found before is kept.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,10 +24,12 @@ from dreamer_jax.planning.collectives import Collective
 from dreamer_jax.planning.memory import Buffer, reserved_bytes
 from dreamer_jax.planning.topology import Topology, child_environment, parse_topology, require_libtpu
 
+PROGRAM = "*.jit_step.*after_optimizations.txt"
+"""The compiled program among the files of a dump."""
 TIMEOUT = 3600
 """Seconds after which a compilation is given up."""
-DUMP = "--xla_dump_to={folder}/dump --xla_dump_hlo_as_text --xla_dump_hlo_module_re=^jit_step"
-"""Has the compiler write down where it puts what."""
+DUMP = "--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=^jit_step"
+"""Has the compiler write down the program, and where it puts what."""
 
 
 @dataclass(frozen=True)
@@ -79,17 +82,19 @@ def compile_step(config: Config, topology: Topology, keep_text: Path | None = No
     require_libtpu()
     check_mesh(config, topology)
     with tempfile.TemporaryDirectory() as folder:
-        settings, result = Path(folder) / "config.yaml", Path(folder) / "result.jsonl"
+        settings, result, dump = (Path(folder) / name for name in ("config.yaml", "result.jsonl", "dump"))
         settings.write_text(to_yaml(config))
         command = [sys.executable, "-m", "dreamer_jax.planning.worker", str(settings), str(result)]
-        command += [topology.name, str(topology.slices), str(keep_text or "")]
-        environment = child_environment() | {"XLA_FLAGS": DUMP.format(folder=folder)}
+        command += [topology.name, str(topology.slices), str(dump)]
+        environment = child_environment() | {"XLA_FLAGS": DUMP.format(folder=dump)}
         child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
         told: dict[str, Any] = {}
         if result.exists():
             for line in result.read_text().splitlines():
                 told.update(json.loads(line))
-        for path in Path(folder).glob("dump/*after_optimizations-buffer-assignment.txt"):
+        for path in dump.glob(PROGRAM) if keep_text else ():
+            shutil.copy(path, keep_text)
+        for path in dump.glob("*after_optimizations-buffer-assignment.txt"):
             reserved = reserved_bytes(path.read_text())
             if reserved is not None and "memory" in told:
                 told["memory"]["temp"] = reserved
@@ -155,7 +160,7 @@ def _compiled(told: dict[str, Any], returncode: int) -> Compiled:
         collectives = tuple(Collective(**_tuples(one)) for one in collectives)
     problem = told.get("problem", "")
     if told["fits"] and collectives is None and not problem:
-        problem = f"the compiler crashed while writing the program as text (code {returncode})"
+        problem = f"the compiler didn't write the program as text (code {returncode})"
     return Compiled(
         fits=told["fits"],
         message=told.get("message", ""),

@@ -45,7 +45,7 @@ class Buffer:
 
 def reserved_bytes(assignment: str) -> int | None:
     """Bytes of HBM that a buffer assignment, as XLA dumps it, reserves for temporaries; None if it doesn't say."""
-    sizes = re.findall(r"^\s*allocation \d+: size (\d+), preallocated-temp", assignment, re.MULTILINE)
+    sizes = re.findall(r"^\s*allocation \d+: size (\d+),(?: page \d+,)? preallocated-temp", assignment, re.MULTILINE)
     return sum(map(int, sizes)) if sizes else None
 
 

@@ -1,6 +1,7 @@
 """The child process of `compiling.py`: traces and compiles one train step and writes what it finds, step by step.
 
-`python -m dreamer_jax.planning.worker CONFIG RESULT TOPOLOGY SLICES [TEXT]`. RESULT gets one JSON object a line.
+`python -m dreamer_jax.planning.worker CONFIG RESULT TOPOLOGY SLICES DUMP`. RESULT gets one JSON object a line. DUMP is
+the folder to which `XLA_FLAGS` has the compiler write the program: asked for its text, some versions of libtpu fail.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dreamer_jax.config import Config, UserError, load_config
 from dreamer_jax.parallel.layout import parameter_layouts
 from dreamer_jax.parallel.mesh import batch_spec, make_mesh
 from dreamer_jax.planning.collectives import find_collectives, large_all_reduces, weight_copies
+from dreamer_jax.planning.compiling import PROGRAM
 from dreamer_jax.planning.hlo import parse_program
 from dreamer_jax.planning.memory import largest_buffers, peak_bytes
 from dreamer_jax.planning.topology import devices_of, parse_topology
@@ -33,7 +35,7 @@ SMALLEST_WEIGHT = 1 << 18
 
 def main(words: list[str]) -> int:
     """Compile; the exit code is 0 unless the process crashes."""
-    settings, result, name, slices, keep_text = words
+    settings, result, name, slices, dump = words
     with Path(result).open("w") as file:
 
         def tell(**facts: Any) -> None:
@@ -41,7 +43,7 @@ def main(words: list[str]) -> int:
             file.flush()
 
         try:
-            _compile(load_config(settings).config, name, int(slices), keep_text, tell)
+            _compile(load_config(settings).config, name, int(slices), Path(dump), tell)
         except UserError as error:
             tell(user_error=str(error))
         except Exception as error:  # any other failure of the compiler is the parent's to show
@@ -76,7 +78,7 @@ def weight_shapes(config: Config, mesh: jax.sharding.Mesh) -> set[tuple[int, ...
     return shapes
 
 
-def _compile(config: Config, name: str, slices: int, keep_text: str, tell) -> None:
+def _compile(config: Config, name: str, slices: int, dump: Path, tell) -> None:
     topology = parse_topology(name, slices)
     mesh = make_mesh(config.mesh, devices_of(topology))
     start = time.process_time()
@@ -102,14 +104,13 @@ def _compile(config: Config, name: str, slices: int, keep_text: str, tell) -> No
         "code": its.generated_code_size_in_bytes,
     }
     tell(fits=True, seconds=seconds, memory=memory)
-    text = compiled.as_text()
-    if keep_text:
-        Path(keep_text).write_text(text)
-    tell(**read_program(text, dict(mesh.shape), weight_shapes(config, mesh)))
+    texts = list(dump.glob(PROGRAM))
+    if texts:
+        tell(**read_program(texts[0].read_text(), dict(mesh.shape), weight_shapes(config, mesh)))
 
 
 def read_program(text: str, mesh_shape: dict[str, int], shapes: set[tuple[int, ...]]) -> dict[str, Any]:
-    """What the program's text says, as plain data; a part that can't be read is named under `problem`."""
+    """What the program's text says, as plain data."""
     program = parse_program(text)
     collectives = find_collectives(program, mesh_shape)
     return {

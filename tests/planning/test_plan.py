@@ -100,13 +100,14 @@ def test_a_plan_that_fits_names_memory_collectives_and_bound():
     assert "cost_analysis" not in json.dumps(planned(FITS)) and "optimal_seconds" not in json.dumps(planned(FITS))
 
 
-def test_temporaries_are_what_the_buffer_assignment_reserves():
+@pytest.mark.parametrize("page", ["", " page 0,"])  # as newer versions of libtpu write
+def test_temporaries_are_what_the_buffer_assignment_reserves(page):
     """One block in HBM; other memory spaces have blocks of their own, and arguments aren't temporary."""
-    text = """BufferAssignment:
-allocation 0: size 4096, parameter 1, shape |f32[1024]| at ShapeIndex {}, maybe-live-out:
-allocation 1: size 17757127136, preallocated-temp:
- value: <7 x @0> (size=4096,offset=0): f32[1024]{0:T(1024)}
-allocation 2: size 66232832, color 1, preallocated-temp:
+    text = f"""BufferAssignment:
+allocation 0: size 4096,{page} parameter 1, shape |f32[1024]| at ShapeIndex {{}}, maybe-live-out:
+allocation 1: size 17757127136,{page} preallocated-temp:
+ value: <7 x @0> (size=4096,offset=0): f32[1024]{{0:T(1024)}}
+allocation 2: size 66232832, color 1,{page} preallocated-temp:
 """
     assert reserved_bytes(text) == 17757127136
     assert reserved_bytes("") is None
@@ -149,7 +150,7 @@ def test_what_fits_no_chip_is_compiled_with_more_microbatches(monkeypatch, capsy
 def test_a_sweep_ranks_by_bound_and_takes_what_fits(monkeypatch):
     """Without rematerialisation it never fits here: the winner is the best of the others that were compiled."""
 
-    def play(config, topology):
+    def play(config, topology, keep_text=None):
         return TOO_LARGE if config.training.remat == "none" else FITS
 
     monkeypatch.setattr(sweeping, "compile_step", play)
@@ -186,7 +187,7 @@ def test_the_child_process_reports_what_it_found_before_a_crash(monkeypatch):
     monkeypatch.setattr(compiling.subprocess, "run", play)
     found = compiling.compile_step(command.with_mesh(load_config(MODEL), V5P), V5P)
     assert found.fits and found.total == 13 * GIB
-    assert found.collectives is None and "crashed while writing" in found.problem
+    assert found.collectives is None and "didn't write the program" in found.problem
 
 
 def test_without_libtpu_plan_says_what_to_install(monkeypatch, capsys):
@@ -207,7 +208,7 @@ def test_the_table_of_plans(tmp_path, capsys):
 def test_the_table_compiles_what_its_folder_lacks(tmp_path, monkeypatch, capsys):
     compiled = []
 
-    def play(config, topology):
+    def play(config, topology, keep_text=None):
         compiled.append((config.model.variant, config.model.depth, topology.name))
         return FITS
 
