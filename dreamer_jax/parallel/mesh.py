@@ -19,8 +19,8 @@ from dreamer_jax.config.schema import MeshConfig
 
 SLICE = "slice"
 EXPERT = "expert"
-JOINT = 16
-"""Chips that two axes may have together to be gathered and scattered over in one collective."""
+RING = 4
+"""Chips of an axis that is gathered and scattered over together with another like it, in one collective."""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -65,19 +65,18 @@ def axis_names(data_axes: int) -> tuple[str, ...]:
 def collective_axes(sizes: Mapping[str, int]) -> dict[tuple[str, ...], int]:
     """The axes that the weights of a slice are gathered over, one collective each: names -> devices.
 
-    The first two axes of a larger torus go together while they have few chips: one collective then has the wires of
-    both rings, and takes half the time. Over all chips of a slice libtpu 0.0.42 reduces gradients in full instead of
-    scattering them (v5e of 16, 64 and 256 chips), and over 64 of 512 it moves a sixth of the result a second time.
+    Two rings of 4 in a larger torus go together: one collective over both has the wires of both, and takes half the
+    time. Other pairs don't because of what libtpu 0.0.42 makes of them: over all chips of a v5e slice it reduces
+    gradients in full instead of scattering them, over 2 x 2 chips those of some megabytes, and over 8 x 8 chips it
+    moves a sixth of the result a second time.
 
     Args:
         sizes: of the mesh's axes, by name, in the mesh's order.
     """
     axes = {(name,): size for name, size in sizes.items() if size > 1 and name != SLICE}
-    data = [names for names in axes if names != (EXPERT,)]
-    if len(data) > 1:
-        joint = axes[data[0]] * axes[data[1]]
-        if joint <= JOINT and joint < math.prod(axes.values()):
-            return {data[0] + data[1]: joint} | {names: size for names, size in axes.items() if names not in data[:2]}
+    first, second = (*(names for names in axes if names != (EXPERT,)), (), ())[:2]
+    if axes.get(first) == axes.get(second) == RING and math.prod(axes.values()) > RING**2:
+        return {first + second: RING**2} | {names: size for names, size in axes.items() if names not in (first, second)}
     return axes
 
 

@@ -17,6 +17,7 @@ PAPER = Path(__file__).resolve().parents[2] / "configs/models/dr_da_32.yaml"
     [
         ({"data0": 4, "data1": 4, "data2": 4}, 1104, [1104, 72]),  # the first two together
         ({"data0": 4, "data1": 4, "data2": 2, "expert": 2}, 1120, [1120, 560, 36]),
+        ({"data0": 2, "data1": 2, "expert": 2}, 1100, [1100, 550, 276]),
         ({"data0": 16, "data1": 16, "expert": 1}, 1104, [1104, 80]),
         ({"data0": 16, "data1": 4, "expert": 4}, 1152, [1152, 288, 20]),
         ({"expert": 8}, 1104, [1104]),

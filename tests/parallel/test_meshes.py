@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from dreamer_jax.config.schema import Config, MeshConfig
 from dreamer_jax.parallel import batch_spec, make_mesh, parameter_layouts
+from dreamer_jax.parallel import mesh as meshes
 from dreamer_jax.parallel.gather import gather, scatter, sum_over
 from dreamer_jax.parallel.mesh import EXPERT
 from dreamer_jax.planning.collectives import find_collectives, large_all_reduces
@@ -31,6 +32,14 @@ MESHES = {
     "slices": MeshConfig(slices=2, data=(2,), expert=2),
     "ragged": MeshConfig(data=(2,), expert=4, exchange="ragged"),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_chips_are_a_ring():
+    """Eight devices have no two rings of four: so `mixed` is gathered over both axes of data at once, as a pod is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meshes, "RING", 2)
+        yield
 
 
 @functools.cache
