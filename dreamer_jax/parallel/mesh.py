@@ -73,10 +73,10 @@ def collective_axes(sizes: Mapping[str, int]) -> dict[tuple[str, ...], int]:
     Args:
         sizes: of the mesh's axes, by name, in the mesh's order.
     """
-    axes = {(name,): size for name, size in sizes.items() if size > 1 and name != SLICE}
-    first, second = (*(names for names in axes if names != (EXPERT,)), (), ())[:2]
-    if axes.get(first) == axes.get(second) == RING and math.prod(axes.values()) > RING**2:
-        return {first + second: RING**2} | {names: size for names, size in axes.items() if names not in (first, second)}
+    axes: dict[tuple[str, ...], int] = {(name,): size for name, size in sizes.items() if size > 1 and name != SLICE}
+    rings = [names for names, size in axes.items() if names != (EXPERT,) and size == RING][:2]
+    if len(rings) == 2 and math.prod(axes.values()) > RING**2:
+        return {rings[0] + rings[1]: RING**2} | {names: size for names, size in axes.items() if names not in rings}
     return axes
 
 

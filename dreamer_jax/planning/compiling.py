@@ -92,8 +92,9 @@ def compile_step(config: Config, topology: Topology, keep_text: Path | None = No
         if result.exists():
             for line in result.read_text().splitlines():
                 told.update(json.loads(line))
-        for path in dump.glob(PROGRAM) if keep_text else ():
-            shutil.copy(path, keep_text)
+        if keep_text:
+            for path in dump.glob(PROGRAM):
+                shutil.copy(path, keep_text)
         for path in dump.glob("*after_optimizations-buffer-assignment.txt"):
             reserved = reserved_bytes(path.read_text())
             if reserved is not None and "memory" in told:
