@@ -212,7 +212,7 @@ class MeshConfig:
     """TPU slices, connected by the data-centre network; each has a copy of the state's layout."""
     data: tuple[int, ...] = (1,)
     """Devices along each axis of a slice's torus that share a batch, such as [4, 4, 4] on a v5p-128, or one number.
-    Weights are gathered and gradients scattered along one axis after the other."""
+    Weights are gathered and gradients scattered along one axis after the other, two rings of 4 at once."""
     expert: int = 1
     """Devices, neighbours on the last axis of the torus, that divide the experts among them; each also takes rows of
     the batch."""

@@ -141,7 +141,7 @@ def _expected(config: Config, wires: Wires) -> tuple[Exchange, ...]:
 
 
 def _weights_over_axes(config: Config, wires: Wires, width: int) -> tuple[float, float]:
-    """(bytes, seconds) of gathering or scattering every weight, one axis after the other, `width` bytes a number."""
+    """(bytes, seconds) of gathering or scattering every weight once, as the step does, `width` bytes a number."""
     parameters = analytic.parameters(config.model)
     experts = parameters["EA"] / config.mesh.expert
     others = analytic.total(parameters) - parameters["EA"]

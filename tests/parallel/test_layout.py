@@ -1,6 +1,7 @@
 """Where parameters lie between steps, and how experts that nothing divides are padded inside one."""
 
 import itertools
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 
 from dreamer_jax.config import load_config
 from dreamer_jax.parallel import parameter_layouts
+from dreamer_jax.parallel.mesh import collective_axes
 
 PAPER = Path(__file__).resolve().parents[2] / "configs/models/dr_da_32.yaml"
 
@@ -38,3 +40,21 @@ def test_1097_experts_are_padded_for_one_axis_after_the_other(axes, padded, held
             assert inner.kept == outer.padded // outer.size
         if gathered:  # nothing is cut off the whole weight
             assert gathered[0].kept == gathered[0].padded == padded // axes.get("expert", 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "together"),
+    [
+        ([4, 4, 2, 2], [("data0", "data1"), ("data2",), ("expert",)]),
+        ([2, 4, 4, 1], [("data1", "data2"), ("data0",)]),
+        ([4, 4, 1], [("data0",), ("data1",)]),  # they are all chips
+        ([16, 4, 4], [("data0",), ("data1",), ("expert",)]),  # the experts' axis is no ring of weights
+        ([2, 2, 2], [("data0",), ("data1",), ("expert",)]),
+    ],
+)
+def test_two_rings_of_four_go_together(sizes, together):
+    """And every chip is in one group of each collective, whatever the mesh."""
+    mesh = {"slice": 2, **{f"data{i}": size for i, size in enumerate(sizes[:-1])}, "expert": sizes[-1]}
+    axes = collective_axes(mesh)
+    assert list(axes) == together
+    assert math.prod(axes.values()) == math.prod(sizes)
