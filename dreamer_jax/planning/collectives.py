@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dreamer_jax.parallel.mesh import SLICE
 from dreamer_jax.planning.hlo import Array, Computation, Instruction, Program, arrays_of, elements_of
 
 KINDS = (
@@ -93,9 +94,10 @@ def find_collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Co
 
 
 def large_all_reduces(found: Collection[Collective], elements: int) -> list[str]:
-    """Floating arrays of at least that many elements that are summed in full on every chip: of a gradient, or a part
-    of one, that should have been scattered."""
-    arrays = [array for c in found if c.kind == "all-reduce" for text in c.arrays for array in arrays_of(text)]
+    """Floating arrays of at least that many elements that are summed in full on every chip of a slice: of a gradient,
+    or a part of one, that should have been scattered. Slices have copies of the state: between them sums are meant."""
+    sums = [c for c in found if c.kind == "all-reduce" and c.axes != (SLICE,)]
+    arrays = [array for c in sums for text in c.arrays for array in arrays_of(text)]
     return [str(a) for a in arrays if a.dtype[0] in "bf" and math.prod(a.dims) >= elements]
 
 

@@ -110,21 +110,26 @@ def test_remat_attention_gives_the_gradient_of_full():
     assert_same(static_depth_gradient(config, "attention"), static_depth_gradient(config, "full"), 1e-6)
 
 
+@jax.custom_vjp
+def on_tape(x, index, score, routed, shared, tape):
+    return XLA.expert_linear(x, index, score, routed, shared)
+
+
+def on_tape_backward(residuals, d_out):
+    x, index, score, routed, shared, tape = residuals
+    vjp = jax.vjp(lambda x, score, routed: XLA.expert_linear(x, index, score, routed, shared), x, score, routed)[1]
+    d_x, d_score, d_routed = vjp(d_out)
+    return d_x, None, d_score, None, None, tape + d_routed
+
+
+on_tape.defvjp(lambda *arguments: (on_tape(*arguments), arguments), on_tape_backward)
+
+
 def taped_linear(x, index, score, routed, shared, tape=None):
     """XLA.expert_linear as the kernel does it on a tape: the matrices get no gradient, the tape their totals."""
-
-    @jax.custom_vjp
-    def on_tape(x, score, tape):
+    if tape is None:
         return XLA.expert_linear(x, index, score, routed, shared)
-
-    def backward(residuals, d_out):
-        x, score, tape = residuals
-        vjp = jax.vjp(lambda x, score, routed: XLA.expert_linear(x, index, score, routed, shared), x, score, routed)[1]
-        d_x, d_score, d_routed = vjp(d_out)
-        return d_x, d_score, tape + d_routed
-
-    on_tape.defvjp(lambda x, score, tape: (on_tape(x, score, tape), (x, score, tape)), backward)
-    return on_tape(x, score, tape) if tape is not None else XLA.expert_linear(x, index, score, routed, shared)
+    return on_tape(x, index, score, routed, shared, tape)
 
 
 @pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=pytest.mark.slow)])
