@@ -70,8 +70,9 @@ class Schedule:
     @property
     def matrix_busy(self) -> float:
         """How busy the matrix unit is from its first instruction to its last; 0 where there is none."""
-        used = [n for n, count in enumerate(self.use.get("MXU", ())) if count]
-        return self.busy("MXU", used[0], used[-1]) if used else 0.0
+        unit = "MXU" if "MXU" in self.use else "MATMUL"  # which newer versions tell apart from loading weights
+        used = [n for n, count in enumerate(self.use.get(unit, ())) if count]
+        return self.busy(unit, used[0], used[-1]) if used else 0.0
 
     def busy(self, unit: str, start: int, end: int) -> float:
         """The share of its capacity that a unit is used to between two bundles, both included; 0 to 1."""

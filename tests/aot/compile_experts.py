@@ -62,10 +62,12 @@ def main(topology: str, folder: Path) -> None:
         return jax.tree.map(lambda leaf: of(*leaf.shape, dtype=leaf.dtype), tape)
 
     def report(name, step, arguments, sizes):
-        program = jax.jit(step, donate_argnums=6).lower(*arguments).compile()
-        text, [assignment] = program.as_text(), folder.glob("*_step*after_optimizations-buffer-assignment.txt")
-        temporary = reserved_bytes(assignment.read_text())
-        assignment.unlink()  # the next one is then the only one
+        jax.jit(step, donate_argnums=6).lower(*arguments).compile()
+        [program] = folder.glob("*_step*after_optimizations.txt")
+        [assignment] = folder.glob("*_step*after_optimizations-buffer-assignment.txt")
+        text, temporary = program.read_text(), reserved_bytes(assignment.read_text())
+        for path in (program, assignment):  # the next ones are then the only ones
+            path.unlink()
         found = sorted(set(re.findall(KERNELS, text)))
         print(json.dumps({"name": name, "temporary": temporary, "copies": copies(text, sizes), "kernels": found}))
 

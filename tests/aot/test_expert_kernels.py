@@ -1,7 +1,6 @@
 """The experts' kernels as libtpu compiles them: they fit, copy no weight, meet their bounds and what is recorded."""
 
 import functools
-import importlib.util
 import json
 import subprocess
 import sys
@@ -17,11 +16,11 @@ from pallas_kernels.dispatch.shapes import BUNDLES as DISPATCH_BUNDLES
 from pallas_kernels.dispatch.shapes import EXPERTS as DISPATCH_EXPERTS
 from pallas_kernels.expert_mlp.shapes import BUNDLES
 from tests.aot.compile_experts import copies
-from tests.aot.predictions import MIB, TOPOLOGIES, assert_no_costlier, rows
+from tests.aot.predictions import HAS_LIBTPU, MIB, TOPOLOGIES, assert_no_costlier, recorded, rows
 
 pytestmark = [
     pytest.mark.aot,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra tpu"),
+    pytest.mark.skipif(not HAS_LIBTPU, reason="needs the extra tpu"),
 ]
 
 
@@ -57,13 +56,13 @@ def test_gradient_copies_no_weight(chip, experts, size):
 @pytest.mark.parametrize("chip", TOPOLOGIES)
 @pytest.mark.parametrize(("experts", "inward", "outward"), LINEAR)
 def test_linear_gradient_copies_no_weight(chip, experts, inward, outward):
-    """The same of the attention MoE: temporaries are three times the blocked rows, in and out."""
+    """The same of the attention MoE: temporaries are three times the blocked rows, in and out, and indices."""
     found = compiled(chip)[f"linear {experts} {inward} {outward}"]
     assert not found["copies"]
     linear = ["expert_linear_forward", "expert_linear_input_gradient"]
     assert found["kernels"] == ["dispatch_slots", *linear, "expert_weight_gradient"]
     blocked = (TOKENS + experts * 255) * (inward + outward) * 2
-    assert found["temporary"] <= 3 * blocked, found["temporary"] / blocked
+    assert found["temporary"] <= 3 * blocked + 8 * MIB, found["temporary"] / blocked
 
 
 def test_copies_are_seen():
@@ -104,6 +103,7 @@ def test_backward_on_v5p(experts, size):
     assert gradient["figures"]["ratio"] <= 1 / 3
 
 
+@recorded
 @pytest.mark.parametrize("chip", TOPOLOGIES)
 def test_schedules_cost_no_more_than_recorded(chip):
     """A grid step's bundles of the expert MLP's kernels at the paper's first shape."""
@@ -113,6 +113,7 @@ def test_schedules_cost_no_more_than_recorded(chip):
     assert_no_costlier(seen, {kernel: [bundles] for kernel, bundles in BUNDLES[chip].items()})
 
 
+@recorded
 @pytest.mark.parametrize("chip", TOPOLOGIES)
 def test_schedules_of_linear_experts_and_dispatch(chip):
     """The same of the attention MoE's at all projections, and of the counting sort at both depths' experts."""

@@ -1,6 +1,5 @@
 """The attentions' kernels as libtpu compiles them: they fit, meet their bounds, and cost no more than is recorded."""
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -10,11 +9,11 @@ import pytest
 from dreamer_jax.planning.topology import child_environment
 from pallas_kernels.depth_attention.shapes import BUNDLES
 from pallas_kernels.sequence_attention.shapes import BUNDLES as SEQUENCE_BUNDLES
-from tests.aot.predictions import MIB, TOPOLOGIES, assert_no_costlier, rows
+from tests.aot.predictions import HAS_LIBTPU, MIB, TOPOLOGIES, assert_no_costlier, recorded, rows
 
 pytestmark = [
     pytest.mark.aot,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra tpu"),
+    pytest.mark.skipif(not HAS_LIBTPU, reason="needs the extra tpu"),
 ]
 DEPTH_TEMPORARY = {"depth_attention forward": 1 * MIB, "depth_attention backward": 16 * MIB}  # two rows [T, d]
 SEQUENCE_TEMPORARY = 1126 * MIB  # 1.1 GiB, of the gradient at 8 rows of 4096: a part of d_q for each block of keys
@@ -45,6 +44,7 @@ def test_depth_attention_backward_beats_push_form(chip):
     assert row["xla_seconds"] >= 1.7 * row["seconds"]
 
 
+@recorded
 @pytest.mark.parametrize("chip", TOPOLOGIES)
 def test_schedules_cost_no_more_than_recorded(chip):
     """The innermost loops' bundles against the tables."""
@@ -55,6 +55,7 @@ def test_schedules_cost_no_more_than_recorded(chip):
     assert_no_costlier({kernel: s["loops"] for kernel, s in schedules.items()}, BUNDLES[chip])
 
 
+@recorded
 @pytest.mark.parametrize("chip", TOPOLOGIES)
 def test_sequence_attention_compiles(chip):
     """Forward and gradient, with documents; a grid step's bundles as recorded."""

@@ -67,6 +67,14 @@ def test_use_of_a_unit(dump):
     assert schedule.busy("VALU", 0, 21) == (16 * 2 + 4 * 4) / (22 * 4)
 
 
+@pytest.mark.parametrize("names", ["MXU, VALU", "MATMUL, MATPUSH"])  # of older and of newer versions of libtpu
+def test_how_busy_the_matrix_unit_is(dump, names):
+    """From its first instruction to its last: bundles 0 to 17 of 22."""
+    for path in dump.glob("*utilization.txt"):
+        path.write_text(path.read_text().replace("MXU, VALU", names))
+    assert read_schedule(dump, "mine").matrix_busy == (16 * 1 + 2 * 2) / (18 * 2)
+
+
 def test_a_kernel_that_was_not_dumped(dump):
     """A clear error, not an empty schedule."""
     with pytest.raises(FileNotFoundError, match="theirs"):
