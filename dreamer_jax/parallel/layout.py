@@ -1,10 +1,10 @@
 """Where every parameter lives between steps, and which way it takes to the devices that compute with it.
 
 Between steps a parameter has the model's shape and is divided over all devices of a slice. For a step it is gathered
-along one torus axis after the other, on small tori along the first two at once; its gradient is scattered the same way
-back. On a TPU a gather or scatter is genuine (not a full all-reduce, no copy of the whole array) when the last gather
-and the first scatter run along the array's first dimension, and the others along dimensions that are cut at tiles. The
-rules below see to that.
+along one torus axis after the other, along two rings of 4 at once; its gradient is scattered the same way back. On a
+TPU a gather or scatter is genuine (not a full all-reduce, no copy of the whole array) when the last gather and the
+first scatter run along the array's first dimension, and the others along dimensions that are cut at tiles. The rules
+below see to that.
 
 The number of experts rarely divides anything (1097 is a prime). Expert matrices are then stored divided over their
 other dimensions, and inside the step exchanged by small all-to-alls into whole experts. Each axis that divides them

@@ -1,6 +1,7 @@
 """A compiled program's text (HLO) as data: computations, instructions, and the bytes of their values.
 
-Read from `Compiled.as_text()`: a scheduled module, each line `%name = shape opcode(%operands), attributes`.
+Read from `Compiled.as_text()`, or what the compiler dumps after its optimisations: a scheduled module, each line
+`%name = shape opcode(%operands), attributes`.
 """
 
 from __future__ import annotations

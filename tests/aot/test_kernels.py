@@ -55,13 +55,17 @@ def test_schedules_cost_no_more_than_recorded(chip):
     assert_no_costlier({kernel: s["loops"] for kernel, s in schedules.items()}, BUNDLES[chip])
 
 
-@recorded
 @pytest.mark.parametrize("chip", TOPOLOGIES)
 def test_sequence_attention_compiles(chip):
-    """Forward and gradient, with documents; a grid step's bundles as recorded."""
-    found = rows(chip, "sequence_attention")
-    assert len(found) == 2
-    for key, row in found.items():
+    """Forward and gradient, with documents."""
+    assert len(rows(chip, "sequence_attention")) == 2
+
+
+@recorded
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+def test_sequence_attention_costs_no_more_than_recorded(chip):
+    """Temporaries, and a grid step's bundles."""
+    for key, row in rows(chip, "sequence_attention").items():
         assert row["temporary"] <= SEQUENCE_TEMPORARY, key
         if key[0].endswith("gradient"):
             seen = {kernel.partition("[")[0]: [s["grid"]] for kernel, s in row["schedules"].items()}

@@ -85,6 +85,13 @@ def test_gradients_that_are_reduced_in_full_are_named():
     assert large_all_reduces(find_collectives(parse_program(RECORDED), TORUS), 1 << 16) == []
 
 
+def test_sums_between_slices_are_meant():
+    """The same all-reduce over two axes of a slice, of one slice, and over the slices only."""
+    for mesh, named in (({"slice": 2, "a": 8}, True), ({"slice": 1, "a": 16}, True), ({"slice": 16, "a": 1}, False)):
+        found = find_collectives(parse_program(ASYNC), mesh)
+        assert bool(large_all_reduces(found, 256 * 128)) == named
+
+
 def test_copies_of_weights_count_only_within_hbm():
     text = """HloModule m
 

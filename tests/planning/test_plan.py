@@ -150,7 +150,7 @@ def test_what_fits_no_chip_is_compiled_with_more_microbatches(monkeypatch, capsy
 def test_a_sweep_ranks_by_bound_and_takes_what_fits(monkeypatch):
     """Without rematerialisation it never fits here: the winner is the best of the others that were compiled."""
 
-    def play(config, topology, keep_text=None):
+    def play(config, topology):
         return TOO_LARGE if config.training.remat == "none" else FITS
 
     monkeypatch.setattr(sweeping, "compile_step", play)
@@ -208,7 +208,7 @@ def test_the_table_of_plans(tmp_path, capsys):
 def test_the_table_compiles_what_its_folder_lacks(tmp_path, monkeypatch, capsys):
     compiled = []
 
-    def play(config, topology, keep_text=None):
+    def play(config, topology):
         compiled.append((config.model.variant, config.model.depth, topology.name))
         return FITS
 
