@@ -14,11 +14,11 @@ from dreamer_jax.analysis.collection import ROWS, collect, sample_sequences
 from dreamer_jax.analysis.figures import make_figures
 from dreamer_jax.analysis.report import write_report
 from dreamer_jax.analysis.summary import Summary, summarise
-from dreamer_jax.config.errors import UserError
-from dreamer_jax.config.schema import Config, MeshConfig
+from dreamer_jax.config.sections import Config, MeshConfig
 from dreamer_jax.data import open_data
+from dreamer_jax.errors import UserError
 from dreamer_jax.parallel import make_mesh
-from dreamer_jax.training.checkpoints import load_run
+from dreamer_jax.runs.checkpoints import load_run
 
 
 def analyze(

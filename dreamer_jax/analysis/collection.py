@@ -11,16 +11,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dreamer_jax.analysis.observation import Sums, observe_batch
-from dreamer_jax.config.errors import UserError
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.data.records import Batch
+from dreamer_jax.errors import UserError
 from dreamer_jax.parallel import batch_spec
 
 ROWS = 8
 """Rows a device looks at at once."""
 
 
-def make_observer(config: ModelConfig, mesh: jax.sharding.Mesh) -> Callable[[Any, Any, Any], Sums]:
+def make_observer(config: DreamerConfig, mesh: jax.sharding.Mesh) -> Callable[[Any, Any, Any], Sums]:
     """The jitted (params, balancing, batch) -> sums of `observe_batch`, over all devices of the mesh."""
 
     def observe(params, balancing, batch):
@@ -42,7 +42,7 @@ def add(total: Sums | None, part: Sums) -> Sums:
 
 
 def collect(
-    config: ModelConfig, params: Any, balancing: Any, batches: Iterable[Batch], mesh: jax.sharding.Mesh
+    config: DreamerConfig, params: Any, balancing: Any, batches: Iterable[Batch], mesh: jax.sharding.Mesh
 ) -> Sums:
     """The sums over all batches; their rows must divide over the mesh.
 

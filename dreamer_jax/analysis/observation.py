@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.model import Dreamer, Operations, resolve_operations
 from dreamer_jax.model.primitives import rms_norm
 from dreamer_jax.model.routing import Router
@@ -70,7 +70,7 @@ class Recorder:
         return out, cache
 
 
-def observe_batch(config: ModelConfig, params: Any, balancing: Any, batch: Mapping[str, jax.Array]) -> Sums:
+def observe_batch(config: DreamerConfig, params: Any, balancing: Any, batch: Mapping[str, jax.Array]) -> Sums:
     """Sums over the tokens of a batch (padding excluded), each with a leading axis over the L depths.
 
     Args:
@@ -162,7 +162,7 @@ def _stream(x: jax.Array, new: jax.Array, real: jax.Array) -> Sums:
     return {name: jnp.sum(jnp.where(real, value, 0)) for name, value in values.items()}
 
 
-def _routing(config: ModelConfig, weights, recorder: Recorder, depth, total_depth, real) -> Sums:
+def _routing(config: DreamerConfig, weights, recorder: Recorder, depth, total_depth, real) -> Sums:
     """Entropies and selected scores of every router of the layer, from the inputs it was seen to have."""
     sums: Sums = {"entropy": {}, "scores": {}}
 

@@ -8,7 +8,7 @@ import jax
 
 from dreamer_jax.analysis.collection import add, make_observer
 from dreamer_jax.analysis.summary import scalars, summarise
-from dreamer_jax.config.schema import Config
+from dreamer_jax.config.sections import Config
 from dreamer_jax.data.records import Batch
 
 

@@ -9,14 +9,14 @@ import numpy as np
 
 from dreamer_jax.analysis.distributions import expert_numbers
 from dreamer_jax.analysis.observation import Sums
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
 
 EXPERTS = "expert_attention"
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 Summary = dict[str, Any]
 
 
-def summarise(config: ModelConfig, sums: Sums, balancing: Any) -> Summary:
+def summarise(config: DreamerConfig, sums: Sums, balancing: Any) -> Summary:
     """Everything that is reported of a model, as numbers and lists that JSON can hold.
 
     Args:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
 
 PARTS: tuple[str, ...] = ("embedding", "SA", "DA", "EA", "routers", "residual", "head")
 Counts = dict[str, float]
@@ -47,7 +47,7 @@ class _Attention:
         return hidden_size * (self.qkv_size + self.output_size)
 
 
-def _attentions(model: ModelConfig) -> dict[str, _Attention]:
+def _attentions(model: DreamerConfig) -> dict[str, _Attention]:
     sizes = {"SA": _Attention(model.sa_heads, model.sa_kv_heads, model.sa_head_size)}
     if model.depth_attention:
         sizes["DA"] = _Attention(model.da_heads, model.da_kv_heads, model.da_head_size)
@@ -59,7 +59,7 @@ def average_context(length: int) -> float:
     return (length + 1) / 2
 
 
-def parameters(model: ModelConfig, folded: bool = False) -> dict[str, int]:
+def parameters(model: DreamerConfig, folded: bool = False) -> dict[str, int]:
     """Stored parameters of each part.
 
     Args:
@@ -83,7 +83,7 @@ def parameters(model: ModelConfig, folded: bool = False) -> dict[str, int]:
     return count
 
 
-def active_parameters(model: ModelConfig) -> dict[str, int]:
+def active_parameters(model: DreamerConfig) -> dict[str, int]:
     """Parameters one token meets on its way through all depths, each counted once, after folding.
 
     One row of the embedding; in DR the experts of different depths are taken to be different ones as far as there
@@ -100,7 +100,9 @@ def active_parameters(model: ModelConfig) -> dict[str, int]:
     return count
 
 
-def matmul_flops(model: ModelConfig, context: float, depth_context: float | None = None, folded: bool = True) -> Counts:
+def matmul_flops(
+    model: DreamerConfig, context: float, depth_context: float | None = None, folded: bool = True
+) -> Counts:
     """FLOPs per token of the forward's matrix products, 2 per multiply-add.
 
     Args:
@@ -124,7 +126,7 @@ def matmul_flops(model: ModelConfig, context: float, depth_context: float | None
 
 
 def elementwise_flops(
-    model: ModelConfig, context: float, depth_context: float | None = None, folded: bool = True
+    model: DreamerConfig, context: float, depth_context: float | None = None, folded: bool = True
 ) -> Counts:
     """FLOPs per token of everything that is not a matrix product, up to the logits; arguments as matmul_flops.
 
@@ -158,7 +160,7 @@ def elementwise_flops(
     return count
 
 
-def training_flops(model: ModelConfig, sequence_length: int) -> tuple[float, float]:
+def training_flops(model: DreamerConfig, sequence_length: int) -> tuple[float, float]:
     """Model FLOPs per token of training, what utilisation is measured by: (matrix products, elementwise work).
 
     3 times the forward: the backward pass takes two products for each of the forward, and elementwise work is taken to
@@ -168,7 +170,7 @@ def training_flops(model: ModelConfig, sequence_length: int) -> tuple[float, flo
     return 3 * total(matmul_flops(model, context)), 3 * total(elementwise_flops(model, context))
 
 
-def executed_training_flops(model: ModelConfig, sequence_length: int, remat: bool) -> tuple[float, float]:
+def executed_training_flops(model: DreamerConfig, sequence_length: int, remat: bool) -> tuple[float, float]:
     """As training_flops, with what the program does beyond it.
 
     In DR the gradient of a folded projection (Eq. 8) takes a third product, because the router's gradient may not see
@@ -191,6 +193,6 @@ def total(counts: dict[str, int] | Counts) -> float:
     return sum(counts.values())
 
 
-def _routed_experts(model: ModelConfig) -> list[int]:
+def _routed_experts(model: DreamerConfig) -> list[int]:
     """Number of experts of each router of a layer, EA's first."""
     return [model.num_experts] + ([model.depth] * len(_attentions(model)) if model.recurrent else [])

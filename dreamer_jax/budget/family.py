@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import get_args
 
 from dreamer_jax.budget import matching
-from dreamer_jax.config import Config, UserError, load_config
+from dreamer_jax.config import Config, load_config
 from dreamer_jax.config.keys import values_of
-from dreamer_jax.config.schema import ModelConfig, Variant
+from dreamer_jax.config.models.dreamer import DreamerConfig, Variant
+from dreamer_jax.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,12 @@ class Member:
 
 
 def build(
-    sizes: ModelConfig, baseline: ModelConfig, depths: list[int], variants: list[str], context: int, granularity: int
+    sizes: DreamerConfig,
+    baseline: DreamerConfig,
+    depths: list[int],
+    variants: list[str],
+    context: int,
+    granularity: int,
 ) -> list[Member]:
     """Every variant at every depth, matched to the baseline at that depth (which keeps its own E and F).
 
@@ -57,7 +63,7 @@ def file_stem(variant: str, depth: int) -> str:
     return f"{variant.lower().replace('+', '_')}_{depth}"
 
 
-def write(model: ModelConfig, base: Path, out: Path, comment: str) -> None:
+def write(model: DreamerConfig, base: Path, out: Path, comment: str) -> None:
     """Write a configuration that is `base` but for the values in which `model` differs.
 
     Args:

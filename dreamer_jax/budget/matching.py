@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dreamer_jax.budget import analytic, memory
-from dreamer_jax.config.errors import UserError
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.errors import UserError
 
 Hold = Literal["both", "flops", "params"]
 
@@ -56,7 +56,7 @@ class Iteration:
 class Match:
     """A matched model, its cost, and how the descent got there."""
 
-    model: ModelConfig
+    model: DreamerConfig
     cost: Cost
     target: Target
     iterations: tuple[Iteration, ...]
@@ -67,7 +67,7 @@ class Match:
         return gaps(self.cost, self.target)
 
 
-def cost(model: ModelConfig, context: int) -> Cost:
+def cost(model: DreamerConfig, context: int) -> Cost:
     """Cost of a model that generates `context` tokens (1024 in Table 1)."""
     return Cost(
         params=int(analytic.total(analytic.parameters(model))),
@@ -76,7 +76,7 @@ def cost(model: ModelConfig, context: int) -> Cost:
     )
 
 
-def target_of(baseline: ModelConfig, recurrent: bool, context: int) -> Target:
+def target_of(baseline: DreamerConfig, recurrent: bool, context: int) -> Target:
     """The cost of a baseline, and its experts as one layer (or, if not recurrent, each layer) would hold them."""
     experts = baseline.num_experts
     if recurrent and not baseline.recurrent:
@@ -87,7 +87,7 @@ def target_of(baseline: ModelConfig, recurrent: bool, context: int) -> Target:
     return Target(its.params, its.flops_per_token, experts, baseline.expert_size, its.memory_bytes)
 
 
-def match(model: ModelConfig, target: Target, context: int, granularity: int = 8, hold: Hold = "both") -> Match:
+def match(model: DreamerConfig, target: Target, context: int, granularity: int = 8, hold: Hold = "both") -> Match:
     """The model with the E and F that come closest to the target.
 
     Args:
@@ -107,7 +107,7 @@ def match(model: ModelConfig, target: Target, context: int, granularity: int = 8
         model = replace(model, num_experts=start, expert_size=_multiple(target.expert_size, granularity))
     _require_room(model, flops, params, context)
     iterations: list[Iteration] = []
-    seen: list[ModelConfig] = []
+    seen: list[DreamerConfig] = []
     while model not in seen:
         seen.append(model)
         if flops is not None:
@@ -127,14 +127,14 @@ def gaps(its: Cost, target: Target) -> dict[str, float]:
     return {name: 100 * (getattr(its, name) / goal - 1) for name, goal in budgets.items() if goal is not None}
 
 
-def _search_expert_size(model: ModelConfig, budget: float, context: int, granularity: int) -> ModelConfig:
+def _search_expert_size(model: DreamerConfig, budget: float, context: int, granularity: int) -> DreamerConfig:
     def flops(multiple: int) -> float:
         return cost(replace(model, expert_size=multiple * granularity), context).flops_per_token
 
     return replace(model, expert_size=granularity * _closest(flops, budget, smallest=1))
 
 
-def _search_num_experts(model: ModelConfig, budget: int, context: int) -> ModelConfig:
+def _search_num_experts(model: DreamerConfig, budget: int, context: int) -> DreamerConfig:
     def params(experts: int) -> int:
         return cost(replace(model, num_experts=experts), context).params
 
@@ -152,7 +152,7 @@ def _closest(quantity: Callable[[int], float], goal: float, smallest: int) -> in
     return min((low, high), key=lambda each: abs(quantity(each) - goal))
 
 
-def _require_room(model: ModelConfig, flops: float | None, params: int | None, context: int) -> None:
+def _require_room(model: DreamerConfig, flops: float | None, params: int | None, context: int) -> None:
     """The parts that no search moves must leave something for the experts, with as few of them as there can be."""
     if params is not None:
         model = replace(model, num_experts=model.experts_per_token)
@@ -197,6 +197,6 @@ def _multiple(size: int, granularity: int) -> int:
 
 
 def _iteration(
-    searched: Literal["expert_size", "num_experts"], model: ModelConfig, target: Target, context: int
+    searched: Literal["expert_size", "num_experts"], model: DreamerConfig, target: Target, context: int
 ) -> Iteration:
     return Iteration(searched, model.num_experts, model.expert_size, gaps(cost(model, context), target))

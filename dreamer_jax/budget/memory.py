@@ -8,14 +8,15 @@ buffers of a compiler are its own and are read from the compiled program elsewhe
 from __future__ import annotations
 
 from dreamer_jax.budget import analytic
-from dreamer_jax.config.schema import ModelConfig, Remat
+from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.config.values import Remat
 
 Bytes = dict[str, int]
 SIZE = {"bfloat16": 2, "float32": 4}
 MASTER = 4  # weights, gradients and optimizer state are float32
 
 
-def caches(model: ModelConfig, context: int, batch: int = 1) -> Bytes:
+def caches(model: DreamerConfig, context: int, batch: int = 1) -> Bytes:
     """Key/value caches of generation, in bfloat16: SA [L, B, S, kv, d] twice, DA [L, B, kv, d] twice.
 
     DA's cache is overwritten by the next token, so it doesn't grow with the context.
@@ -25,7 +26,7 @@ def caches(model: ModelConfig, context: int, batch: int = 1) -> Bytes:
     return {"SA cache": sequence, "DA cache": depth if model.depth_attention else 0}
 
 
-def generation(model: ModelConfig, context: int, batch: int = 1, folded: bool = False) -> Bytes:
+def generation(model: DreamerConfig, context: int, batch: int = 1, folded: bool = False) -> Bytes:
     """Weights in bfloat16 and the caches of `batch` sequences of `context` tokens.
 
     Args:
@@ -39,7 +40,7 @@ def generation(model: ModelConfig, context: int, batch: int = 1, folded: bool = 
     return {"weights": weights, **caches(model, context, batch)}
 
 
-def training(model: ModelConfig, sequence_length: int, batch: int, remat: Remat) -> Bytes:
+def training(model: DreamerConfig, sequence_length: int, batch: int, remat: Remat) -> Bytes:
     """What a training step with microbatches of `batch` rows of S tokens has to hold, if one device does it all.
 
     float32 weights, their gradients and AdamW's two moments; the copy of the weights in the compute type; the
@@ -58,7 +59,7 @@ def training(model: ModelConfig, sequence_length: int, batch: int, remat: Remat)
     }
 
 
-def activations(model: ModelConfig, sequence_length: int, batch: int, remat: Remat) -> int:
+def activations(model: DreamerConfig, sequence_length: int, batch: int, remat: Remat) -> int:
     """Bytes of the activations kept from the forward for the backward pass of B x S tokens, head and scores excluded.
 
     full: the residual stream of every depth and the intermediates of the one layer being recomputed; with DA also
@@ -74,7 +75,7 @@ def activations(model: ModelConfig, sequence_length: int, batch: int, remat: Rem
     return tokens * (model.depth * (residual + kept) + layer + cache * (element + MASTER))
 
 
-def scores(model: ModelConfig, sequence_length: int, batch: int, remat: Remat) -> int:
+def scores(model: DreamerConfig, sequence_length: int, batch: int, remat: Remat) -> int:
     """Bytes of the sequence attention's float32 scores, n x S a token; a kernel recomputes them and keeps none."""
     if model.implementation == "pallas":
         return 0
@@ -82,7 +83,7 @@ def scores(model: ModelConfig, sequence_length: int, batch: int, remat: Remat) -
     return layers * batch * sequence_length * model.sa_heads * sequence_length * SIZE["float32"]
 
 
-def _kept(model: ModelConfig) -> int:
+def _kept(model: DreamerConfig) -> int:
     """Elements per token and depth that remat "attention" keeps beside the residual stream."""
     elements = model.hidden_size + model.experts_per_token * 2 * model.expert_size
     elements += 2 * (model.sa_heads + model.sa_kv_heads) * model.sa_head_size
@@ -91,7 +92,7 @@ def _kept(model: ModelConfig) -> int:
     return elements
 
 
-def _layer_intermediates(model: ModelConfig) -> int:
+def _layer_intermediates(model: DreamerConfig) -> int:
     """Elements per token a layer's backward pass reads: the inputs of every product and function worth keeping."""
     h, k, r = model.hidden_size, model.experts_per_token, model.router_size
     attentions = [(model.sa_heads, model.sa_kv_heads, model.sa_head_size)]

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from dreamer_jax.budget import analytic, lowered
-from dreamer_jax.config.errors import UserError
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.errors import UserError
 from dreamer_jax.model import Dreamer, Operations
 from pallas_kernels.depth_attention import DepthCache, write_slot
 
@@ -29,7 +29,7 @@ class ProgramCount:
     flops_per_token: float
 
 
-def count(model: ModelConfig, sequence_length: int, batch: int = 1, devices: int = 1) -> ProgramCount:
+def count(model: DreamerConfig, sequence_length: int, batch: int = 1, devices: int = 1) -> ProgramCount:
     """Count the model's forward over [B, S] tokens, folded (Eq. 8).
 
     Args:
@@ -48,7 +48,7 @@ def count(model: ModelConfig, sequence_length: int, batch: int = 1, devices: int
     return ProgramCount(parameters, lowered.matmul_flops(program) / (batch * sequence_length))
 
 
-def expected(model: ModelConfig, sequence_length: int) -> ProgramCount:
+def expected(model: DreamerConfig, sequence_length: int) -> ProgramCount:
     """What the analytic count says of the same program."""
     flops = analytic.matmul_flops(model, context=sequence_length, depth_context=model.depth)
     return ProgramCount(int(analytic.total(analytic.parameters(model))), analytic.total(flops))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dreamer_jax.budget import analytic, memory
-from dreamer_jax.config.schema import Config, ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.config.sections import Config
 
 Report = dict[str, Any]
 
@@ -54,7 +55,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def _description(model: ModelConfig) -> dict[str, Any]:
+def _description(model: DreamerConfig) -> dict[str, Any]:
     names = ("variant", "depth", "hidden_size", "vocab_size", "num_experts", "experts_per_token", "expert_size")
     return {name: getattr(model, name) for name in names}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dreamer_jax.cli.arguments import Parser
-from dreamer_jax.config import UserError
+from dreamer_jax.errors import UserError
 
 
 def run(arguments: list[str]) -> int:

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from dreamer_jax.config import LoadedConfig, UserError, load_config
+from dreamer_jax.config import LoadedConfig, load_config
+from dreamer_jax.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):

@@ -9,7 +9,8 @@ from typing import Any
 
 from dreamer_jax.cli import bench_checkpoint, bench_data, bench_export, bench_generate, bench_kernels
 from dreamer_jax.cli.arguments import Parser, positive, say, split_overrides
-from dreamer_jax.config import UserError, load_config
+from dreamer_jax.config import load_config
+from dreamer_jax.errors import UserError
 
 USAGE = """\
 usage: dreamer bench train --config CONFIG [--against transformers] [--steps N] [--json] [--section.key value ...]
@@ -53,7 +54,7 @@ def _train(arguments: list[str]) -> int:
     words, overrides = split_overrides(arguments)
     options = _parser().parse_args(words)
     config = load_config(options.config, overrides).config
-    from dreamer_jax.training.benchmark import bench_train  # after the checks: importing jax takes a second
+    from dreamer_jax.benchmarks.training import bench_train  # after the checks: importing jax takes a second
 
     found = bench_train(config, options.steps, options.against is not None, say)
     print(json.dumps(found, indent=2) if options.json else _text(found))

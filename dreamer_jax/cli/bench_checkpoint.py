@@ -13,7 +13,7 @@ def run(arguments: list[str]) -> int:
     words, overrides = split_overrides(arguments)
     options = _parser().parse_args(words)
     config = load_config(options.config, overrides).config
-    from dreamer_jax.training.checkpoint_benchmark import bench_checkpoint  # importing jax takes a second
+    from dreamer_jax.benchmarks.checkpoints import bench_checkpoint  # importing jax takes a second
 
     found = bench_checkpoint(config, options.steps, options.pairs, say)
     if options.json:

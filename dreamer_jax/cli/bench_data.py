@@ -24,7 +24,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--sequence-length", type=positive, default=4096, metavar="S", help="tokens in a row (4096)")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     options = parser.parse_args(arguments)
-    from dreamer_jax.data.benchmark import bench_data
+    from dreamer_jax.benchmarks.data import bench_data
 
     found = bench_data(
         options.mixture,

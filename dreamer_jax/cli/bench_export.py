@@ -16,7 +16,7 @@ def run(arguments: list[str]) -> int:
     options = _parser().parse_args(words)
     config = load_config(options.config, overrides).config
     peer = load_config(options.peer, []).config if options.peer else config
-    from dreamer_jax.export.benchmark import bench_export  # after the checks: importing jax takes a second
+    from dreamer_jax.benchmarks.export import bench_export  # after the checks: importing jax takes a second
 
     found = bench_export(
         config, peer, options.dtype, options.prompt_tokens, options.tokens, options.rounds, options.threads, say

@@ -16,7 +16,7 @@ def run(arguments: list[str]) -> int:
     words, overrides = split_overrides(arguments)
     options = _parser().parse_args(words)
     configs = [(Path(path).stem, load_config(path, overrides).config) for path in options.config]
-    from dreamer_jax.inference.benchmark import bench_generate  # after the checks: importing jax takes a second
+    from dreamer_jax.benchmarks.generation import bench_generate  # after the checks: importing jax takes a second
 
     found = bench_generate(
         configs,

@@ -24,7 +24,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     options = parser.parse_args(arguments)
 
-    from dreamer_jax.planning import kernels
+    from dreamer_jax.benchmarks import kernels
 
     if options.topology:
         from dreamer_jax.planning.topology import parse_topology

@@ -6,15 +6,16 @@ import argparse
 import datetime
 
 from dreamer_jax.cli.arguments import Parser, positive
-from dreamer_jax.config import UserError, load_config
+from dreamer_jax.config import load_config
+from dreamer_jax.errors import UserError
 
 
 def run(arguments: list[str]) -> int:
     """Do what the words say; the exit code is 1 if `verify` finds damage."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    from dreamer_jax.training.run_directory import folder_of  # after the checks: importing jax takes a second
-    from dreamer_jax.training.step_folders import StepFolders
+    from dreamer_jax.runs.folders import folder_of  # after the checks: importing jax takes a second
+    from dreamer_jax.runs.step_folders import StepFolders
 
     folder = folder_of(options.run)
     if not (folder.local / "config.yaml").is_file():
@@ -30,7 +31,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _list(folders) -> int:
-    from dreamer_jax.training.integrity import bytes_of, is_complete
+    from dreamer_jax.runs.integrity import bytes_of, is_complete
 
     steps = folders.all()
     for step in steps:
@@ -47,7 +48,7 @@ def _list(folders) -> int:
 
 
 def _verify(folders, wanted: int | None) -> int:
-    from dreamer_jax.training.integrity import problem_of
+    from dreamer_jax.runs.integrity import problem_of
 
     steps = folders.all()
     if wanted is not None and wanted not in steps:

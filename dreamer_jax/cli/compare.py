@@ -8,10 +8,11 @@ from typing import Any
 
 from dreamer_jax.budget import analytic
 from dreamer_jax.cli.arguments import Parser
-from dreamer_jax.config import UserError, load_config
+from dreamer_jax.config import load_config
+from dreamer_jax.errors import UserError
 from dreamer_jax.evaluation.comparison import Curve, accuracies, best, data_efficiency, draw
+from dreamer_jax.runs.metrics import read_metrics
 from dreamer_jax.training.figures import heldout_loss
-from dreamer_jax.training.metrics import read_metrics
 
 LOSS = "held-out loss (nats per token)"
 

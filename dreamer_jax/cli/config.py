@@ -6,7 +6,8 @@ import difflib
 from pathlib import Path
 
 from dreamer_jax.cli.arguments import read_config
-from dreamer_jax.config import Config, ConfigError, LoadedConfig, UserError, to_yaml
+from dreamer_jax.config import Config, LoadedConfig, to_yaml
+from dreamer_jax.errors import ConfigError, UserError
 
 USAGE = """\
 usage: dreamer config show CONFIG [--section.key value ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from dreamer_jax.config.errors import UserError
+from dreamer_jax.errors import UserError
 
 USAGE = """\
 usage: dreamer data prepare MIXTURE --out DIR [--workers N]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dreamer_jax.cli.arguments import Parser, positive
-from dreamer_jax.config import UserError
+from dreamer_jax.errors import UserError
 
 
 def run(arguments: list[str]) -> int:
@@ -51,7 +51,7 @@ def _mesh(data: int, expert: int) -> Any:
         return None
     import jax
 
-    from dreamer_jax.config.schema import MeshConfig
+    from dreamer_jax.config.sections import MeshConfig
     from dreamer_jax.parallel import make_mesh
 
     if data * expert > jax.device_count():

@@ -10,7 +10,7 @@ from typing import Any
 
 from dreamer_jax.cli.arguments import Parser
 from dreamer_jax.cli.extras import install_command
-from dreamer_jax.config import UserError
+from dreamer_jax.errors import UserError
 
 
 def run(arguments: list[str]) -> int:
@@ -21,7 +21,7 @@ def run(arguments: list[str]) -> int:
             "an export is verified with torch and safetensors, which are not installed; in the checkout: "
             + install_command("export")
         )
-    from dreamer_jax.training.leaves import open_model
+    from dreamer_jax.runs.leaves import open_model
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns that it reads only
     out = Path(options.out)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dreamer_jax.cli.arguments import Parser, say
 from dreamer_jax.cli.inference_options import add_options, open_writer, sampling_of
-from dreamer_jax.config import UserError
+from dreamer_jax.errors import UserError
 
 
 def run(arguments: list[str]) -> int:

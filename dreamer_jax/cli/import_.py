@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dreamer_jax.config import UserError
+from dreamer_jax.errors import UserError
 
 USAGE = """\
 usage: dreamer import DIR RUN

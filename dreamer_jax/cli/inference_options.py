@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from dreamer_jax.config import UserError
+from dreamer_jax.errors import UserError
 
 if TYPE_CHECKING:
     from dreamer_jax.config import Config
@@ -51,12 +51,12 @@ def open_writer(options: argparse.Namespace) -> tuple[Writer, Config]:
     """
     import jax
 
-    from dreamer_jax.config.schema import MeshConfig
+    from dreamer_jax.config.sections import MeshConfig
     from dreamer_jax.data import load_tokenizer
     from dreamer_jax.inference import Engine
     from dreamer_jax.inference.text import Writer
     from dreamer_jax.parallel import make_mesh
-    from dreamer_jax.training.checkpoints import load_run
+    from dreamer_jax.runs.checkpoints import load_run
 
     if options.max_tokens < 1:
         raise UserError(f"--max-tokens {options.max_tokens}: must be 1 or more")

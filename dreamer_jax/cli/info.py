@@ -8,7 +8,7 @@ import sys
 
 from dreamer_jax import __version__
 from dreamer_jax.cli.extras import install_command, requirements, version_of
-from dreamer_jax.config import UserError
+from dreamer_jax.errors import UserError
 
 USAGE = "usage: dreamer info\n\nPrints versions, devices, and which extras are installed and how to install the others."
 

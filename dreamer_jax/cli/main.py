@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from dreamer_jax import __version__
-from dreamer_jax.config.errors import UserError
+from dreamer_jax.errors import UserError
 
 COMMANDS = {
     "train": ("dreamer_jax.cli.train", "train a model, or go on with a run"),

@@ -12,8 +12,9 @@ from dreamer_jax.budget import family, matching
 from dreamer_jax.budget.report import table
 from dreamer_jax.cli.arguments import Parser, positive, split_overrides
 from dreamer_jax.cli.budget import with_depth
-from dreamer_jax.config import UserError, load_config
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config import load_config
+from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.errors import UserError
 
 NAMES = {"params": "parameters", "flops_per_token": "FLOPs/token", "memory_bytes": "memory (bytes)"}
 PAPER_BASELINE = "configs/models/la_16.yaml"
@@ -74,7 +75,7 @@ def _single(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def _target(options: argparse.Namespace, model: ModelConfig) -> matching.Target:
+def _target(options: argparse.Namespace, model: DreamerConfig) -> matching.Target:
     """The budgets: a baseline's, or those given as numbers."""
     given = [name for name in ("params", "flops") if getattr(options, name) is not None]
     if options.to and given:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dreamer_jax.cli.arguments import Parser, positive, say, split_overrides
 from dreamer_jax.config import Config, LoadedConfig, load_config
-from dreamer_jax.config.schema import MeshConfig
+from dreamer_jax.config.sections import MeshConfig
 from dreamer_jax.planning.topology import Topology, parse_topology
 
 

@@ -7,8 +7,8 @@ import sys
 import traceback
 
 from dreamer_jax.cli.arguments import read_config
-from dreamer_jax.config import LoadedConfig, UserError
-from dreamer_jax.config.errors import RESTART_EXIT_CODE
+from dreamer_jax.config import LoadedConfig
+from dreamer_jax.errors import RESTART_EXIT_CODE, UserError
 
 FLAGS = ("--coordinator", "--processes", "--process")
 PROCESSES = """\
@@ -35,14 +35,16 @@ def run(arguments: list[str]) -> int:
 
 
 def _train(loaded: LoadedConfig) -> int:
-    from dreamer_jax.training.loop import train
+    from dreamer_jax.analysis.sampling import Sampler
+    from dreamer_jax.inference.answering import answer
+    from dreamer_jax.training.loop import Extras, train
 
     benchmarks = None
     if loaded.config.evaluation.tasks:
         from dreamer_jax.evaluation import during_training
 
         benchmarks = during_training(loaded.config)
-    return train(loaded, benchmarks)
+    return train(loaded, Extras(benchmarks, Sampler, answer))
 
 
 def _train_together(loaded: LoadedConfig) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from dreamer_jax.config.errors import ConfigError
 from dreamer_jax.config.keys import INTEGERS, convert_to, did_you_mean, key_types, nearest_key, sections
+from dreamer_jax.errors import ConfigError
 
 _PLAIN_TAGS = {
     f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "timestamp", "value", "merge")

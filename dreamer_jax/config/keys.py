@@ -10,8 +10,8 @@ import re
 import types
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from dreamer_jax.config.errors import ConfigError
-from dreamer_jax.config.schema import Config
+from dreamer_jax.config.sections import Config
+from dreamer_jax.errors import ConfigError
 
 _INTEGER = re.compile(r"[-+]?[0-9](_?[0-9]){0,17}")  # 18 digits fit in 64 bits
 INTEGERS = tuple[int, ...]

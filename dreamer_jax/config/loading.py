@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dreamer_jax.config.errors import ConfigError
 from dreamer_jax.config.files import Setting, read_settings
 from dreamer_jax.config.keys import convert, did_you_mean, key_types, nearest_key, sections
-from dreamer_jax.config.schema import Config
+from dreamer_jax.config.sections import Config
+from dreamer_jax.errors import ConfigError
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"

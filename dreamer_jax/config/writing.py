@@ -10,7 +10,7 @@ import yaml
 
 from dreamer_jax.config.keys import key_types, sections, values_of
 from dreamer_jax.config.loading import LoadedConfig
-from dreamer_jax.config.schema import Config
+from dreamer_jax.config.sections import Config
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.+/-]*")
 

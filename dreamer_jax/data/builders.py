@@ -12,11 +12,11 @@ from typing import Any
 
 import tensorflow_datasets as tfds
 
-from dreamer_jax.config.errors import UserError
 from dreamer_jax.data.catalogue import BENCHMARKS, TRAINING, Entry
 from dreamer_jax.data.jsonl import Broken, Template
 from dreamer_jax.data.mixture import SourceSpec
 from dreamer_jax.data.readers import plan_units, read_unit
+from dreamer_jax.errors import UserError
 
 PREFIX = "dreamer_"
 LONGEST = 10_000_000

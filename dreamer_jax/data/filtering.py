@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from dreamer_jax.config.errors import ConfigError, UserError
 from dreamer_jax.data.cleaning import Truncated, remove_calculator_notes, repair, strip_traces
 from dreamer_jax.data.decontamination import BenchmarkIndex
 from dreamer_jax.data.jsonl import Broken, Template
@@ -20,6 +19,7 @@ from dreamer_jax.data.records import Record
 from dreamer_jax.data.storage import Kept, PartWriter, whole_directory, write_json
 from dreamer_jax.data.tokenizers import Tokenizer
 from dreamer_jax.data.words import band_keys, formula_key
+from dreamer_jax.errors import ConfigError, UserError
 
 PART_RECORDS = 65_536
 PART_TOKENS = 1 << 25

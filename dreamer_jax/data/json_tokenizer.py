@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dreamer_jax.config.errors import UserError
 from dreamer_jax.data.cleaning import Truncated, repair, strip_traces
 from dreamer_jax.data.filtering import templates
 from dreamer_jax.data.jsonl import Broken
@@ -17,6 +16,7 @@ from dreamer_jax.data.mixture import Mixture
 from dreamer_jax.data.readers import plan_units, read_unit
 from dreamer_jax.data.storage import whole_file
 from dreamer_jax.data.tokenizers import LLAMA3_PATTERN
+from dreamer_jax.errors import UserError
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
-from dreamer_jax.config.errors import ConfigError, UserError
 from dreamer_jax.data.records import Record
+from dreamer_jax.errors import ConfigError, UserError
 
 _TEMPLATE_PART = re.compile(r"\{\{|\}\}|\{[^{}]+\}|[{}]|[^{}]+")
 

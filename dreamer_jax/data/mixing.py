@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from dreamer_jax.config.errors import ConfigError, UserError
-from dreamer_jax.config.schema import Config
+from dreamer_jax.config.sections import Config
 from dreamer_jax.data.mixture import load_mixture
 from dreamer_jax.data.packing import EpochRows, permutation
 from dreamer_jax.data.prepared import PreparedData
 from dreamer_jax.data.records import Document, cut
 from dreamer_jax.data.sources import UNCUT, DocumentList, split_records
 from dreamer_jax.data.tokenizers import Tokenizer
+from dreamer_jax.errors import ConfigError, UserError
 
 _KEPT_ORDERS = 8
 

@@ -11,9 +11,9 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 
-from dreamer_jax.config.errors import ConfigError
 from dreamer_jax.config.files import at, describe, entries, is_nothing, parse, scalar
 from dreamer_jax.config.keys import did_you_mean
+from dreamer_jax.errors import ConfigError
 
 T = TypeVar("T")
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dreamer_jax.config.errors import ConfigError, UserError
-from dreamer_jax.config.schema import Config
+from dreamer_jax.config.sections import Config
 from dreamer_jax.data.mixing import PreparedSource
 from dreamer_jax.data.packing import assemble, plan_rows
 from dreamer_jax.data.records import Batch, Document, Record
 from dreamer_jax.data.sources import DocumentList, JsonlSource, Source, TaskSource, to_record
 from dreamer_jax.data.tokenizers import Tokenizer, load_tokenizer
+from dreamer_jax.errors import ConfigError, UserError
 
 THREADS = 2
 """Threads that prepare batches ahead of the training step."""

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from dreamer_jax.config.errors import UserError
 from dreamer_jax.data import deduplication as dedup
 from dreamer_jax.data import reporting
 from dreamer_jax.data.filtering import Tally, UnitFilter, compared, read_benchmarks, templates
@@ -35,6 +34,7 @@ from dreamer_jax.data.storage import PartReader, remove_leftovers, write_array, 
 from dreamer_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dreamer_jax.data.words import BANDS
 from dreamer_jax.data.workers import Pool
+from dreamer_jax.errors import UserError
 
 SMALLEST_UNIT, LARGEST_UNIT, UNITS = 4_000_000, 256_000_000, 256
 """Sources are cut into about UNITS units, of no fewer and no more bytes than these."""

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from dreamer_jax.config.errors import UserError
 from dreamer_jax.data.records import Document
 from dreamer_jax.data.storage import whole_file, write_array
 from dreamer_jax.data.tokenizers import Tokenizer
+from dreamer_jax.errors import UserError
 
 FORMAT = 1
 OPEN_SHARDS = 256

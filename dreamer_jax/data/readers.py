@@ -15,10 +15,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from dreamer_jax.config.errors import ConfigError, UserError
 from dreamer_jax.data import tasks
 from dreamer_jax.data.jsonl import Broken, parse_object
 from dreamer_jax.data.mixture import BenchmarkSpec, SourceSpec
+from dreamer_jax.errors import ConfigError, UserError
 
 TEXT_RECORD_BYTES = 32_768
 """Plain text is cut at line ends into records of about this size."""

@@ -11,13 +11,13 @@ from typing import Protocol
 
 import numpy as np
 
-from dreamer_jax.config.errors import ConfigError, UserError
-from dreamer_jax.config.schema import Config
+from dreamer_jax.config.sections import Config
 from dreamer_jax.data import tasks
 from dreamer_jax.data.jsonl import JsonlReader, Template
 from dreamer_jax.data.packing import EpochRows, permutation
 from dreamer_jax.data.records import Document, Documents, Record, TokenStore
 from dreamer_jax.data.tokenizers import Tokenizer
+from dreamer_jax.errors import ConfigError, UserError
 
 _SPLIT_SEED = 20_260_421  # of the held-out split, so that runs of every seed are compared on the same records
 

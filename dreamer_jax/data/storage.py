@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dreamer_jax.config.errors import UserError
+from dreamer_jax.errors import UserError
 
 TEMPORARY = ".tmp-"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from dreamer_jax.config.errors import UserError
+from dreamer_jax.errors import UserError
 
 _worker: Any = None
 _shared_version = -1

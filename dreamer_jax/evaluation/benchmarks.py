@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dreamer_jax.config.errors import UserError
 from dreamer_jax.data.jsonl import Broken, parse_object
+from dreamer_jax.errors import UserError
 from dreamer_jax.evaluation.scoring import last_boxed
 
 MMLU_SUBJECTS = (

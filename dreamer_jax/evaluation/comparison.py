@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dreamer_jax.config.schema import Config
+from dreamer_jax.config.sections import Config
 
 Curve = list[tuple[float, float]]
 """(tokens trained on, value), tokens rising."""

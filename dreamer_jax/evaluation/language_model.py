@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from dreamer_jax.config.errors import UserError
-from dreamer_jax.config.schema import Config
+from dreamer_jax.config.sections import Config
 from dreamer_jax.data.tokenizers import Tokenizer, load_tokenizer
+from dreamer_jax.errors import UserError
 
 LONGEST_INPUT = 2048
 """Default of the most tokens a request takes, or the run's row length where that is more."""
@@ -181,7 +181,7 @@ def open_model(
         UserError: no such run, or a tokenizer other than the one the run was trained with.
     """
     from dreamer_jax.inference import Engine  # imports jax
-    from dreamer_jax.training.checkpoints import load_run
+    from dreamer_jax.runs.checkpoints import load_run
 
     trained = load_run(run)
     chosen = trained_tokenizer(tokenizer or trained.config.data.tokenizer, trained.meta["tokenizer"])

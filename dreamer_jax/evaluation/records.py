@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dreamer_jax.config.errors import UserError
+from dreamer_jax.errors import UserError
 
 
 class Records:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dreamer_jax.config.errors import UserError
+from dreamer_jax.errors import UserError
 from dreamer_jax.evaluation.language_model import LanguageModel
 from dreamer_jax.evaluation.records import Records
 from dreamer_jax.evaluation.scoring import Estimate

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from dreamer_jax.config.errors import UserError
 from dreamer_jax.data.jsonl import Broken, Template, parse_object
 from dreamer_jax.data.tokenizers import Tokenizer
+from dreamer_jax.errors import UserError
 from dreamer_jax.evaluation import benchmarks, scoring
 from dreamer_jax.evaluation.benchmarks import Question
 from dreamer_jax.evaluation.language_model import Answer, LanguageModel, rolling_windows

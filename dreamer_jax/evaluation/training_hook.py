@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dreamer_jax.config.errors import UserError
-from dreamer_jax.config.schema import Config
+from dreamer_jax.config.sections import Config
 from dreamer_jax.data.tokenizers import load_tokenizer
+from dreamer_jax.errors import UserError
 from dreamer_jax.evaluation.language_model import LONGEST_INPUT, LanguageModel, place_of
 from dreamer_jax.evaluation.runner import Settings, choose_tasks, evaluate
 

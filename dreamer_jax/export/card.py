@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dreamer_jax.budget.report import render, report
-from dreamer_jax.config.schema import Config
+from dreamer_jax.config.sections import Config
 from dreamer_jax.data.tokenizers import ByteTokenizer, RankTokenizer, Tokenizer
 from dreamer_jax.export.description import Description
 

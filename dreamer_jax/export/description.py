@@ -6,17 +6,18 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from dreamer_jax.config import Config, LoadedConfig, UserError
+from dreamer_jax.config import Config, LoadedConfig
 from dreamer_jax.config.files import Setting
 from dreamer_jax.config.keys import INTEGERS, key_types, values_of
 from dreamer_jax.config.loading import build
 from dreamer_jax.data.tokenizers import Tokenizer
+from dreamer_jax.errors import UserError
 from dreamer_jax.export.safetensors_files import read_json
 
 FORMAT_VERSION = 1
 MODEL_FILE = "modeling_dreamer.py"
 NOT_DESCRIBED = ("implementation", "dtype")
-"""Fields of ModelConfig that say how to compute in JAX, not what."""
+"""Fields of DreamerConfig that say how to compute in JAX, not what."""
 
 
 @dataclasses.dataclass(frozen=True)

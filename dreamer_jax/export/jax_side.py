@@ -18,7 +18,7 @@ from dreamer_jax.export.reading import checked_tensors
 from dreamer_jax.model.dreamer import router_sizes
 from dreamer_jax.model.mixture import Context, Layer
 from dreamer_jax.model.operations import REFERENCE
-from dreamer_jax.training.leaves import StoredModel
+from dreamer_jax.runs.leaves import StoredModel
 from pallas_kernels.depth_attention import empty_cache
 
 TIE = 2e-5

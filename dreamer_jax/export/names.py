@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.model.dreamer import router_sizes
 
 GLOBAL = (
@@ -67,7 +67,7 @@ class Name(NamedTuple):
     part: str
 
 
-def names_of(config: ModelConfig, keep_shared: bool) -> Iterator[Name]:
+def names_of(config: DreamerConfig, keep_shared: bool) -> Iterator[Name]:
     """Every tensor of a folder, in the order of the forward pass.
 
     Args:
@@ -89,7 +89,7 @@ def is_float32(tensor: str) -> bool:
     return tensor.endswith(FLOAT32_ENDINGS)
 
 
-def _layer(config: ModelConfig, keep_shared: bool, index: int) -> Iterator[Name]:
+def _layer(config: DreamerConfig, keep_shared: bool, index: int) -> Iterator[Name]:
     scope, layer = ("layer", None) if config.recurrent else ("layers", index)
     where = "" if config.recurrent else f" of layer {index}"
 

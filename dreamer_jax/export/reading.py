@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from dreamer_jax.config.errors import UserError
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.errors import UserError
 from dreamer_jax.export.description import Description, read_description
 from dreamer_jax.export.names import names_of
 from dreamer_jax.export.safetensors_files import Stored, open_tensors
@@ -29,14 +29,16 @@ def import_run(folder: Path, out: Path) -> Description:
     Raises:
         UserError: the folder is incomplete, damaged or of a later version, or `out` exists.
     """
-    from dreamer_jax.training.leaves import write_run
+    from dreamer_jax.runs.leaves import write_run
+    from dreamer_jax.training.optimizer import make_optimizer
 
     description = read_description(folder)
     tensors = checked_tensors(folder, description)
     with written_aside(out) as aside:
         params, balancing = to_jax(tensors, description.config.model, description.keep_shared)
         loaded = description.loaded(str(out))
-        write_run(loaded, aside, description.step, params, balancing, description.meta)
+        start = make_optimizer(loaded.config.training).init
+        write_run(loaded, aside, description.step, params, balancing, description.meta, start)
     return description
 
 
@@ -60,7 +62,7 @@ def checked_tensors(folder: Path, description: Description) -> dict[str, Stored]
     return tensors
 
 
-def expected_shapes(model: ModelConfig, keep_shared: bool) -> dict[str, tuple[int, ...]]:
+def expected_shapes(model: DreamerConfig, keep_shared: bool) -> dict[str, tuple[int, ...]]:
     """Tensor name -> shape."""
     trees = _abstract(model)
     found = {}
@@ -72,7 +74,7 @@ def expected_shapes(model: ModelConfig, keep_shared: bool) -> dict[str, tuple[in
     return found
 
 
-def to_jax(tensors: dict[str, Stored], model: ModelConfig, keep_shared: bool) -> tuple[Any, dict[str, np.ndarray]]:
+def to_jax(tensors: dict[str, Stored], model: DreamerConfig, keep_shared: bool) -> tuple[Any, dict[str, np.ndarray]]:
     """(params, balancing) in float32, as `Dreamer.apply` takes them; folded shared experts become zeros."""
     trees = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), _abstract(model))
     for name in names_of(model, keep_shared):
@@ -85,6 +87,6 @@ def to_jax(tensors: dict[str, Stored], model: ModelConfig, keep_shared: bool) ->
     return trees["params"], trees["balancing"]
 
 
-def _abstract(model: ModelConfig) -> dict[str, Any]:
+def _abstract(model: DreamerConfig) -> dict[str, Any]:
     params, balancing = jax.eval_shape(lambda: initialise(model, jax.random.key(0)))
     return {"params": params, "balancing": balancing}

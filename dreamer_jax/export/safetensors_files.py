@@ -19,7 +19,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from dreamer_jax.config.errors import UserError
+from dreamer_jax.errors import UserError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from dreamer_jax.config.errors import UserError
+from dreamer_jax.errors import UserError
 from dreamer_jax.export import modeling_file
 from dreamer_jax.export.description import MODEL_FILE, Description, read_description
 from dreamer_jax.export.jax_side import JaxSide, Trace
 from dreamer_jax.export.names import names_of
 from dreamer_jax.export.reading import checked_tensors
 from dreamer_jax.export.writing import tensors_of, tokenizer_of
-from dreamer_jax.training.leaves import StoredModel
+from dreamer_jax.runs.leaves import StoredModel
 
 TOLERANCE = 2e-5
 """Largest difference of float32 logits, relative to the largest logit."""

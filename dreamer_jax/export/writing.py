@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from dreamer_jax.config.errors import UserError
 from dreamer_jax.data.tokenizers import Tokenizer, load_tokenizer
+from dreamer_jax.errors import UserError
 from dreamer_jax.export import modeling_file, safetensors_files
 from dreamer_jax.export.card import write_card
 from dreamer_jax.export.description import MODEL_FILE, Description, describe, generation_settings
 from dreamer_jax.export.names import FOLDED, Name, is_float32, names_of
 from dreamer_jax.export.safetensors_files import Tensor
 from dreamer_jax.export.tokenizer_files import write_tokenizer
-from dreamer_jax.training.leaves import Leaf, StoredModel
+from dreamer_jax.runs.leaves import Leaf, StoredModel
 
 
 def export(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dreamer_jax.config.errors import UserError
+from dreamer_jax.errors import UserError
 from dreamer_jax.inference.model import FoldedModel, fold
 from dreamer_jax.inference.parts import Finished, Generated, Part, bucket, chunk, fetch, padded
 from dreamer_jax.inference.placement import place
@@ -24,7 +24,7 @@ from dreamer_jax.inference.programs import BLOCK, Kinds, programs_for
 from dreamer_jax.inference.sampling import Sampling
 
 if TYPE_CHECKING:
-    from dreamer_jax.training.checkpoints import TrainedModel
+    from dreamer_jax.runs.checkpoints import TrainedModel
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from dreamer_jax.config.schema import Implementation
+from dreamer_jax.config.values import Implementation
 from dreamer_jax.model import resolve_operations
 from pallas_kernels.dispatch import blocks_of, plan_dispatch, rows_of
 from pallas_kernels.tiles import generation
@@ -36,7 +36,7 @@ def linear(x: jax.Array, index: jax.Array, weight: jax.Array, implementation: Im
         x: [T, a].
         index: [T] int32, or a scalar for all rows.
         weight: [G, a, b], arranged.
-        implementation: as of `ModelConfig`.
+        implementation: as of `DreamerConfig`.
 
     Returns:
         [T, b].
@@ -70,7 +70,7 @@ def mlp(
 
     Args:
         x, indices, weights, gate_up, down: as there; `down` arranged.
-        implementation: as of `ModelConfig`.
+        implementation: as of `DreamerConfig`.
         among: how many of the E experts these rows choose from, where it is fewer: one layer's of all.
     """
     if not _in_place(implementation):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.inference.experts import arrange
 from dreamer_jax.model.primitives import rms_norm
 
@@ -89,7 +89,7 @@ class Weights(NamedTuple):
     last_norm: jax.Array
 
 
-def fold_weights(config: ModelConfig, params: Tree, balancing: Mapping[str, Any]) -> Weights:
+def fold_weights(config: DreamerConfig, params: Tree, balancing: Mapping[str, Any]) -> Weights:
     """Parameters and balancing biases of training as `Weights` in `config.dtype`; may be jitted.
 
     The shared linear expert is added to every routed one in float32 (Eq. 8) and disappears.

@@ -19,8 +19,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from dreamer_jax.config.errors import UserError
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.errors import UserError
 from dreamer_jax.inference import experts
 from dreamer_jax.inference.attention import attend_depth, attend_sequence
 from dreamer_jax.inference.caches import Caches, State, write
@@ -43,7 +43,7 @@ class FoldedModel(flax.struct.PyTreeNode):
     """
 
     weights: Weights
-    config: ModelConfig = flax.struct.field(pytree_node=False)
+    config: DreamerConfig = flax.struct.field(pytree_node=False)
     total_depth: int = flax.struct.field(pytree_node=False)
     expert_shards: int = flax.struct.field(pytree_node=False, default=1)
 
@@ -84,7 +84,7 @@ class FoldedModel(flax.struct.PyTreeNode):
 
 
 def fold(
-    config: ModelConfig,
+    config: DreamerConfig,
     params: Any,
     balancing: Mapping[str, Any],
     depth: int | None = None,

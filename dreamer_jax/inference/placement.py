@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dreamer_jax.config.errors import UserError
+from dreamer_jax.errors import UserError
 from dreamer_jax.inference.folding import ExpertWeights, Weights
 from dreamer_jax.inference.model import EXPERT, FoldedModel
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dreamer_jax.config.errors import UserError
+from dreamer_jax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import hashlib
 import tarfile
 from pathlib import Path
 
-from dreamer_jax.launching.errors import LaunchError
+from dreamer_jax.errors import UserError
 
 PARTS = (
     "dreamer_jax",
@@ -30,11 +30,11 @@ def pack(root: Path, target: Path) -> str:
         The SHA-256 of the contents, in hexadecimal: the installation is repeated when it changes.
 
     Raises:
-        LaunchError: when `root` is no checkout.
+        UserError: when `root` is no checkout.
     """
     absent = [part for part in PARTS if not (root / part).exists()]
     if absent:
-        raise LaunchError(f"{root} is not a checkout of the repository: {', '.join(absent)} not found")
+        raise UserError(f"{root} is not a checkout of the repository: {', '.join(absent)} not found")
     files = [path for part in PARTS for path in sorted([root / part, *(root / part).rglob("*")])]
     with (
         open(target, "wb") as raw,

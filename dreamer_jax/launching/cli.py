@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dreamer_jax.errors import UserError
 from dreamer_jax.launching.cloud import Cloud, Runner, run_command
-from dreamer_jax.launching.errors import LaunchError
 from dreamer_jax.launching.machine import Asked, Machine, Preempted
 from dreamer_jax.launching.rehearsal import Rehearsal
 from dreamer_jax.launching.settings import Settings, read_settings
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None, runner: Runner = run_command) -
     except Preempted as event:
         _say(f"preempted: {event}")
         return 1
-    except LaunchError as error:
+    except UserError as error:
         print(f"launch/tpu: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -93,7 +93,7 @@ class _Command:
                 machine.install()
             except Preempted as event:
                 machine.remove()
-                raise LaunchError(f"preempted while it was made: {event}; it is deleted, start again") from None
+                raise UserError(f"preempted while it was made: {event}; it is deleted, start again") from None
         _say(f"ready: {self.name}; start the training with: launch/tpu run {self.name}")
         return 0
 
@@ -142,7 +142,7 @@ class _Command:
         self.store.update(self.name, wanted="stopped")
         answer = machine.stop()
         if answer.code != 0:
-            raise LaunchError(f"could not reach every worker of {self.name}; look with: launch/tpu status {self.name}")
+            raise UserError(f"could not reach every worker of {self.name}; look with: launch/tpu status {self.name}")
         _say(f"the training of {self.name} is stopped, its state saved; 'launch/tpu run {self.name}' goes on")
         return 0
 
@@ -163,7 +163,7 @@ class _Command:
             return
         try:
             state = self.store.read(self.name)
-        except LaunchError:
+        except UserError:
             return  # which was the error
         if state is None or (state.phase == "absent" and not self.in_charge):
             return
@@ -187,16 +187,16 @@ class _Command:
         state = self.store.read(self.name)
         settings = self._settings(state, given)
         if not settings.zone:
-            raise LaunchError("missing zone; give it as --zone ZONE or in the settings")
+            raise UserError("missing zone; give it as --zone ZONE or in the settings")
         if not (ROOT / settings.config).is_file():
-            raise LaunchError(f"the configuration {settings.config} is not in the checkout {ROOT}")
+            raise UserError(f"the configuration {settings.config} is not in the checkout {ROOT}")
         if state is None:
             state = State(settings, token=secrets.token_hex(8))
         else:
             changed = [k for k in OF_THE_MACHINE if getattr(settings, k) != getattr(state.settings, k)]
             if changed:
                 was = ", ".join(f"{key} {getattr(state.settings, key)!r}" for key in changed)
-                raise LaunchError(
+                raise UserError(
                     f"{self.name} exists with {was}; delete it first (launch/tpu delete {self.name}), or take "
                     "another name"
                 )
@@ -218,7 +218,7 @@ class _Command:
             self.store.write(state)
         if state is None:
             known = ", ".join(self.store.names()) or "none"
-            raise LaunchError(
+            raise UserError(
                 f"this launcher made no run {self.name} that still exists (known: {known}); what the cloud has: "
                 "gcloud compute tpus queued-resources list --zone=ZONE"
             )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dreamer_jax.launching.errors import LaunchError
+from dreamer_jax.errors import UserError
 
 API_SECONDS = 900.0
 """Longest wait for one call of the API: creating and deleting wait for their operation."""
@@ -73,7 +73,7 @@ def classify(err: str) -> Kind:
     return next((kind for kind, pattern in _PATTERNS if re.search(pattern, err)), Kind.OTHER)
 
 
-class CloudError(LaunchError):
+class CloudError(UserError):
     """A command of gcloud that failed for good.
 
     Attributes:
@@ -100,7 +100,7 @@ def run_command(words: Sequence[str], seconds: float) -> Answer:
     """Run a command without standard input; one that exceeds its time is ended with all its children.
 
     Raises:
-        LaunchError: when the program isn't installed.
+        UserError: when the program isn't installed.
     """
     try:
         process = subprocess.Popen(
@@ -113,7 +113,7 @@ def run_command(words: Sequence[str], seconds: float) -> Answer:
             start_new_session=True,  # its ssh children must not outlive it
         )
     except FileNotFoundError:
-        raise LaunchError(
+        raise UserError(
             f"{words[0]} is not installed, or not on PATH; it comes with the Google Cloud SDK (cloud.google.com/sdk)"
         ) from None
     try:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dreamer_jax.errors import UserError
 from dreamer_jax.launching.cli import add_settings
-from dreamer_jax.launching.errors import LaunchError
 from dreamer_jax.launching.settings import Settings, read_settings
 
 GRACE_SECONDS = 120
@@ -28,10 +28,10 @@ def jobset(settings: Settings) -> dict[str, Any]:
     ends the JobSet at once.
 
     Raises:
-        LaunchError: without an image.
+        UserError: without an image.
     """
     if not settings.image:
-        raise LaunchError("missing image; build one with launch/gke/Dockerfile and give it as --image")
+        raise UserError("missing image; build one with launch/gke/Dockerfile and give it as --image")
     hosts = settings.slice.hosts
     job = {
         "parallelism": hosts,
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = read_settings(options.pop("settings"), options | {"options": rest})
         manifest = jobset(settings)
-    except LaunchError as error:
+    except UserError as error:
         print(f"launch/gke/jobset: error: {error}", file=sys.stderr)
         return 2
     print(f"# Made by launch/gke/jobset. Its node pool:\n#   {node_pool_command(settings)}")

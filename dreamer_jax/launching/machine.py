@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dreamer_jax.errors import UserError
 from dreamer_jax.launching.archive import pack
 from dreamer_jax.launching.cloud import Answer, Cloud, CloudError, Kind, last_words
-from dreamer_jax.launching.errors import LaunchError
 from dreamer_jax.launching.state import State, Store
 
 LABEL = "dreamer-launch"
@@ -118,7 +118,7 @@ class Machine:
 
         Raises:
             Preempted: when it went away while being made.
-            LaunchError: when it can't be had; nothing is left behind that was asked for here.
+            UserError: when it can't be had; nothing is left behind that was asked for here.
         """
         if self.state.phase == "removing":
             self.remove()
@@ -134,7 +134,7 @@ class Machine:
 
         Raises:
             Preempted: it is gone or going.
-            LaunchError: its request failed for good, or someone else deleted it.
+            UserError: its request failed for good, or someone else deleted it.
         """
         found = self.cloud.describe(self.name)
         state = ((found or {}).get("state") or {}).get("state", "MISSING")
@@ -157,7 +157,7 @@ class Machine:
             return False  # a request just made may not be readable yet
         if state == "MISSING":
             self._forget_phase()
-        raise LaunchError(
+        raise UserError(
             f"the queued resource {self.name} is {state}: someone else deleted it, so this run ends here; its "
             f"checkpoints are in {self.settings.run_dir}, and starting it again goes on from them"
         )
@@ -241,7 +241,7 @@ class Machine:
         if error.get("code") in (10, 13, 14):  # the service's own trouble, by gRPC's numbers
             return Preempted(f"the request failed: {message}", counts=True)
         self.remove()
-        return LaunchError(
+        return UserError(
             f"the request for {self.settings.tpu} failed: {message}; another zone, another type, or quota may help. "
             "It was deleted, since a failed request still holds quota"
         )
@@ -277,8 +277,8 @@ class Machine:
         labels = (specs[0].get("node") or {}).get("labels") or {}
         return labels.get(LABEL, self.state.token) == self.state.token
 
-    def _not_ours(self) -> LaunchError:
-        return LaunchError(
+    def _not_ours(self) -> UserError:
+        return UserError(
             f"a queued resource {self.name} exists in {self.settings.zone} that this launcher didn't make; it is left "
             "alone. Take another name, or delete it: " + self.cloud.delete_command(self.name)
         )
@@ -298,7 +298,7 @@ class Machine:
 
         Raises:
             Preempted: the machine went away meanwhile.
-            LaunchError: it doesn't succeed on a machine that is well.
+            UserError: it doesn't succeed on a machine that is well.
         """
         with tempfile.TemporaryDirectory() as folder:
             archive = Path(folder) / "dreamer.tar.gz"
@@ -351,6 +351,4 @@ class Machine:
                 self.pause()
             if attempt < TRIES - 1:
                 self.pause()
-        raise LaunchError(
-            f"could not {what} on {self.name} in {TRIES} tries; the last one said: {last_words(answer, 6)}"
-        )
+        raise UserError(f"could not {what} on {self.name} in {TRIES} tries; the last one said: {last_words(answer, 6)}")

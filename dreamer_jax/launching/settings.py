@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dreamer_jax.launching.errors import LaunchError
+from dreamer_jax.errors import UserError
 from dreamer_jax.launching.slices import Slice, slice_of
 
 
@@ -62,18 +62,18 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", self.name):
-            raise LaunchError(
+            raise UserError(
                 f"the name '{self.name}' won't do: at most 40 lower-case letters, digits and dashes, a letter first"
             )
         if not re.fullmatch(r"gs://[a-z0-9][-_.a-z0-9]+/.+", self.run_dir):
-            raise LaunchError(
+            raise UserError(
                 f"run_dir '{self.run_dir}' is not gs://BUCKET/FOLDER; a run in a machine's own folder is lost with it"
             )
         if "--run.dir" in self.options:
-            raise LaunchError("give the run directory as run_dir (--run-dir), not among the words for `dreamer train`")
+            raise UserError("give the run directory as run_dir (--run-dir), not among the words for `dreamer train`")
         for field in ("queue_hours", "failures", "restarts"):
             if getattr(self, field) < 1:
-                raise LaunchError(f"{field} is {getattr(self, field)}; it must be at least 1")
+                raise UserError(f"{field} is {getattr(self, field)}; it must be at least 1")
         slice_of(self.tpu)
 
     def training_words(self) -> list[str]:
@@ -89,16 +89,16 @@ def read_settings(path: Path | None, given: dict[str, Any]) -> Settings:
         given: fields from the command line; None stands for "not given".
 
     Raises:
-        LaunchError: for a file that can't be read, unknown or missing keys, or values of a wrong type.
+        UserError: for a file that can't be read, unknown or missing keys, or values of a wrong type.
     """
     values: dict[str, Any] = {}
     if path is not None:
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise LaunchError(f"can't read the settings {path}: {error.strerror}") from None
+            raise UserError(f"can't read the settings {path}: {error.strerror}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise LaunchError(f"{path} is not TOML: {error}") from None
+            raise UserError(f"{path} is not TOML: {error}") from None
     values |= {key: value for key, value in given.items() if value is not None}
     return settings_from(values, str(path) if path else "the command line")
 
@@ -109,14 +109,14 @@ def settings_from(values: dict[str, Any], where: str) -> Settings:
     for key, value in values.items():
         if key not in fields:
             alike = difflib.get_close_matches(key, fields, n=1)
-            raise LaunchError(f"{where}: unknown setting '{key}'" + (f"; did you mean '{alike[0]}'?" if alike else ""))
+            raise UserError(f"{where}: unknown setting '{key}'" + (f"; did you mean '{alike[0]}'?" if alike else ""))
         wanted = {"bool": bool, "int": int, "str": str}.get(str(fields[key].type), (list, tuple))
         if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
-            raise LaunchError(f"{where}: {key} is {value!r}, which is not of type {fields[key].type}")
+            raise UserError(f"{where}: {key} is {value!r}, which is not of type {fields[key].type}")
     missing = [name for name, f in fields.items() if f.default is dataclasses.MISSING and name not in values]
     if missing:
         names = ", ".join(missing)
-        raise LaunchError(f"{where}: missing {names}; give each as --{missing[0].replace('_', '-')} VALUE or in a file")
+        raise UserError(f"{where}: missing {names}; give each as --{missing[0].replace('_', '-')} VALUE or in a file")
     if "options" in values:
         values = values | {"options": tuple(str(word) for word in values["options"])}
     return Settings(**values)

@@ -6,8 +6,8 @@ import difflib
 import math
 from dataclasses import dataclass
 
-from dreamer_jax.launching.errors import LaunchError
-from dreamer_jax.parallel.chips import CHIPS, Chip
+from dreamer_jax.chips import CHIPS, Chip
+from dreamer_jax.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def slice_of(name: str) -> Slice:
     """The slice that is called `name`: Google's accelerator type, or the chip's usual name (v5e-16).
 
     Raises:
-        LaunchError: when nothing of that name is offered; names what is.
+        UserError: when nothing of that name is offered; names what is.
     """
     slices = all_slices()
     found = {s.accelerator_type: s for s in slices} | {f"{s.chip.name}-{s.chips * s.chip.cores}": s for s in slices}
@@ -85,10 +85,10 @@ def slice_of(name: str) -> Slice:
     if family:
         offered = ", ".join(s.accelerator_type for s in family)
         unit = "TensorCores, two a chip" if family[0].chip.cores == 2 else "chips"
-        raise LaunchError(f"there is no TPU type '{name}' (the number counts {unit}); offered: {offered}")
+        raise UserError(f"there is no TPU type '{name}' (the number counts {unit}); offered: {offered}")
     alike = difflib.get_close_matches(name, found, n=1)
     hint = f"did you mean {alike[0]}?" if alike else "e.g. v4-32, v5litepod-16, v5p-128"
-    raise LaunchError(f"there is no TPU type '{name}'; {hint}")
+    raise UserError(f"there is no TPU type '{name}'; {hint}")
 
 
 def all_slices() -> list[Slice]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dreamer_jax.launching.errors import LaunchError
+from dreamer_jax.errors import UserError
 from dreamer_jax.launching.settings import Settings, settings_from
 
 Wanted = Literal["running", "stopped", "deleted"]
@@ -58,7 +58,7 @@ class Store:
         """The entry of `name`, or None.
 
         Raises:
-            LaunchError: for a file that is no entry.
+            UserError: for a file that is no entry.
         """
         path = self._path(name)
         try:
@@ -68,7 +68,7 @@ class Store:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise LaunchError(
+            raise UserError(
                 f"can't read {path} ({error}), which tells what exists in the cloud for {name}; look with: "
                 f"gcloud compute tpus queued-resources list --zone=-"
             ) from None
@@ -113,7 +113,7 @@ class Store:
         """Hold the right to supervise `name`.
 
         Raises:
-            LaunchError: when another launcher on this machine does.
+            UserError: when another launcher on this machine does.
         """
         with self._locked(f"{name}.supervisor", wait=False):
             yield
@@ -126,7 +126,7 @@ class Store:
                 fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:
                 name = file_name.rpartition(".")[0]
-                raise LaunchError(
+                raise UserError(
                     f"another launcher on this machine already runs {name}; follow it with: launch/tpu logs {name}"
                 ) from None
             yield

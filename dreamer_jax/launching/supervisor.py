@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dreamer_jax.errors import UserError
 from dreamer_jax.launching.cloud import CloudError, Kind
-from dreamer_jax.launching.errors import LaunchError
 from dreamer_jax.launching.machine import Machine, Preempted, Report
 
 NEVER_AGAIN = (1, 2, 130)
@@ -60,15 +60,15 @@ class Supervisor:
         """Supervise until the run is finished (returns 0) or can't be (returns 1).
 
         Raises:
-            LaunchError: when it can't be started, or the cloud refuses; the machine is deleted unless `keep`.
+            UserError: when it can't be started, or the cloud refuses; the machine is deleted unless `keep`.
             Asked: when another launcher was asked to stop or delete the run.
         """
         try:
             code = self._until_ended()
-        except LaunchError as error:
+        except UserError as error:
             try:
                 self._end()
-            except LaunchError:
+            except UserError:
                 self.machine.say(str(error))  # what began it; what is left behind matters more now
                 raise
             raise
@@ -112,7 +112,7 @@ class Supervisor:
             try:
                 machine.install()
                 silent = len(machine.reports()) < machine.pods
-            except LaunchError:
+            except UserError:
                 silent = True
             if silent:
                 raise Preempted("its workers stay silent though it is said to be ready", counts=True)
@@ -196,7 +196,7 @@ class Supervisor:
                     raise
                 self.machine.say(f"{error}; trying again")
                 self.machine.pause(min(300.0, self.machine.poll_seconds * (attempt + 1)))
-        raise LaunchError("the cloud could not be reached for a day")
+        raise UserError("the cloud could not be reached for a day")
 
     def _end(self) -> None:
         """The machine is deleted, since it costs money."""

@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.model.operations import Operations
 from dreamer_jax.model.primitives import input_init, output_init
 from dreamer_jax.model.routing import Router, select, usage
@@ -25,7 +25,7 @@ class Projections(nn.Module):
     in LA they are plain matrices and `route` returns None.
     """
 
-    config: ModelConfig
+    config: DreamerConfig
     operations: Operations
     qkv_size: int
     out_size: int

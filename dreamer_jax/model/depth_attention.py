@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.model import attention_moe
 from dreamer_jax.model.attention_moe import Projections
 from dreamer_jax.model.operations import Operations
@@ -20,7 +20,7 @@ from pallas_kernels.kept import keep
 class DepthAttention(nn.Module):
     """Tokens look back at what they were at shallower depths; nothing crosses tokens."""
 
-    config: ModelConfig
+    config: DreamerConfig
     operations: Operations
 
     @nn.compact

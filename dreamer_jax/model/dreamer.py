@@ -10,8 +10,9 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from dreamer_jax.config.errors import UserError
-from dreamer_jax.config.schema import ModelConfig, Remat
+from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.config.values import Remat
+from dreamer_jax.errors import UserError
 from dreamer_jax.model.attention_moe import start_tape, tape_gradients
 from dreamer_jax.model.mixture import Context, Layer
 from dreamer_jax.model.operations import XLA, Operations, resolve_operations
@@ -44,7 +45,7 @@ class Dreamer(nn.Module):
         remat: what is kept for the backward pass, see `depth_scan`.
     """
 
-    config: ModelConfig
+    config: DreamerConfig
     operations: Operations | None = None
     remat: Remat = "full"
 
@@ -190,11 +191,11 @@ class Dreamer(nn.Module):
         return {name: jnp.zeros((*lead, size), jnp.float32) for name, size in router_sizes(self.config).items()}
 
 
-def _attentions(config: ModelConfig) -> tuple[str, ...]:
+def _attentions(config: DreamerConfig) -> tuple[str, ...]:
     return ("sequence", "depth") if config.depth_attention else ("sequence",)
 
 
-def router_sizes(config: ModelConfig) -> dict[str, int]:
+def router_sizes(config: DreamerConfig) -> dict[str, int]:
     """Router name -> number of experts it chooses among."""
     sizes = {"expert_attention": config.num_experts}
     if config.recurrent:
@@ -204,7 +205,7 @@ def router_sizes(config: ModelConfig) -> dict[str, int]:
     return sizes
 
 
-def initialise(config: ModelConfig, key: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
+def initialise(config: DreamerConfig, key: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
     """Fresh (params, balancing bias) as plain arrays, without the logical-axis boxes of `Dreamer.init`.
 
     Args:

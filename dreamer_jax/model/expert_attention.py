@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.model.operations import Operations
 from dreamer_jax.model.primitives import Initializer, input_init, output_init
 from dreamer_jax.model.routing import Router, select, usage
@@ -17,7 +17,7 @@ from dreamer_jax.model.routing import Router, select, usage
 class ExpertAttention(nn.Module):
     """Every token is answered by the k experts whose keys match its depth-encoded query best."""
 
-    config: ModelConfig
+    config: DreamerConfig
     operations: Operations
 
     @nn.compact

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.model.depth_attention import DepthAttention
 from dreamer_jax.model.expert_attention import ExpertAttention
 from dreamer_jax.model.operations import Operations
@@ -39,7 +39,7 @@ class Context(NamedTuple):
 class Layer(nn.Module):
     """One depth step. In DR the same parameters serve every depth and the residual stream is normalised."""
 
-    config: ModelConfig
+    config: DreamerConfig
     operations: Operations
 
     @nn.compact

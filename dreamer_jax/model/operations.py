@@ -18,7 +18,7 @@ import pallas_kernels.expert_mlp.reference
 import pallas_kernels.expert_mlp.xla
 import pallas_kernels.sequence_attention.gpu
 import pallas_kernels.sequence_attention.xla
-from dreamer_jax.config.schema import Implementation
+from dreamer_jax.config.values import Implementation
 from pallas_kernels.tiles import generation
 
 

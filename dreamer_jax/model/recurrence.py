@@ -47,7 +47,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dreamer_jax.config.schema import Remat
+from dreamer_jax.config.values import Remat
 from pallas_kernels.kept import KEPT
 
 PyTree = Any

@@ -8,14 +8,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.model.primitives import RMSNorm, depth_rope, input_init
 
 
 class Router(nn.Module):
     """Attention logits of tokens over experts: depth-encoded low-rank queries, learned keys (section 3.5)."""
 
-    config: ModelConfig
+    config: DreamerConfig
     num_experts: int
 
     @nn.compact
@@ -65,7 +65,7 @@ def usage(indices: jax.Array, num_experts: int, real: jax.Array) -> jax.Array:
 
 
 def update_balancing(
-    balancing: Mapping[str, jax.Array], counts: Mapping[str, jax.Array], config: ModelConfig
+    balancing: Mapping[str, jax.Array], counts: Mapping[str, jax.Array], config: DreamerConfig
 ) -> dict[str, jax.Array]:
     """One step of Eq. 3, b += rate * sign(median(N) - N), for every router.
 

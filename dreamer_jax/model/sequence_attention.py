@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.model.attention_moe import Projections, Tape
 from dreamer_jax.model.operations import Operations
 from dreamer_jax.model.primitives import RMSNorm, rope
@@ -16,7 +16,7 @@ from pallas_kernels.kept import keep
 class SequenceAttention(nn.Module):
     """Tokens look at earlier tokens of their document, at the same depth."""
 
-    config: ModelConfig
+    config: DreamerConfig
     operations: Operations
 
     @nn.compact

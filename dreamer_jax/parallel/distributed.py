@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from dreamer_jax.config.errors import UserError
+from dreamer_jax.errors import UserError
 
 HEARTBEAT_SECONDS = 30
 """A process that was silent for this long is given up, and with it the job."""

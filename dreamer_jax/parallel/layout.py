@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.model import Dreamer
 from dreamer_jax.parallel.mesh import EXPERT, collective_axes
 
@@ -93,7 +93,7 @@ class Layout:
         return PartitionSpec(*dims)
 
 
-def parameter_layouts(config: ModelConfig, mesh: Mesh) -> Any:
+def parameter_layouts(config: DreamerConfig, mesh: Mesh) -> Any:
     """The tree of `Layout`, one for each parameter of the model."""
     key, tokens = jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
     boxed = jax.eval_shape(Dreamer(config, remat="none").init, key, tokens)["params"]

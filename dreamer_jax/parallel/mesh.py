@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from dreamer_jax.config.errors import ConfigError
-from dreamer_jax.config.schema import MeshConfig
+from dreamer_jax.config.sections import MeshConfig
+from dreamer_jax.errors import ConfigError
 
 SLICE = "slice"
 EXPERT = "expert"

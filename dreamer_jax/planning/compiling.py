@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dreamer_jax.chips import CUBES
 from dreamer_jax.config import Config, to_yaml
-from dreamer_jax.config.errors import UserError
-from dreamer_jax.parallel.chips import CUBES
+from dreamer_jax.errors import UserError
 from dreamer_jax.planning.collectives import Collective
 from dreamer_jax.planning.memory import Buffer, reserved_bytes
 from dreamer_jax.planning.topology import Topology, child_environment, parse_topology, require_libtpu

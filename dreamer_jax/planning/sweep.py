@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import get_args
 
 from dreamer_jax.budget import analytic, memory
-from dreamer_jax.config import Config, ConfigError, UserError
-from dreamer_jax.config.schema import MeshConfig, Remat, TrainingConfig
+from dreamer_jax.config import Config
+from dreamer_jax.config.sections import MeshConfig, TrainingConfig
+from dreamer_jax.config.values import Remat
+from dreamer_jax.errors import ConfigError, UserError
 from dreamer_jax.planning.compiling import Compiled, compile_step
 from dreamer_jax.planning.roofline import Roofline, roofline
 from dreamer_jax.planning.topology import Topology

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dreamer_jax.config import load_config
-from dreamer_jax.config.schema import MeshConfig
+from dreamer_jax.config.sections import MeshConfig
 from dreamer_jax.planning.compiling import compile_step
 from dreamer_jax.planning.report import describe
 from dreamer_jax.planning.roofline import roofline

@@ -8,8 +8,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dreamer_jax.config.errors import UserError
-from dreamer_jax.parallel.chips import CHIPS, Chip, chip_named
+from dreamer_jax.chips import CHIPS, Chip, chip_named
+from dreamer_jax.errors import UserError
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dreamer_jax.config.schema import MeshConfig
+from dreamer_jax.config.sections import MeshConfig
 from dreamer_jax.parallel.mesh import SLICE, axis_names
 from dreamer_jax.planning.topology import Topology
 

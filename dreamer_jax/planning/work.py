@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from dreamer_jax.budget import analytic
 from dreamer_jax.config import Config
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.training.loss import CHUNK_ELEMENTS, CHUNK_ROWS
 from pallas_kernels.expert_mlp.shapes import Tiles, depths_aside
 from pallas_kernels.tiles import GENERATIONS, Generation
@@ -176,7 +176,7 @@ def _projections(config: Config, again: Again) -> Iterator[Operation]:
         yield Operation(f"{name}: projections", flops, traffic)
 
 
-def _heads(model: ModelConfig) -> list[tuple[str, int, int, int]]:
+def _heads(model: DreamerConfig) -> list[tuple[str, int, int, int]]:
     found = [("sequence attention", model.sa_heads, model.sa_kv_heads, model.sa_head_size)]
     if model.depth_attention:
         found.append(("depth attention", model.da_heads, model.da_kv_heads, model.da_head_size))

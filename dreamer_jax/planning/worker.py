@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from dreamer_jax.config import Config, UserError, load_config
+from dreamer_jax.config import Config, load_config
+from dreamer_jax.errors import UserError
 from dreamer_jax.parallel.layout import parameter_layouts
 from dreamer_jax.parallel.mesh import batch_spec, make_mesh
 from dreamer_jax.planning.collectives import find_collectives, large_all_reduces, weight_copies

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console as RichConsole
 from rich.markup import escape
 
-from dreamer_jax.config.schema import Config
+from dreamer_jax.config.sections import Config
 
 
 class Console:

@@ -1,4 +1,4 @@
-"""Held-out loss, perplexity and exact match, and a few worked examples to read."""
+"""Held-out loss, perplexity and exact match."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 
 import jax
 
-from dreamer_jax.config.schema import Config
-from dreamer_jax.data import Data, Record
-from dreamer_jax.inference import Engine, fold
-from dreamer_jax.training.state import TrainState
+from dreamer_jax.data import Data
+from dreamer_jax.runs.state import TrainState
 
 
 def evaluate(evaluation_step: Callable[..., Any], place: Callable, state: TrainState, data: Data) -> dict[str, float]:
@@ -43,21 +41,3 @@ def _sum(parts: Iterable[dict[str, jax.Array]]) -> dict[str, float]:
         for name, value in part.items():
             total[name] = total.get(name, 0.0) + float(value)
     return total
-
-
-def answer(config: Config, state: TrainState, data: Data, records: list[Record], limit: int = 64) -> list[str]:
-    """The model's own answers to prompts, decoded greedily.
-
-    Args:
-        records: their prompts are answered; longer ones than a row are answered with "".
-        limit: most tokens of an answer; it also ends where a row of training would.
-    """
-    tokenizer, length = data.tokenizer, config.data.sequence_length
-    prompts = [[tokenizer.bos, *tokenizer.encode(record.prompt)] for record in records]
-    fitting = [i for i, prompt in enumerate(prompts) if len(prompt) < length]
-    engine = Engine(fold(config.model, state.params, state.balancing))
-    rows = engine.generate([prompts[i] for i in fitting], limit, stop_ids=[tokenizer.eos])
-    answers = [""] * len(prompts)
-    for i, row in zip(fitting, rows, strict=True):
-        answers[i] = tokenizer.decode(row.tokens[: length - len(prompts[i])])
-    return answers

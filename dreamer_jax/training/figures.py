@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dreamer_jax.training.metrics import read_metrics
+from dreamer_jax.runs.metrics import read_metrics
 
 Curve = list[tuple[float, float]]
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from dreamer_jax.config.errors import RESTART_EXIT_CODE
+from dreamer_jax.errors import RESTART_EXIT_CODE
 
 
 class Heartbeat:

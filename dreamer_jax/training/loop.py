@@ -6,40 +6,70 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from dreamer_jax.analysis.sampling import Sampler
+from dreamer_jax.chips import chip_of
 from dreamer_jax.config import LoadedConfig
-from dreamer_jax.config.errors import UserError
-from dreamer_jax.config.schema import Config
-from dreamer_jax.data import Data, open_data
-from dreamer_jax.parallel import batch_spec, chip_of, make_mesh
+from dreamer_jax.config.sections import Config
+from dreamer_jax.data import Data, Record, open_data
+from dreamer_jax.errors import UserError
+from dreamer_jax.parallel import batch_spec, make_mesh
 from dreamer_jax.parallel.distributed import is_primary, place_rows, rows_of_devices
+from dreamer_jax.runs.checkpoints import Checkpoints
+from dreamer_jax.runs.folders import RunFolder, open_run, save_configuration, write_atomically
+from dreamer_jax.runs.metrics import MetricsWriter, read_metrics
+from dreamer_jax.runs.state import TrainState
 from dreamer_jax.training import metrics as measure
-from dreamer_jax.training.checkpoints import Checkpoints
 from dreamer_jax.training.console import Console
-from dreamer_jax.training.evaluation import answer, evaluate
+from dreamer_jax.training.evaluation import evaluate
 from dreamer_jax.training.figures import draw_figures
 from dreamer_jax.training.heartbeat import Heartbeat
 from dreamer_jax.training.preemption import StopRequest
 from dreamer_jax.training.recovery import Place, Recovery, recorded_config
-from dreamer_jax.training.run_directory import RunFolder, open_run, save_configuration, write_atomically
 from dreamer_jax.training.stability import SkipCounter, Unstable
-from dreamer_jax.training.state import TrainState
 from dreamer_jax.training.train_step import make_evaluation_step, make_train_step
 
 EXAMPLES = 3
 
 
-Benchmarks = Callable[[int, Any, Any], Mapping[str, float]]
-"""(step, params, balancing) -> numbers to record."""
+class Probe(Protocol):
+    """Looks into the model now and then, at a few rows of a training batch.
+
+    Attributes:
+        observer: jitted, (params, balancing, rows) -> sums of what it saw.
+    """
+
+    observer: Any
+
+    def sample(self, batch: Any) -> Any:
+        """The rows of a batch that it looks at, one for every device: [devices, S]."""
+
+    def scalars(self, sums: Any, balancing: Any) -> dict[str, float]:
+        """Numbers to record."""
+        ...
 
 
-def train(loaded: LoadedConfig, benchmarks: Benchmarks | None = None) -> int:
+@dataclasses.dataclass(frozen=True)
+class Extras:
+    """What runs beside training and needs rooms above this one; the command line hands it in.
+
+    Attributes:
+        benchmarks: (step, params, balancing) -> numbers to record; run every `evaluation.tasks_every` steps, beside the
+            evaluation, and after the last step.
+        probe: (configuration, mesh) -> a probe, used every `analysis.every` steps.
+        answer: (configuration, state, data, records) -> the model's answers to their prompts, shown at the end.
+    """
+
+    benchmarks: Callable[[int, Any, Any], Mapping[str, float]] | None = None
+    probe: Callable[[Config, Mesh], Probe] | None = None
+    answer: Callable[[Config, TrainState, Data, list[Record]], list[str]] | None = None
+
+
+def train(loaded: LoadedConfig, extras: Extras = Extras()) -> int:
     """Train by a configuration, or go on with the run in `run.dir`; returns the exit code.
 
     0: the run is complete. RESTART_EXIT_CODE: it was asked to stop and has saved its state. With several processes
@@ -47,7 +77,7 @@ def train(loaded: LoadedConfig, benchmarks: Benchmarks | None = None) -> int:
 
     Args:
         loaded: the configuration.
-        benchmarks: run every `evaluation.tasks_every` steps, beside the evaluation, and after the last step.
+        extras: what runs beside training.
     Raises:
         UserError: for anything a person can mend: data, run directory, mesh, or a loss that isn't finite.
     """
@@ -69,15 +99,14 @@ def train(loaded: LoadedConfig, benchmarks: Benchmarks | None = None) -> int:
             if start >= config.training.steps:
                 console.say(f"the run is complete: {start} steps of {config.training.steps}")
             else:
-                loop = _Loop(config, console, mesh, data, folder, recovery, heartbeat, stop_request)
-                loop.benchmarks = benchmarks
+                loop = _Loop(config, console, mesh, data, folder, recovery, heartbeat, stop_request, extras)
                 state = loop.run(state, place)
                 if loop.stopped:
                     return stop_request.exit_code
         finally:
             recovery.checkpoints.close()
         with heartbeat.suspended():
-            _finish(config, console, folder, state, data)
+            _finish(config, console, folder, state, data, extras)
     return 0
 
 
@@ -94,6 +123,7 @@ class _Loop:
         recovery: Recovery,
         heartbeat: Heartbeat,
         stop_request: StopRequest,
+        extras: Extras,
     ):
         self.config, self.console, self.data, self.folder = config, console, data, folder
         self.recovery, self.heartbeat, self.stop_request = recovery, heartbeat, stop_request
@@ -104,11 +134,11 @@ class _Loop:
         self.mesh = mesh
         self.train_step: Any = make_train_step(config, mesh)
         self.evaluation_step: Any = make_evaluation_step(config, mesh)
-        self.sampler = Sampler(config, mesh) if config.analysis.every else None
+        self.probe = extras.probe(config, mesh) if extras.probe and config.analysis.every else None
         self.chip = chip_of(mesh.devices.flat[0].device_kind)
         self.compiled = False
-        self.benchmarks: Benchmarks | None = None
-        self.writer: measure.MetricsWriter | None = None
+        self.benchmarks = extras.benchmarks
+        self.writer: MetricsWriter | None = None
         self.stopped = False
         """Whether the run was asked to stop, and did."""
 
@@ -116,7 +146,7 @@ class _Loop:
         """Train from the state's step to the last one, or until the run is asked to stop; returns the state."""
         step = int(state.step)
         if is_primary():
-            self.writer = measure.MetricsWriter(self.folder.local, step, self.console.say)
+            self.writer = MetricsWriter(self.folder.local, step, self.console.say)
         try:
             while True:
                 try:
@@ -154,7 +184,7 @@ class _Loop:
                     self._log(done, step_metrics, state, (done - since), seconds)
                     self.checkpoints.settle()
                     since, seconds = done, time.perf_counter()
-                if self.sampler and done % self.config.analysis.every == 0:
+                if self.probe and done % self.config.analysis.every == 0:
                     seconds += self._analyze(done, state, batch)
                 if done % self.config.evaluation.every == 0 or last:
                     self._evaluate(done, state)
@@ -185,9 +215,9 @@ class _Loop:
             self.evaluation_step = self._compile(
                 "evaluation", self.evaluation_step, state.params, state.balancing, placed
             )
-            if self.sampler:
-                observer = (self.sampler.observer, state.params, state.balancing, self._sample(batch))
-                self.sampler.observer = self._compile("analysis", *observer)
+            if self.probe:
+                observer = (self.probe.observer, state.params, state.balancing, self._sample(batch))
+                self.probe.observer = self._compile("analysis", *observer)
         self.compiled = True
 
     def _compile(self, name: str, function, *arguments):
@@ -209,10 +239,10 @@ class _Loop:
         return place_rows(batch, range(total), total, self.sharding)
 
     def _sample(self, batch: dict[str, np.ndarray]) -> Any:
-        assert self.sampler is not None
+        assert self.probe is not None
         share = self.config.training.batch_size // self.mesh.size
         rows = range(self.rows.start // share, self.rows.stop // share)
-        return place_rows(self.sampler.sample(batch), rows, self.mesh.size, self.sharding)
+        return place_rows(self.probe.sample(batch), rows, self.mesh.size, self.sharding)
 
     def _log(self, step: int, step_metrics: dict[str, Any], state: TrainState, steps: int, since: float) -> None:
         values = jax.device_get({**step_metrics, "balancing": state.balancing})  # waits for the step
@@ -239,11 +269,11 @@ class _Loop:
 
     def _analyze(self, step: int, state: TrainState, batch: dict[str, np.ndarray]) -> float:
         """Write the statistics of a few rows; returns the seconds that took, which are not the train step's."""
-        assert self.sampler is not None
+        assert self.probe is not None
         jax.block_until_ready(state)
         began = time.perf_counter()
-        sums = self.sampler.observer(state.params, state.balancing, self._sample(batch))
-        self._write(step, self.sampler.scalars(sums, state.balancing))
+        sums = self.probe.observer(state.params, state.balancing, self._sample(batch))
+        self._write(step, self.probe.scalars(sums, state.balancing))
         return time.perf_counter() - began
 
     def _evaluate(self, step: int, state: TrainState) -> None:
@@ -295,12 +325,12 @@ def _chain(first, rest) -> Iterator:
     yield from rest
 
 
-def _finish(config: Config, console: Console, folder: RunFolder, state: TrainState, data: Data) -> None:
+def _finish(config: Config, console: Console, folder: RunFolder, state: TrainState, data: Data, extras: Extras) -> None:
     """Summary, figures and worked examples of a complete run."""
     if not is_primary():
         return
     last: dict[str, float] = {}
-    for record in measure.read_metrics(folder.local):
+    for record in read_metrics(folder.local):
         last |= record
     try:
         write_atomically(folder.local / "summary.json", json.dumps(last, indent=1) + "\n")
@@ -308,10 +338,10 @@ def _finish(config: Config, console: Console, folder: RunFolder, state: TrainSta
         folder.publish()
     except OSError as error:
         raise UserError(f"the run is trained and saved, but its summary can't be written: {error}") from error
-    if jax.process_count() == 1:  # a model over several hosts can't answer on one
+    if extras.answer and jax.process_count() == 1:  # a model over several hosts can't answer on one
         for kind, records in (("held-out", data.heldout_records(EXAMPLES)), ("harder", data.harder_records(EXAMPLES))):
             if records and any(record.prompt for record in records):
-                answers = answer(config, state, data, records)
+                answers = extras.answer(config, state, data, records)
                 console.examples(f"{kind} examples", records, answers)
     for path in figures:
         console.say(f"figure {path}")

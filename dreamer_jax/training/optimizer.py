@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dreamer_jax.config.schema import TrainingConfig
+from dreamer_jax.config.sections import TrainingConfig
 
 
 def learning_rate(config: TrainingConfig, step: jax.typing.ArrayLike) -> jax.Array:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import jax
 from jax.experimental import multihost_utils
 
-from dreamer_jax.config.errors import RESTART_EXIT_CODE
+from dreamer_jax.errors import RESTART_EXIT_CODE
 
 METADATA_SECONDS = 5.0
 """Between two looks at the metadata server."""

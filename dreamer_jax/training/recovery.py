@@ -12,14 +12,15 @@ from etils import epath
 from jax.sharding import Mesh
 
 from dreamer_jax.config import Config, LoadedConfig, to_yaml
-from dreamer_jax.config.errors import UserError
 from dreamer_jax.data import Data
+from dreamer_jax.errors import UserError
 from dreamer_jax.parallel.distributed import is_primary, wait_for_all
-from dreamer_jax.training.checkpoints import Checkpoints
-from dreamer_jax.training.integrity import manifests
-from dreamer_jax.training.run_directory import config_of_text
-from dreamer_jax.training.state import TrainState, abstract_state, create_state
-from dreamer_jax.training.step_folders import StepFolders
+from dreamer_jax.runs.checkpoints import Checkpoints
+from dreamer_jax.runs.folders import config_of_text
+from dreamer_jax.runs.integrity import manifests
+from dreamer_jax.runs.state import TrainState
+from dreamer_jax.runs.step_folders import StepFolders
+from dreamer_jax.training.state import abstract_state, create_state
 
 SECONDS_BETWEEN_TRIES = (1.0, 5.0, 15.0, 30.0)
 """Between attempts to save at the end of a run."""

@@ -1,36 +1,20 @@
-"""What a train step changes."""
+"""The state of a run: fresh, as shapes, and how it is divided over devices."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dreamer_jax.config.schema import Config
+from dreamer_jax.config.sections import Config
 from dreamer_jax.model import initialise
 from dreamer_jax.parallel.layout import parameter_layouts
+from dreamer_jax.runs.state import TrainState
 from dreamer_jax.training.optimizer import make_optimizer
-
-
-class TrainState(flax.struct.PyTreeNode):
-    """Everything that a checkpoint holds beside the configuration.
-
-    Attributes:
-        step: scalar int32, optimizer steps done; also the position in the data, which is a function of it.
-        params: float32 master weights.
-        optimizer: optax state, float32.
-        balancing: router name -> balancing bias, float32 (Eq. 3).
-    """
-
-    step: jax.Array
-    params: Any
-    optimizer: Any
-    balancing: dict[str, jax.Array]
 
 
 def create_state(config: Config, mesh: Mesh) -> TrainState:

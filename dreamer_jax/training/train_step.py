@@ -19,16 +19,17 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from dreamer_jax.config.schema import Config
+from dreamer_jax.config.sections import Config
 from dreamer_jax.model import Dreamer, update_balancing
 from dreamer_jax.model.operations import Operations, resolve_operations
 from dreamer_jax.parallel.expert_parallel import exchanged_experts, gathered_experts
 from dreamer_jax.parallel.gather import gather, scatter, squared_norm, sum_over
 from dreamer_jax.parallel.layout import parameter_layouts
 from dreamer_jax.parallel.mesh import EXPERT, batch_spec
+from dreamer_jax.runs.state import TrainState
 from dreamer_jax.training.loss import cross_entropy, token_losses
 from dreamer_jax.training.optimizer import learning_rate, make_optimizer
-from dreamer_jax.training.state import TrainState, state_specs
+from dreamer_jax.training.state import state_specs
 
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, Any]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
 from tests.model import numpy_reference as reference
 
 BINS = 20
@@ -15,7 +15,7 @@ BINS = 20
 class Watched(reference.Pass):
     """A forward pass that writes down what every token does at every depth."""
 
-    def __init__(self, config: ModelConfig, params: Any, bias: Any) -> None:
+    def __init__(self, config: DreamerConfig, params: Any, bias: Any) -> None:
         super().__init__(config, params, bias, config.depth)
         depths = range(config.depth)
         self.scores = {name: [[] for _ in depths] for name in bias}
@@ -61,7 +61,7 @@ class Watched(reference.Pass):
         return out
 
 
-def statistics(config: ModelConfig, params: Any, bias: Any, batch: dict[str, np.ndarray], chosen: np.ndarray):
+def statistics(config: DreamerConfig, params: Any, bias: Any, batch: dict[str, np.ndarray], chosen: np.ndarray):
     """What `observe_batch` returns, with lists of per-token values summed.
 
     Args:

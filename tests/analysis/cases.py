@@ -6,8 +6,8 @@ from pathlib import Path
 
 from dreamer_jax.config import load_config
 from dreamer_jax.parallel import make_mesh
-from dreamer_jax.training.checkpoints import Checkpoints
-from dreamer_jax.training.run_directory import open_run
+from dreamer_jax.runs.checkpoints import Checkpoints
+from dreamer_jax.runs.folders import open_run
 from dreamer_jax.training.state import create_state
 
 CONFIG = """

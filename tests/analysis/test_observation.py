@@ -12,8 +12,8 @@ from dreamer_jax.analysis import observation
 from dreamer_jax.analysis.collection import add, collect, make_observer
 from dreamer_jax.analysis.distributions import depth_map
 from dreamer_jax.analysis.summary import summarise
-from dreamer_jax.config.errors import UserError
-from dreamer_jax.config.schema import MeshConfig
+from dreamer_jax.config.sections import MeshConfig
+from dreamer_jax.errors import UserError
 from dreamer_jax.model import Dreamer
 from dreamer_jax.parallel import make_mesh
 from tests.analysis.brute_force import statistics

@@ -11,9 +11,9 @@ from dreamer_jax.analysis.sampling import Sampler
 from dreamer_jax.analysis.summary import scalars, summarise
 from dreamer_jax.cli.main import main
 from dreamer_jax.config import load_config
-from dreamer_jax.config.schema import MeshConfig
+from dreamer_jax.config.sections import MeshConfig
 from dreamer_jax.parallel import make_mesh
-from dreamer_jax.training.metrics import read_metrics
+from dreamer_jax.runs.metrics import read_metrics
 from dreamer_jax.training.state import create_state
 from tests.analysis.cases import CONFIG
 from tests.training.cases import random_batch, tiny_config

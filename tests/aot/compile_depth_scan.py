@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.model import Dreamer, initialise
 from dreamer_jax.planning.topology import devices_of, parse_topology
 
-CONFIG = ModelConfig(
+CONFIG = DreamerConfig(
     depth=6,
     hidden_size=256,
     vocab_size=512,

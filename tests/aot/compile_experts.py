@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dreamer_jax.planning.expert_cases import CHOICES, HIDDEN, LINEAR, PAPER, TOKENS
+from dreamer_jax.benchmarks.expert_cases import CHOICES, HIDDEN, LINEAR, PAPER, TOKENS
 from dreamer_jax.planning.memory import reserved_bytes
 from dreamer_jax.planning.topology import devices_of, parse_topology
 from pallas_kernels import attention_moe, expert_mlp

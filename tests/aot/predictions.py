@@ -7,7 +7,7 @@ from importlib import metadata
 
 import pytest
 
-from dreamer_jax.planning import kernels
+from dreamer_jax.benchmarks import kernels
 from dreamer_jax.planning.topology import parse_topology
 
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1"}

@@ -8,7 +8,7 @@ import tempfile
 
 import pytest
 
-from dreamer_jax.planning.expert_cases import DEPTHS, LINEAR, PAIRS, PAPER, TOKENS
+from dreamer_jax.benchmarks.expert_cases import DEPTHS, LINEAR, PAIRS, PAPER, TOKENS
 from dreamer_jax.planning.topology import child_environment
 from pallas_kernels import tiles
 from pallas_kernels.attention_moe.shapes import BUNDLES as LINEAR_BUNDLES

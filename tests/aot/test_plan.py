@@ -13,7 +13,7 @@ pytest.importorskip("libtpu", reason="extra tpu")
 
 from dreamer_jax.cli.main import main
 from dreamer_jax.config import Config, load_config
-from dreamer_jax.config.schema import MeshConfig
+from dreamer_jax.config.sections import MeshConfig
 from dreamer_jax.planning.compiling import Compiled, compile_step
 from dreamer_jax.planning.topology import parse_topology
 

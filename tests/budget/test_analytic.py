@@ -8,7 +8,7 @@ import pytest
 
 from dreamer_jax.budget import analytic, memory
 from dreamer_jax.config import load_config
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = ROOT.parent / "shared" / "paper_tables.json"
@@ -18,7 +18,7 @@ FLOPS = (0.9389, 0.9389, 0.9413, 1.6150, 1.6199, 1.6130)  # Table 1, in 10^9 a t
 PRODUCTS = (0.9381, 0.9381, 0.9404, 1.6136, 1.6179, 1.6106)  # the same by hand, matrix products only
 
 # Small enough for sums on paper, no two sizes alike.
-SMALL = ModelConfig(
+SMALL = DreamerConfig(
     depth=3, hidden_size=8, vocab_size=11, sa_heads=4, sa_kv_heads=2, sa_head_size=6, da_heads=2, da_kv_heads=1,
     da_head_size=12, num_experts=7, experts_per_token=2, expert_size=5, router_size=4,
 )  # fmt: skip
@@ -26,11 +26,11 @@ SA_WEIGHTS = 8 * (4 + 2 * 2) * 6 + 4 * 6 * 8
 DA_WEIGHTS = 8 * (2 + 2 * 1) * 12 + 2 * 12 * 8
 
 
-def paper_model(name: str) -> ModelConfig:
+def paper_model(name: str) -> DreamerConfig:
     return load_config(ROOT / "configs" / "models" / f"{name}.yaml").config.model
 
 
-def small(variant: str) -> ModelConfig:
+def small(variant: str) -> DreamerConfig:
     return dataclasses.replace(SMALL, variant=variant)
 
 

@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 
 from dreamer_jax.budget import family, matching
-from dreamer_jax.config import UserError, load_config
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config import load_config
+from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.errors import UserError
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
 TABLE_3 = {"dr_16": (517, 504), "dr_32": (1039, 504), "dr_da_16": (537, 480), "dr_da_32": (1097, 472)}
 
 
-def shipped(name: str) -> ModelConfig:
+def shipped(name: str) -> DreamerConfig:
     return load_config(MODELS / f"{name}.yaml").config.model
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from dreamer_jax.budget import analytic, lowered, program
-from dreamer_jax.config import UserError
-from dreamer_jax.config.schema import Mixing, ModelConfig, Variant
+from dreamer_jax.config.models.dreamer import DreamerConfig, Mixing, Variant
+from dreamer_jax.errors import UserError
 from dreamer_jax.model import Dreamer, resolve_operations
 from pallas_kernels.depth_attention import DepthCache
 
@@ -26,13 +26,13 @@ def flops(function, *arguments) -> int:
 
 
 @st.composite
-def models(draw, variant: Variant) -> ModelConfig:
+def models(draw, variant: Variant) -> DreamerConfig:
     def size(smallest: int, largest: int, multiple: int = 1) -> int:
         return multiple * draw(st.integers(smallest, largest))
 
     experts = size(1, 20)
     sa_kv, da_kv = size(1, 3), size(1, 2)
-    return ModelConfig(
+    return DreamerConfig(
         variant=variant,
         mixing=draw(st.sampled_from(get_args(Mixing))),
         depth=size(1, 6),
@@ -65,14 +65,14 @@ def test_program_and_arithmetic_agree(variant: Variant, data: st.DataObject) -> 
 
 @pytest.mark.parametrize("variant", ["LA", "DR+DA"])
 def test_the_count_is_the_same_over_a_mesh(variant: Variant) -> None:
-    model = ModelConfig(variant=variant, depth=3, hidden_size=24, num_experts=8, expert_size=16)
+    model = DreamerConfig(variant=variant, depth=3, hidden_size=24, num_experts=8, expert_size=16)
     assert program.count(model, 6, batch=8, devices=8) == program.count(model, 6) == program.expected(model, 6)
     with pytest.raises(UserError, match="3 rows can't be spread over 8 devices"):
         program.count(model, 6, batch=3, devices=8)
 
 
 def test_the_paper_scale_model_is_counted_without_allocating_it() -> None:
-    model = ModelConfig(
+    model = DreamerConfig(
         variant="DR+DA", depth=32, hidden_size=1024, vocab_size=128256, sa_heads=16, sa_kv_heads=8, sa_head_size=128,
         da_head_size=128, num_experts=1097, experts_per_token=8, expert_size=472, router_size=128,
     )  # fmt: skip
@@ -106,7 +106,7 @@ def test_the_counted_operations_compute_what_the_shipped_ones_do() -> None:
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_the_gradient_takes_the_factors_of_the_training_count(remat: str) -> None:
-    model = ModelConfig(variant="LA", depth=3, hidden_size=24, num_experts=8, expert_size=16, dtype="float32")
+    model = DreamerConfig(variant="LA", depth=3, hidden_size=24, num_experts=8, expert_size=16, dtype="float32")
     module = Dreamer(model, operations=program.COUNTING, remat=remat)
     tokens = jax.ShapeDtypeStruct((1, 6), jnp.int32)
     variables = jax.eval_shape(module.init, jax.random.key(0), tokens)

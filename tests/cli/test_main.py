@@ -12,7 +12,8 @@ import pytest
 from dreamer_jax import __version__
 from dreamer_jax.cli import main as entry
 from dreamer_jax.cli.main import COMMANDS, main
-from dreamer_jax.config import UserError, load_config
+from dreamer_jax.config import load_config
+from dreamer_jax.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = str(ROOT / "configs" / "models" / "la_tiny.yaml")
@@ -134,7 +135,8 @@ def test_check_says_ok_and_what_would_run(capsys: pytest.CaptureFixture[str]) ->
 def test_train_hands_over_the_loaded_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     loop = type(sys)("dreamer_jax.training.loop")
-    loop.train = lambda loaded, benchmarks=None: seen.append(loaded) or 7  # type: ignore[attr-defined]
+    loop.Extras = lambda *_: None  # type: ignore[attr-defined]
+    loop.train = lambda loaded, extras: seen.append(loaded) or 7  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "dreamer_jax.training", type(sys)("dreamer_jax.training"))
     monkeypatch.setitem(sys.modules, "dreamer_jax.training.loop", loop)
     assert main(["train", TINY, "--run.seed=5"]) == 7

@@ -7,7 +7,7 @@ import pytest
 
 from dreamer_jax.cli.main import main
 from dreamer_jax.cli.train import _lost_others, _split_flags
-from dreamer_jax.config.errors import UserError
+from dreamer_jax.errors import UserError
 from dreamer_jax.parallel.distributed import named_processes
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dreamer_jax.config import ConfigError, load_config
+from dreamer_jax.config import load_config
 from dreamer_jax.config.keys import convert, key_types, nearest_key
+from dreamer_jax.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 

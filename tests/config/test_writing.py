@@ -9,8 +9,9 @@ import yaml
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from dreamer_jax.config import Config, ConfigError, LoadedConfig, difference, load_config, to_yaml
+from dreamer_jax.config import Config, LoadedConfig, difference, load_config, to_yaml
 from dreamer_jax.config.keys import key_types, sections, values_of
+from dreamer_jax.errors import ConfigError
 
 
 def value_strategy(annotation: Any) -> st.SearchStrategy:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from dreamer_jax.config.errors import UserError
-from dreamer_jax.config.schema import Config, DataConfig, ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.config.sections import Config, DataConfig
 from dreamer_jax.data import load_tokenizer, open_data
+from dreamer_jax.errors import UserError
 from tests.data.preparing import problems, run, write_lines, write_mixture
 
 pytest.importorskip("tokenizers")
@@ -77,7 +78,7 @@ def test_prepared_data_refuse_another_tokenizer(trained: Path, tmp_path: Path) -
 
     def config(tokenizer: str) -> Config:
         data = DataConfig(source="prepared", path=str(tmp_path / "data"), tokenizer=tokenizer, heldout_records=5)
-        return Config(model=ModelConfig(vocab_size=600), data=data)
+        return Config(model=DreamerConfig(vocab_size=600), data=data)
 
     data = open_data(config(str(trained)))
     assert data.heldout_records(1)[0].prompt.startswith("At the ")

@@ -6,9 +6,9 @@ from typing import Literal
 
 import pytest
 
-from dreamer_jax.config.errors import ConfigError, UserError
 from dreamer_jax.data.jsonl import Broken, JsonlReader, Template
 from dreamer_jax.data.records import Record
+from dreamer_jax.errors import ConfigError, UserError
 
 GOOD = b'{"question": "1+1?", "answer": "2"}'
 BROKEN = {

@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dreamer_jax.config.errors import ConfigError, UserError
-from dreamer_jax.config.schema import Config, DataConfig, ModelConfig, RunConfig, TrainingConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.config.sections import Config, DataConfig, RunConfig, TrainingConfig
 from dreamer_jax.data import Batch, Data, open_data
 from dreamer_jax.data.mixing import Rounds, round_counts
 from dreamer_jax.data.packing import ConcatPlan, EpochRows
+from dreamer_jax.errors import ConfigError, UserError
 from tests.data.preparing import ROOT, problems, run, write_lines, write_mixture
 
 S, B = 256, 8
@@ -27,7 +28,7 @@ S, B = 256, 8
 
 def config(path: Path | str, *, seed: int = 0, batch_size: int = B, **data) -> Config:
     return Config(
-        model=ModelConfig(vocab_size=259),
+        model=DreamerConfig(vocab_size=259),
         data=DataConfig(
             **{"source": "prepared", "path": str(path), "sequence_length": S, "heldout_records": 20, **data}
         ),

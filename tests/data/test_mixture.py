@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dreamer_jax.config.errors import ConfigError
 from dreamer_jax.data.mixture import load_mixture
+from dreamer_jax.errors import ConfigError
 
 GOOD = """\
 tokenizer: bytes

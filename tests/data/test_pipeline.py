@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dreamer_jax.config.errors import ConfigError, UserError
-from dreamer_jax.config.schema import Config, DataConfig, EvaluationConfig, ModelConfig, RunConfig, TrainingConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.config.sections import Config, DataConfig, EvaluationConfig, RunConfig, TrainingConfig
 from dreamer_jax.data import Batch, Data, Record, open_data
 from dreamer_jax.data.tasks import is_heldout
+from dreamer_jax.errors import ConfigError, UserError
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
 GSM8K = SHARED / "data/gsm8k/train.jsonl"
@@ -28,7 +29,7 @@ S, B = 96, 4
 
 def make(*, seed: int = 0, batch_size: int = B, harder: int = 0, vocab_size: int = 259, **data) -> Config:
     return Config(
-        model=ModelConfig(vocab_size=vocab_size),
+        model=DreamerConfig(vocab_size=vocab_size),
         data=DataConfig(**{"sequence_length": S, "heldout_records": 20, **data}),
         training=TrainingConfig(batch_size=batch_size),
         evaluation=EvaluationConfig(harder=harder),
@@ -285,8 +286,9 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_the_room_needs_neither_jax_nor_the_optional_packages() -> None:
     code = (
-        "import sys, dreamer_jax.data as d; from dreamer_jax.config.schema import Config, ModelConfig; "
-        "d.open_data(Config(model=ModelConfig(vocab_size=259))).batch_at(0); "
+        "import sys, dreamer_jax.data as d; from dreamer_jax.config.sections import Config; "
+        "from dreamer_jax.config.models.dreamer import DreamerConfig; "
+        "d.open_data(Config(model=DreamerConfig(vocab_size=259))).batch_at(0); "
         "print([m for m in ('jax', 'flax', 'grain', 'tiktoken') if m in sys.modules])"
     )
     root = Path(__file__).resolve().parents[2]

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dreamer_jax.config.errors import ConfigError, UserError
 from dreamer_jax.data import preparation, readers
 from dreamer_jax.data.preparation import prepare
+from dreamer_jax.errors import ConfigError, UserError
 from tests.data.preparing import contents, problems, run, start, texts, write_lines, write_mixture
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dreamer_jax.benchmarks.data import bench_data
 from dreamer_jax.data import open_data
-from dreamer_jax.data.benchmark import bench_data
 from tests.data.preparing import contents, problems, run, start, write_lines, write_mixture
 from tests.data.test_mixing import config, expected_rows, stream
 

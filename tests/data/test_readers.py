@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from dreamer_jax.config.errors import ConfigError, UserError
 from dreamer_jax.data import readers
 from dreamer_jax.data.catalogue import BENCHMARKS, TRAINING
 from dreamer_jax.data.jsonl import Broken
 from dreamer_jax.data.mixture import BenchmarkSpec, SourceSpec, load_mixture
 from dreamer_jax.data.tasks import is_heldout
+from dreamer_jax.errors import ConfigError, UserError
 from tests.data.preparing import ROOT, problems, run, texts, write_lines, write_mixture
 
 RECORDS = problems(50)

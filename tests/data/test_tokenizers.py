@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dreamer_jax.config.errors import UserError
 from dreamer_jax.data import load_tokenizer
 from dreamer_jax.data.tokenizers import LONGEST_RUN, RankTokenizer
+from dreamer_jax.errors import UserError
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
 LLAMA3 = SHARED / "data/llama3_tokenizer/tokenizer.model"

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from etils import epath
 
-from dreamer_jax.config.errors import RESTART_EXIT_CODE
-from dreamer_jax.training.metrics import read_metrics
-from dreamer_jax.training.step_folders import StepFolders
+from dreamer_jax.errors import RESTART_EXIT_CODE
+from dreamer_jax.runs.metrics import read_metrics
+from dreamer_jax.runs.step_folders import StepFolders
 from tests.end_to_end.cases import TINY
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,9 +13,9 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from dreamer_jax.cli.main import main
-from dreamer_jax.config.errors import RESTART_EXIT_CODE, UserError
-from dreamer_jax.training.checkpoints import load_run
-from dreamer_jax.training.metrics import read_metrics
+from dreamer_jax.errors import RESTART_EXIT_CODE, UserError
+from dreamer_jax.runs.checkpoints import load_run
+from dreamer_jax.runs.metrics import read_metrics
 from dreamer_jax.training.stability import SkipCounter
 from tests.end_to_end.cases import TINY
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dreamer_jax.config.schema import Config, DataConfig, TrainingConfig
+from dreamer_jax.config.sections import Config, DataConfig, TrainingConfig
 from dreamer_jax.evaluation.comparison import accuracies, average, data_efficiency, draw, tokens_to_reach
 
 BASELINE = [(10.0, 0.1), (20.0, 0.3), (30.0, 0.4), (40.0, 0.35)]

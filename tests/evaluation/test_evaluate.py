@@ -8,11 +8,11 @@ import math
 import pytest
 
 from dreamer_jax.cli.main import main
-from dreamer_jax.config import UserError
+from dreamer_jax.errors import UserError
 from dreamer_jax.evaluation import Settings, evaluate
 from dreamer_jax.evaluation.report import table
 from dreamer_jax.evaluation.runner import choose_tasks
-from dreamer_jax.training.checkpoints import load_run
+from dreamer_jax.runs.checkpoints import load_run
 from tests.evaluation.cases import GSM8K, MATH, MATHQA, Scripted, Successor, model_of, write_benchmarks, write_jsonl
 from tests.export.cases import make_run
 

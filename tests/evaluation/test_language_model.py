@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from dreamer_jax.config import UserError
 from dreamer_jax.data.tokenizers import ByteTokenizer
+from dreamer_jax.errors import UserError
 from dreamer_jax.evaluation.language_model import LanguageModel, rolling_windows
 from tests.evaluation.cases import Scripted, Successor, model_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dreamer_jax.cli.main import main
-from dreamer_jax.training.metrics import read_metrics
+from dreamer_jax.runs.metrics import read_metrics
 from tests.evaluation.cases import write_benchmarks
 
 RUN = {

@@ -10,17 +10,19 @@ import jax
 import numpy as np
 
 from dreamer_jax.config.loading import LoadedConfig
-from dreamer_jax.config.schema import Config, DataConfig, ModelConfig, RunConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.config.sections import Config, DataConfig, RunConfig
 from dreamer_jax.data import open_data
 from dreamer_jax.export.names import FOLDED, names_of
 from dreamer_jax.export.writing import fold
-from dreamer_jax.training.leaves import write_run
+from dreamer_jax.runs.leaves import write_run
+from dreamer_jax.training.optimizer import make_optimizer
 from tests.model.cases import random_weights, small_config
 
 WHY_SKIPPED = "needs the extra export: pip install -e '.[export]'"
 
 
-def torch_weights(params: Any, bias: Any, model: ModelConfig, keep_shared: bool) -> dict[str, np.ndarray]:
+def torch_weights(params: Any, bias: Any, model: DreamerConfig, keep_shared: bool) -> dict[str, np.ndarray]:
     """Tensor name, as in `Dreamer.state_dict()`, -> values."""
     weights = {}
     for name in names_of(model, keep_shared):
@@ -35,7 +37,7 @@ def torch_weights(params: Any, bias: Any, model: ModelConfig, keep_shared: bool)
     return weights
 
 
-def torch_model(model: ModelConfig, keep_shared: bool = False, weights: tuple[Any, Any] | None = None) -> Any:
+def torch_model(model: DreamerConfig, keep_shared: bool = False, weights: tuple[Any, Any] | None = None) -> Any:
     """The PyTorch model with the (params, bias) given, those of `random_weights(model)` by default."""
     import torch
 
@@ -65,5 +67,6 @@ def make_run(directory: Path, variant: str = "DR+DA", step: int = 7, **changes: 
     data = open_data(config)
     meta = {"data": data.fingerprint, "tokenizer": data.tokenizer.fingerprint}
     directory.mkdir()
-    write_run(LoadedConfig(config, {}), directory, step, params, jax.tree.map(np.asarray, bias), meta)
+    start = make_optimizer(config.training).init
+    write_run(LoadedConfig(config, {}), directory, step, params, jax.tree.map(np.asarray, bias), meta, start)
     return directory

@@ -18,7 +18,7 @@ from dreamer_jax.export import safetensors_files
 from dreamer_jax.export.verification import compare_weights
 from dreamer_jax.export.description import read_description
 from dreamer_jax.export.writing import export
-from dreamer_jax.training.leaves import open_model
+from dreamer_jax.runs.leaves import open_model
 
 def megabytes(key):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -14,8 +14,8 @@ from dreamer_jax.data.tokenizers import ByteTokenizer, RankTokenizer, Tokenizer,
 from dreamer_jax.export.reading import import_run
 from dreamer_jax.export.tokenizer_files import merges, write_tokenizer
 from dreamer_jax.export.writing import export
-from dreamer_jax.training.checkpoints import load_run
-from dreamer_jax.training.leaves import open_model
+from dreamer_jax.runs.checkpoints import load_run
+from dreamer_jax.runs.leaves import open_model
 from tests.export.cases import WHY_SKIPPED, make_run
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from dreamer_jax.cli.main import main
-from dreamer_jax.config.errors import UserError
+from dreamer_jax.errors import UserError
 from dreamer_jax.export import safetensors_files
 from dreamer_jax.export.writing import export
-from dreamer_jax.training.leaves import open_model
+from dreamer_jax.runs.leaves import open_model
 from tests.export.cases import WHY_SKIPPED, make_run
 
 torch = pytest.importorskip("torch", reason=WHY_SKIPPED)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dreamer_jax.config.errors import UserError
+from dreamer_jax.errors import UserError
 from dreamer_jax.inference import FoldedModel, fold
 from dreamer_jax.inference.caches import Caches, State
 from dreamer_jax.inference.experts import arrange

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from dreamer_jax.config.errors import UserError
+from dreamer_jax.errors import UserError
 from dreamer_jax.inference import Caches, Engine, FoldedModel, Sampling, engine, fold, parts
 from dreamer_jax.inference.caches import fill_deeper
 from dreamer_jax.inference.programs import programs_for

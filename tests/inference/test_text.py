@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dreamer_jax.config.errors import UserError
 from dreamer_jax.data.tokenizers import ByteTokenizer
+from dreamer_jax.errors import UserError
 from dreamer_jax.inference import Engine, Generated, Writer
 
 TOKENIZER = ByteTokenizer()

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from fake_gcloud import World
 
+from dreamer_jax.errors import UserError
 from dreamer_jax.launching.archive import pack
 from dreamer_jax.launching.cloud import Kind, classify
-from dreamer_jax.launching.errors import LaunchError
 from dreamer_jax.launching.settings import read_settings
 from dreamer_jax.launching.slices import all_slices, slice_of
 
@@ -168,7 +168,7 @@ def test_wrong_settings_are_refused_with_the_fix(tmp_path, change, message):
     if value is not None:
         lines.append(f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}")
     path.write_text("\n".join(lines))
-    with pytest.raises(LaunchError) as error:
+    with pytest.raises(UserError) as error:
         read_settings(path, {})
     assert message in str(error.value)
 
@@ -211,7 +211,7 @@ def test_the_archive_holds_the_checkout_and_is_the_same_for_the_same_files(tmp_p
         names = archive.getnames()
     assert {"setup.cfg", "launch/worker.sh", "configs/quickstart.yaml", "requirements/test.lock"} <= set(names)
     assert "dreamer_jax/cli/main.py" in names and not any("__pycache__" in name for name in names)
-    with pytest.raises(LaunchError, match="not a checkout"):
+    with pytest.raises(UserError, match="not a checkout"):
         pack(tmp_path, tmp_path / "c.tar.gz")
 
 

@@ -12,8 +12,8 @@ import yaml
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 from pydantic import ValidationError
 
+from dreamer_jax.errors import UserError
 from dreamer_jax.launching import gke
-from dreamer_jax.launching.errors import LaunchError
 from dreamer_jax.launching.settings import Settings
 from dreamer_jax.launching.slices import all_slices
 
@@ -139,5 +139,5 @@ def test_the_command_prints_it_from_the_same_settings(tmp_path):
     assert "--training.steps" in str(manifest) and "gcloud container node-pools create first" in done.stdout
     refused = run("--settings", "launch/example.toml")
     assert refused.returncode == 2 and "missing image" in refused.stderr
-    with pytest.raises(LaunchError):
+    with pytest.raises(UserError):
         gke.jobset(settings(image=""))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.model import Dreamer, initialise
 
 VARIANTS = ("LA", "LA+DA", "DR", "DR+DA")
@@ -24,7 +24,7 @@ POSITIONS = np.array([[i for size in row for i in range(abs(size))] for row in R
 REAL = SEGMENT_IDS > 0
 
 
-def small_config(variant: str = "DR+DA", mixing: str = "parallel_attention", **changes: Any) -> ModelConfig:
+def small_config(variant: str = "DR+DA", mixing: str = "parallel_attention", **changes: Any) -> DreamerConfig:
     """Three depths with grouped queries in both attentions; every size differs, so that no mix-up goes unnoticed."""
     sizes: dict[str, Any] = {
         "depth": 3,
@@ -43,11 +43,11 @@ def small_config(variant: str = "DR+DA", mixing: str = "parallel_attention", **c
         "dtype": "float32",
         "implementation": "xla",
     }
-    return ModelConfig(variant=variant, mixing=mixing, **{**sizes, **changes})  # type: ignore[arg-type]
+    return DreamerConfig(variant=variant, mixing=mixing, **{**sizes, **changes})  # type: ignore[arg-type]
 
 
 @functools.cache
-def random_weights(config: ModelConfig, seed: int = 0) -> tuple[Any, dict[str, np.ndarray]]:
+def random_weights(config: DreamerConfig, seed: int = 0) -> tuple[Any, dict[str, np.ndarray]]:
     """(params, bias) far from the initialisation: larger matrices, uneven norm scales, a bias that decides."""
     rng = np.random.default_rng(seed)
 
@@ -66,13 +66,13 @@ def random_weights(config: ModelConfig, seed: int = 0) -> tuple[Any, dict[str, n
     return params, bias
 
 
-def random_tokens(config: ModelConfig, seed: int = 0, shape: tuple[int, ...] = SEGMENT_IDS.shape) -> np.ndarray:
+def random_tokens(config: DreamerConfig, seed: int = 0, shape: tuple[int, ...] = SEGMENT_IDS.shape) -> np.ndarray:
     """[B, S] int32."""
     return np.random.default_rng(seed).integers(0, config.vocab_size, shape).astype(np.int32)
 
 
 @functools.cache
-def jitted_forward(config: ModelConfig, remat: str = "full") -> Any:
+def jitted_forward(config: DreamerConfig, remat: str = "full") -> Any:
     """(params, bias, tokens, segment_ids, positions, depth) -> Output, with the depth traced."""
 
     def run(params, bias, tokens, segment_ids, positions, depth):

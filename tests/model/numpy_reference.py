@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
 
 Tree = dict[str, Any]
 EPSILON = 1e-6
@@ -33,7 +33,7 @@ class Forward(NamedTuple):
 
 
 def forward(
-    config: ModelConfig,
+    config: DreamerConfig,
     params: Tree,
     bias: dict[str, Any],
     tokens: np.ndarray,
@@ -65,7 +65,7 @@ def forward(
 class Pass:
     """One forward pass over documents, adding up the counts of all of them."""
 
-    def __init__(self, config: ModelConfig, params: Tree, bias: Tree, depth: int) -> None:
+    def __init__(self, config: DreamerConfig, params: Tree, bias: Tree, depth: int) -> None:
         self.config, self.params, self.bias, self.depth = config, params, bias, depth
         self.counts = {name: np.zeros((depth, b.shape[-1]), int) for name, b in bias.items()}
         self.margin = np.inf

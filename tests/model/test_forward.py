@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from dreamer_jax.config.errors import UserError
+from dreamer_jax.errors import UserError
 from dreamer_jax.model import Dreamer
 from tests.model.cases import (
     MIXINGS,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dreamer_jax.config.schema import ModelConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.model import Dreamer, initialise
 from tests.model.cases import VARIANTS, small_config
 
@@ -87,7 +87,7 @@ def test_logical_axes(variant):
 )
 def test_parameters_of_the_papers_models(variant, experts, size, billions):
     """Table 3's sizes at depth 16 give Table 1's parameter counts (shapes only, nothing is allocated)."""
-    config = ModelConfig(
+    config = DreamerConfig(
         variant=variant,
         depth=16,
         hidden_size=1024,

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
+from dreamer_jax.benchmarks.kernels import kernel_cases
 from dreamer_jax.model.operations import resolve_operations
 from dreamer_jax.parallel.mesh import make_mesh
-from dreamer_jax.planning.kernels import kernel_cases
 from dreamer_jax.training.state import abstract_state
 from dreamer_jax.training.train_step import make_train_step
 from pallas_kernels.depth_attention import DepthCache

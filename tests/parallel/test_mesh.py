@@ -6,9 +6,10 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
-from dreamer_jax.config.errors import ConfigError
-from dreamer_jax.config.schema import MeshConfig
-from dreamer_jax.parallel import batch_spec, chip_of, make_mesh
+from dreamer_jax.chips import chip_of
+from dreamer_jax.config.sections import MeshConfig
+from dreamer_jax.errors import ConfigError
+from dreamer_jax.parallel import batch_spec, make_mesh
 
 
 def test_axes_and_their_order():

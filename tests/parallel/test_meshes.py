@@ -13,14 +13,15 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dreamer_jax.config.schema import Config, MeshConfig
+from dreamer_jax.config.sections import Config, MeshConfig
 from dreamer_jax.parallel import batch_spec, make_mesh, parameter_layouts
 from dreamer_jax.parallel import mesh as meshes
 from dreamer_jax.parallel.gather import gather, scatter, sum_over
 from dreamer_jax.parallel.mesh import EXPERT
 from dreamer_jax.planning.collectives import find_collectives, large_all_reduces
 from dreamer_jax.planning.hlo import parse_program
-from dreamer_jax.training.state import TrainState, abstract_state, create_state, state_specs
+from dreamer_jax.runs.state import TrainState
+from dreamer_jax.training.state import abstract_state, create_state, state_specs
 from dreamer_jax.training.train_step import make_loss_and_gradient, make_train_step
 from tests.training.cases import random_batch, tiny_config
 

@@ -10,7 +10,7 @@ import pytest
 from dreamer_jax.cli import plan as command
 from dreamer_jax.cli.main import main
 from dreamer_jax.config import load_config
-from dreamer_jax.config.schema import MeshConfig
+from dreamer_jax.config.sections import MeshConfig
 from dreamer_jax.planning import compiling
 from dreamer_jax.planning import sweep as sweeping
 from dreamer_jax.planning import table as tables

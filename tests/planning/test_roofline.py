@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 from dreamer_jax.budget import analytic
-from dreamer_jax.config import Config, UserError
-from dreamer_jax.config.schema import DataConfig, MeshConfig, ModelConfig, TrainingConfig
+from dreamer_jax.config import Config
+from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.config.sections import DataConfig, MeshConfig, TrainingConfig
+from dreamer_jax.errors import UserError
 from dreamer_jax.planning import topology as topologies
 from dreamer_jax.planning import work
 from dreamer_jax.planning.collectives import Collective
@@ -21,7 +23,7 @@ from pallas_kernels.expert_mlp.shapes import depths_aside
 from pallas_kernels.tiles import GENERATIONS
 
 V5P, V5E = parse_topology("v5p:4x4x4"), parse_topology("v5e:16x16")
-WIDE = ModelConfig(
+WIDE = DreamerConfig(
     variant="DR",
     depth=4,
     hidden_size=1024,

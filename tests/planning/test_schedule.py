@@ -6,9 +6,9 @@ import json
 import jax
 import pytest
 
+from dreamer_jax.benchmarks import kernels
+from dreamer_jax.benchmarks.kernel_case import Case
 from dreamer_jax.cli.main import main
-from dreamer_jax.planning import kernels
-from dreamer_jax.planning.kernel_case import Case
 from dreamer_jax.planning.schedule import read_schedule
 from dreamer_jax.planning.topology import parse_topology
 from tests.aot.predictions import assert_no_costlier

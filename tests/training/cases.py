@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from dreamer_jax.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.config.sections import Config, DataConfig, TrainingConfig
 
-MODEL = ModelConfig(
+MODEL = DreamerConfig(
     variant="DR+DA",
     depth=2,
     hidden_size=16,

@@ -11,9 +11,10 @@ import pytest
 from dreamer_jax.data import Record
 from dreamer_jax.data.packing import assemble, plan_rows
 from dreamer_jax.data.records import Document
+from dreamer_jax.inference.answering import answer
 from dreamer_jax.model import Dreamer, initialise
 from dreamer_jax.parallel import make_mesh
-from dreamer_jax.training.evaluation import answer, evaluate
+from dreamer_jax.training.evaluation import evaluate
 from dreamer_jax.training.train_step import make_evaluation_step
 from tests.training.cases import tiny_config
 

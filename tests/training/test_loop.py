@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dreamer_jax.config import Config, LoadedConfig, UserError
-from dreamer_jax.config.schema import CheckpointConfig, RunConfig, SafetyConfig, TrainingConfig
+from dreamer_jax.config import Config, LoadedConfig
+from dreamer_jax.config.sections import CheckpointConfig, RunConfig, SafetyConfig, TrainingConfig
+from dreamer_jax.errors import UserError
+from dreamer_jax.runs.checkpoints import Checkpoints
+from dreamer_jax.runs.metrics import MetricsWriter, read_metrics
+from dreamer_jax.runs.state import TrainState
 from dreamer_jax.training import loop, recovery
-from dreamer_jax.training.checkpoints import Checkpoints
-from dreamer_jax.training.metrics import MetricsWriter, read_metrics
-from dreamer_jax.training.state import TrainState
 
 BATCHES = 64
 

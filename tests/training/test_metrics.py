@@ -8,16 +8,11 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from dreamer_jax.config.schema import Config, DataConfig, MeshConfig, ModelConfig
-from dreamer_jax.parallel import Chip
-from dreamer_jax.training.metrics import (
-    MetricsWriter,
-    bias_range,
-    expert_use,
-    gini,
-    model_flop_utilisation,
-    read_metrics,
-)
+from dreamer_jax.chips import Chip
+from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.config.sections import Config, DataConfig, MeshConfig
+from dreamer_jax.runs.metrics import MetricsWriter, read_metrics
+from dreamer_jax.training.metrics import bias_range, expert_use, gini, model_flop_utilisation
 
 
 def test_gini():
@@ -58,7 +53,7 @@ def test_bias_range():
 
 def test_utilisation_by_hand():
     """LA of two layers, every product by hand: forward and twice backward, average context (S + 1) / 2."""
-    model = ModelConfig(
+    model = DreamerConfig(
         variant="LA",
         depth=2,
         hidden_size=8,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dreamer_jax.config.schema import TrainingConfig
+from dreamer_jax.config.sections import TrainingConfig
 from dreamer_jax.model import initialise
 from dreamer_jax.training.optimizer import learning_rate, make_optimizer
 from tests.training.cases import tiny_config

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import pytest
 
-from dreamer_jax.config.errors import RESTART_EXIT_CODE
+from dreamer_jax.errors import RESTART_EXIT_CODE
 from dreamer_jax.training import preemption
 from dreamer_jax.training.preemption import StopRequest
 from dreamer_jax.training.stability import LAG, SkipCounter, Unstable

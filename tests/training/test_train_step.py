@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from dreamer_jax.parallel import make_mesh
-from dreamer_jax.training.state import TrainState, create_state
+from dreamer_jax.runs.state import TrainState
+from dreamer_jax.training.state import create_state
 from dreamer_jax.training.train_step import make_train_step
 from tests.training.cases import random_batch, tiny_config
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from dreamer_jax.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
+from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.config.sections import Config, DataConfig, TrainingConfig
 from dreamer_jax.data.mixture import load_mixture
 from dreamer_jax.data.pipeline import open_data
 from dreamer_jax.data.preparation import prepare
@@ -71,7 +72,7 @@ def _feed(directory: Path, tokenizer: str, steps: int, row_length: int) -> dict[
     vocabulary = read_index(directory, "bench data")["tokenizer"]["vocab_size"]
     data = open_data(
         Config(
-            model=ModelConfig(vocab_size=vocabulary),
+            model=DreamerConfig(vocab_size=vocabulary),
             data=DataConfig(
                 source="prepared",
                 path=str(directory),

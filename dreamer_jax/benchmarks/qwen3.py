@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from dreamer_jax.config.errors import UserError
-from dreamer_jax.config.schema import Config
+from dreamer_jax.config.sections import Config
+from dreamer_jax.errors import UserError
 
 EXPERTS = ("grouped_mm", "eager")
 """transformers' ways to compute the experts that are tried, `batched_mm` apart: it copies the weights of an expert

@@ -14,12 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dreamer_jax.cli.main import main
 from dreamer_jax.config import Config, to_yaml
-from dreamer_jax.config.errors import UserError
-from dreamer_jax.config.schema import CheckpointConfig
-from dreamer_jax.training.checkpoints import Checkpoints
-from dreamer_jax.training.integrity import is_complete
+from dreamer_jax.config.sections import CheckpointConfig
+from dreamer_jax.errors import UserError
+from dreamer_jax.runs.checkpoints import Checkpoints
+from dreamer_jax.runs.integrity import is_complete
+from dreamer_jax.runs.state import TrainState
 from dreamer_jax.training.recovery import with_other_depth
-from dreamer_jax.training.state import TrainState
 
 META = {"data": "d", "tokenizer": "t"}
 
@@ -181,7 +181,7 @@ def test_a_disk_that_fills_up_in_the_background(two, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dreamer_jax.training.checkpoints.write_manifest", full)
+        patch.setattr("dreamer_jax.runs.checkpoints.write_manifest", full)
         checkpoints.save(state_at(3))
         checkpoints.settle(wait=True)
     assert "No space left" in said[0] and checkpoints.failed and checkpoints.saved == 2

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from dreamer_jax.config.schema import Config
-from dreamer_jax.training.peer import EXPERTS, check_comparable, qwen, require_transformers
+from dreamer_jax.benchmarks.qwen3 import EXPERTS, check_comparable, qwen, require_transformers
+from dreamer_jax.config.sections import Config
 
 Seconds = dict[str, float]
 

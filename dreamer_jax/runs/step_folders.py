@@ -10,7 +10,7 @@ import jax
 from etils import epath
 
 from dreamer_jax.parallel.distributed import largest
-from dreamer_jax.training.integrity import is_complete, is_unverifiable, manifests, problem_of
+from dreamer_jax.runs.integrity import is_complete, is_unverifiable, manifests, problem_of
 
 
 class StepFolders:

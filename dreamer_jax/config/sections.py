@@ -7,105 +7,12 @@ experts, d head size, r router size, B batch, S sequence.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dreamer_jax.config.errors import ConfigError
-
-Variant = Literal["LA", "LA+DA", "DR", "DR+DA"]
-Mixing = Literal["sequential", "parallel_attention", "parallel"]
-Implementation = Literal["auto", "xla", "pallas"]
-Remat = Literal["full", "attention", "none"]
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """What is computed (the paper's section 3 and Table 3)."""
-
-    variant: Variant = "DR+DA"
-    """LA: distinct layers. DR: one layer applied at every depth. +DA: with depth attention."""
-    mixing: Mixing = "parallel_attention"
-    """How the attentions are combined: Eq. 4, Eq. 5 (the paper's) or Eq. 6."""
-    depth: int = 8
-    """L: depths a token passes. In DR also the number of experts of each attention MoE."""
-    hidden_size: int = 128
-    """h: size of the residual stream."""
-    vocab_size: int = 512
-    """V: rows of the embedding and of the output head; at least the tokenizer's size."""
-    sa_heads: int = 4
-    """Query heads of the sequence attention."""
-    sa_kv_heads: int = 2
-    """Key/value heads of the sequence attention; divides sa_heads."""
-    sa_head_size: int = 32
-    """d of the sequence attention; even."""
-    sa_rope_base: float = 10_000.0
-    """RoPE base over the positions of the sequence."""
-    da_heads: int = 1
-    """Query heads of the depth attention."""
-    da_kv_heads: int = 1
-    """Key/value heads of the depth attention; divides da_heads."""
-    da_head_size: int = 32
-    """d of the depth attention; divisible by 4 (two RoPE halves)."""
-    depth_rope_base: float = 500.0
-    """RoPE base over the depths, in depth attention and in every router."""
-    num_experts: int = 64
-    """E: experts of the expert attention (of each layer in LA)."""
-    experts_per_token: int = 4
-    """k: experts a token selects."""
-    expert_size: int = 64
-    """F: intermediate size of an expert."""
-    router_size: int = 32
-    """r: size of the routers' queries and keys; divisible by 4."""
-    expert_bias_rate: float = 1e-3
-    """Update rate of the balancing bias of the expert attention (Eq. 3)."""
-    attention_bias_rate: float = 1e-2
-    """Update rate of the balancing biases of the attention MoEs (Eq. 3)."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute precision; weights, routing, softmax, norm statistics and loss are always float32."""
-    implementation: Implementation = "auto"
-    """Backend of the attentions and experts; auto takes the fastest of the platform."""
-
-    @property
-    def recurrent(self) -> bool:
-        """Whether one layer is shared by all depths (DR)."""
-        return self.variant.startswith("DR")
-
-    @property
-    def depth_attention(self) -> bool:
-        """Whether depth attention is part of the mixture."""
-        return self.variant.endswith("+DA")
-
-    def __post_init__(self) -> None:
-        _require_positive(self, "model")
-        _require(
-            self.sa_heads % self.sa_kv_heads == 0,
-            "model.sa_kv_heads",
-            f"{self.sa_kv_heads} does not divide model.sa_heads {self.sa_heads}",
-        )
-        _require(
-            self.da_heads % self.da_kv_heads == 0,
-            "model.da_kv_heads",
-            f"{self.da_kv_heads} does not divide model.da_heads {self.da_heads}",
-        )
-        _require(
-            self.sa_head_size % 2 == 0,
-            "model.sa_head_size",
-            f"{self.sa_head_size} is odd; RoPE rotates pairs, so use an even number",
-        )
-        for name in ("da_head_size", "router_size"):
-            value = getattr(self, name)
-            _require(
-                value % 4 == 0,
-                f"model.{name}",
-                f"{value} is not divisible by 4; depth RoPE rotates pairs in two halves",
-            )
-        _require(
-            self.experts_per_token <= self.num_experts,
-            "model.experts_per_token",
-            f"{self.experts_per_token} is more than model.num_experts {self.num_experts}",
-        )
+from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.config.values import Remat, require, require_positive
 
 
 @dataclass(frozen=True)
@@ -145,11 +52,11 @@ class DataConfig:
     """A broken record stops with its number, or is counted and skipped."""
 
     def __post_init__(self) -> None:
-        _require_positive(self, "data", allow_zero=("heldout_records",))
+        require_positive(self, "data", allow_zero=("heldout_records",))
         if self.source != "task":
             needed = {"jsonl": "a file, e.g. --data.path train.jsonl", "prepared": "a directory, e.g. --data.path data"}
-            _require(bool(self.path), "data.path", f"is empty; data.source {self.source} needs {needed[self.source]}")
-        _require(
+            require(bool(self.path), "data.path", f"is empty; data.source {self.source} needs {needed[self.source]}")
+        require(
             self.source == "prepared" or not self.mixture,
             "data.mixture",
             f"only prepared data are mixed, and data.source is {self.source}",
@@ -192,16 +99,16 @@ class TrainingConfig:
     """Steps between two lines of metrics."""
 
     def __post_init__(self) -> None:
-        _require_positive(
+        require_positive(
             self, "training", allow_zero=("warmup_steps", "weight_decay", "beta1", "beta2", "gradient_depths")
         )
-        _require(
+        require(
             self.batch_size % self.microbatches == 0,
             "training.microbatches",
             f"{self.microbatches} does not divide training.batch_size {self.batch_size}",
         )
         for name in ("beta1", "beta2"):
-            _require(getattr(self, name) < 1, f"training.{name}", "must be below 1")
+            require(getattr(self, name) < 1, f"training.{name}", "must be below 1")
 
 
 @dataclass(frozen=True)
@@ -226,8 +133,8 @@ class MeshConfig:
         return math.prod((self.slices, *self.data, self.expert))
 
     def __post_init__(self) -> None:
-        _require_positive(self, "mesh")
-        _require(bool(self.data) and min(self.data) > 0, "mesh.data", f"{self.data}: every axis has one device or more")
+        require_positive(self, "mesh")
+        require(bool(self.data) and min(self.data) > 0, "mesh.data", f"{self.data}: every axis has one device or more")
 
 
 @dataclass(frozen=True)
@@ -244,9 +151,9 @@ class CheckpointConfig:
     """Changes of a run's configuration to go on with: learning_rate, depth, or both with a comma between them."""
 
     def __post_init__(self) -> None:
-        _require_positive(self, "checkpoint", allow_zero=("keep_every",))
+        require_positive(self, "checkpoint", allow_zero=("keep_every",))
         for name in self.allowed:
-            _require(
+            require(
                 name in ALLOWED_CHANGES,
                 "checkpoint.allow",
                 f"'{name}' is not a change that can be allowed; choose from {', '.join(ALLOWED_CHANGES)}",
@@ -274,7 +181,7 @@ class SafetyConfig:
     """A process that has finished no step, evaluation or checkpoint for this long ends itself (compiling apart)."""
 
     def __post_init__(self) -> None:
-        _require_positive(self, "safety", allow_zero=("rollbacks",))
+        require_positive(self, "safety", allow_zero=("rollbacks",))
 
 
 @dataclass(frozen=True)
@@ -297,7 +204,7 @@ class EvaluationConfig:
     """Questions of each benchmark, its first ones (0: all)."""
 
     def __post_init__(self) -> None:
-        _require_positive(self, "evaluation", allow_zero=("harder", "tasks_every", "shots", "limit"))
+        require_positive(self, "evaluation", allow_zero=("harder", "tasks_every", "shots", "limit"))
 
 
 @dataclass(frozen=True)
@@ -308,7 +215,7 @@ class AnalysisConfig:
     """Steps between samples of the statistics that `dreamer analyze` collects, of one row a device (0: none)."""
 
     def __post_init__(self) -> None:
-        _require_positive(self, "analysis", allow_zero=("every",))
+        require_positive(self, "analysis", allow_zero=("every",))
 
 
 @dataclass(frozen=True)
@@ -321,15 +228,15 @@ class RunConfig:
     """Seed of initialisation and data order; two runs with one seed give identical metrics."""
 
     def __post_init__(self) -> None:
-        _require(self.seed >= 0, "run.seed", f"{self.seed} is negative")
-        _require(bool(self.dir), "run.dir", "is empty; name a directory, e.g. --run.dir runs/first")
+        require(self.seed >= 0, "run.seed", f"{self.seed} is negative")
+        require(bool(self.dir), "run.dir", "is empty; name a directory, e.g. --run.dir runs/first")
 
 
 @dataclass(frozen=True)
 class Config:
     """A whole run. Precedence: defaults < YAML (and its `base:`) < command line."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: DreamerConfig = field(default_factory=DreamerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -341,33 +248,14 @@ class Config:
 
     def __post_init__(self) -> None:
         rows = self.training.batch_size // self.training.microbatches
-        _require(
+        require(
             rows % self.mesh.size == 0,
             "mesh.data",
             f"{self.mesh.size} devices do not divide the {rows} rows of a microbatch "
             "(training.batch_size / training.microbatches)",
         )
-        _require(
+        require(
             self.mesh.expert <= self.model.num_experts,
             "mesh.expert",
             f"{self.mesh.expert} devices can't divide the {self.model.num_experts} experts of model.num_experts",
-        )
-
-
-def _require(condition: bool, key: str, problem: str) -> None:
-    if not condition:
-        raise ConfigError(f"{key}: {problem}", key=key)
-
-
-def _require_positive(section: object, prefix: str, allow_zero: tuple[str, ...] = ()) -> None:
-    """Every number of a section is positive, but for the named ones, which may be zero."""
-    for f in dataclasses.fields(section):  # type: ignore[arg-type]
-        value = getattr(section, f.name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            continue
-        smallest_ok = value >= 0 if f.name in allow_zero else value > 0
-        _require(
-            smallest_ok,
-            f"{prefix}.{f.name}",
-            f"{value} is too small; it must be " + ("zero or more" if f.name in allow_zero else "more than zero"),
         )

@@ -19,15 +19,15 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from dreamer_jax.config import Config, load_config
-from dreamer_jax.config.errors import UserError
-from dreamer_jax.config.schema import CheckpointConfig
+from dreamer_jax.config.sections import CheckpointConfig
+from dreamer_jax.errors import UserError
 from dreamer_jax.model import initialise
 from dreamer_jax.parallel.distributed import is_primary, largest
-from dreamer_jax.training.array_files import read_tree
-from dreamer_jax.training.integrity import problem_of, write_manifest
-from dreamer_jax.training.run_directory import config_of_text, folder_of, place_of
-from dreamer_jax.training.state import TrainState
-from dreamer_jax.training.step_folders import StepFolders
+from dreamer_jax.runs.array_files import read_tree
+from dreamer_jax.runs.folders import config_of_text, folder_of, place_of
+from dreamer_jax.runs.integrity import problem_of, write_manifest
+from dreamer_jax.runs.state import TrainState
+from dreamer_jax.runs.step_folders import StepFolders
 
 PARTS = ("params", "balancing", "optimizer")
 FINGERPRINTS = ("data", "tokenizer")

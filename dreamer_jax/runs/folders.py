@@ -17,7 +17,7 @@ from pathlib import Path
 from etils import epath
 
 from dreamer_jax.config import Config, LoadedConfig, difference, load_config, to_yaml
-from dreamer_jax.config.errors import UserError
+from dreamer_jax.errors import UserError
 from dreamer_jax.parallel.distributed import is_primary, wait_for_all
 
 CHANGEABLE = (

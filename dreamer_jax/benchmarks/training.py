@@ -13,11 +13,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from dreamer_jax.benchmarks import qwen3 as peer
 from dreamer_jax.budget import analytic
-from dreamer_jax.config.errors import UserError
-from dreamer_jax.config.schema import Config
-from dreamer_jax.parallel import batch_spec, chip_of, make_mesh
-from dreamer_jax.training import peer
+from dreamer_jax.chips import chip_of
+from dreamer_jax.config.sections import Config
+from dreamer_jax.errors import UserError
+from dreamer_jax.parallel import batch_spec, make_mesh
 from dreamer_jax.training.metrics import model_flop_utilisation
 from dreamer_jax.training.state import create_state
 from dreamer_jax.training.train_step import make_train_step

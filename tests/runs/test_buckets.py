@@ -37,11 +37,11 @@ for name in ("gs", "gcs"):
 
 import jax, jax.numpy as jnp, numpy as np
 from dreamer_jax.config import Config, LoadedConfig
-from dreamer_jax.config.schema import CheckpointConfig, RunConfig
-from dreamer_jax.training.checkpoints import Checkpoints
-from dreamer_jax.training.metrics import MetricsWriter, read_metrics
-from dreamer_jax.training.run_directory import folder_of, open_run, save_configuration
-from dreamer_jax.training.state import TrainState
+from dreamer_jax.config.sections import CheckpointConfig, RunConfig
+from dreamer_jax.runs.checkpoints import Checkpoints
+from dreamer_jax.runs.metrics import MetricsWriter, read_metrics
+from dreamer_jax.runs.folders import folder_of, open_run, save_configuration
+from dreamer_jax.runs.state import TrainState
 
 run = "gs://bucket/runs/one"
 state = lambda step: TrainState(jnp.int32(step), {"w": jnp.arange(8.0) + step}, {"m": jnp.ones(3)}, {"r": jnp.zeros(2)})

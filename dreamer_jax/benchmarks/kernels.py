@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dreamer_jax.config.errors import UserError
+from dreamer_jax.errors import UserError
 from dreamer_jax.planning.schedule import CLOCKS, DUMP_FLAGS, Schedule, read_schedule
 from dreamer_jax.planning.topology import Topology, child_environment, devices_of, parse_topology, require_libtpu
 
@@ -28,9 +28,9 @@ def kernel_cases(match: str = "", platform: str = "tpu") -> list[Any]:
     Raises:
         UserError: when there is none.
     """
-    from dreamer_jax.planning.attention_cases import attention_cases
-    from dreamer_jax.planning.expert_cases import expert_cases
-    from dreamer_jax.planning.gpu_cases import gpu_cases
+    from dreamer_jax.benchmarks.attention_cases import attention_cases
+    from dreamer_jax.benchmarks.expert_cases import expert_cases
+    from dreamer_jax.benchmarks.gpu_cases import gpu_cases
 
     cases = gpu_cases() if platform == "gpu" else [*attention_cases(), *expert_cases()]
     found = [case for case in cases if match in f"{case.name} {case.shape}"]
@@ -71,7 +71,7 @@ def predict(topology: Topology, match: str, say: Callable[[str], None], compare:
 
 def _child(words: list[str], environment: dict[str, str], say: Callable[[str], None]) -> list[Row]:
     """The rows that `main` prints in a process of its own."""
-    command = [sys.executable, "-m", "dreamer_jax.planning.kernels", *words]
+    command = [sys.executable, "-m", "dreamer_jax.benchmarks.kernels", *words]
     rows = []
     with tempfile.TemporaryFile("w+") as errors:
         with subprocess.Popen(
@@ -176,7 +176,7 @@ def measure(match: str, repeats: int, say: Callable[[str], None]) -> list[Row]:
     """
     import jax
 
-    from dreamer_jax.parallel.chips import chip_of
+    from dreamer_jax.chips import chip_of
 
     if jax.default_backend() == "cpu":
         raise UserError("bench kernels: no accelerator here; predict for one with --topology v5p:2x2x1")

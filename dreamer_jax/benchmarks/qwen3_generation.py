@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from dreamer_jax.config.schema import Config
-from dreamer_jax.training.peer import EXPERTS, qwen
+from dreamer_jax.benchmarks.qwen3 import EXPERTS, qwen
+from dreamer_jax.config.sections import Config
 
 WAYS = (*EXPERTS, "batched_mm")
 """transformers' ways to compute the experts, all tried: with few tokens each may be the fastest."""

@@ -13,12 +13,12 @@ from typing import Any
 import jax
 from etils import epath
 
+from dreamer_jax.benchmarks.training import OurStep, machine, random_batch
 from dreamer_jax.config import Config
-from dreamer_jax.config.errors import UserError
+from dreamer_jax.errors import UserError
 from dreamer_jax.parallel import make_mesh
-from dreamer_jax.training.benchmark import OurStep, machine, random_batch
-from dreamer_jax.training.checkpoints import Checkpoints
-from dreamer_jax.training.integrity import problem_of
+from dreamer_jax.runs.checkpoints import Checkpoints
+from dreamer_jax.runs.integrity import problem_of
 from dreamer_jax.training.state import abstract_state
 
 META = {"data": "", "tokenizer": ""}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from dreamer_jax.planning.kernel_case import Case, Launch
+from dreamer_jax.benchmarks.kernel_case import Case, Launch
 from dreamer_jax.planning.schedule import Schedule
 from pallas_kernels import attention_moe, tiles
 from pallas_kernels.attention_moe import tpu as linear

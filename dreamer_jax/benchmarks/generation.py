@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from dreamer_jax.config.errors import UserError
-from dreamer_jax.config.schema import Config
+from dreamer_jax.benchmarks import qwen3 as training_peer
+from dreamer_jax.benchmarks.qwen3_generation import fastest_peer
+from dreamer_jax.benchmarks.training import machine
+from dreamer_jax.config.sections import Config
+from dreamer_jax.errors import UserError
 from dreamer_jax.inference.engine import Engine
 from dreamer_jax.inference.model import fold
-from dreamer_jax.inference.peer import fastest_peer
 from dreamer_jax.model import initialise
-from dreamer_jax.training import peer as training_peer
-from dreamer_jax.training.benchmark import machine
 
 Measurement = dict[str, Any]
 Side = Callable[[np.ndarray, int], tuple[float, float]]

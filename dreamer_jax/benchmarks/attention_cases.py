@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels.sequence_attention.xla
-from dreamer_jax.planning.kernel_case import Case, Launch
+from dreamer_jax.benchmarks.kernel_case import Case, Launch
 from dreamer_jax.planning.schedule import Schedule
 from pallas_kernels import depth_attention, sequence_attention
 from pallas_kernels.depth_attention import DepthCache, write_slot

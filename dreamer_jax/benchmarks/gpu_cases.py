@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dreamer_jax.benchmarks.attention_cases import attention_cases
+from dreamer_jax.benchmarks.expert_cases import CHOICES, HIDDEN, LINEAR, PAIRS, PAPER, TOKENS, normal, ragged_experts
+from dreamer_jax.benchmarks.kernel_case import Case
 from dreamer_jax.model.operations import resolve_operations
-from dreamer_jax.planning.attention_cases import attention_cases
-from dreamer_jax.planning.expert_cases import CHOICES, HIDDEN, LINEAR, PAIRS, PAPER, TOKENS, normal, ragged_experts
-from dreamer_jax.planning.kernel_case import Case
 from pallas_kernels.expert_mlp.shapes import forward_bytes
 
 

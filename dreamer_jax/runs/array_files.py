@@ -24,7 +24,7 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from dreamer_jax.config.errors import UserError
+from dreamer_jax.errors import UserError
 
 PIECE_BYTES = 1 << 23
 """Most bytes of an array that are read in one go."""

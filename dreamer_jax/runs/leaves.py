@@ -5,6 +5,7 @@ This goes around Orbax to the store below it, because Orbax restores whole array
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dreamer_jax.config import Config, LoadedConfig, to_yaml
-from dreamer_jax.training.array_files import open_array
-from dreamer_jax.training.checkpoints import Checkpoints, fingerprints, locate_run
-from dreamer_jax.training.optimizer import make_optimizer
-from dreamer_jax.training.run_directory import place_of
-from dreamer_jax.training.state import TrainState
-from dreamer_jax.training.step_folders import StepFolders
+from dreamer_jax.runs.array_files import open_array
+from dreamer_jax.runs.checkpoints import Checkpoints, fingerprints, locate_run
+from dreamer_jax.runs.folders import place_of
+from dreamer_jax.runs.state import TrainState
+from dreamer_jax.runs.step_folders import StepFolders
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ def write_run(
     params: Any,
     balancing: dict[str, np.ndarray],
     meta: dict[str, str],
+    start_optimizer: Callable[[Any], Any],
 ) -> None:
     """A run directory with one checkpoint, as if trained to `step`, whose optimizer starts fresh.
 
@@ -93,10 +94,11 @@ def write_run(
         params: float32, as `Dreamer.apply` takes them.
         balancing: router name -> bias.
         meta: `tokenizer` and `data` fingerprints that a resumed run must have.
+        start_optimizer: parameters -> the fresh state of their optimizer.
     """
     (directory / "config.yaml").write_text(to_yaml(loaded), encoding="utf-8")
     params = jax.tree.map(jnp.asarray, params)
-    optimizer = jax.jit(make_optimizer(loaded.config.training).init)(params)
+    optimizer = jax.jit(start_optimizer)(params)
     checkpoints = Checkpoints(directory, loaded.config.checkpoint, meta)
     try:
         bias = {name: jnp.asarray(b) for name, b in balancing.items()}

@@ -1,0 +1,1 @@
+"""Settings of the section `model`, one file and one dataclass a family."""

@@ -1,0 +1,99 @@
+"""Settings of the family `dreamer`: depth-recurrent attention mixtures and their layered baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dreamer_jax.config.values import Implementation, require, require_positive
+
+Variant = Literal["LA", "LA+DA", "DR", "DR+DA"]
+Mixing = Literal["sequential", "parallel_attention", "parallel"]
+
+
+@dataclass(frozen=True)
+class DreamerConfig:
+    """What is computed (the paper's section 3 and Table 3)."""
+
+    variant: Variant = "DR+DA"
+    """LA: distinct layers. DR: one layer applied at every depth. +DA: with depth attention."""
+    mixing: Mixing = "parallel_attention"
+    """How the attentions are combined: Eq. 4, Eq. 5 (the paper's) or Eq. 6."""
+    depth: int = 8
+    """L: depths a token passes. In DR also the number of experts of each attention MoE."""
+    hidden_size: int = 128
+    """h: size of the residual stream."""
+    vocab_size: int = 512
+    """V: rows of the embedding and of the output head; at least the tokenizer's size."""
+    sa_heads: int = 4
+    """Query heads of the sequence attention."""
+    sa_kv_heads: int = 2
+    """Key/value heads of the sequence attention; divides sa_heads."""
+    sa_head_size: int = 32
+    """d of the sequence attention; even."""
+    sa_rope_base: float = 10_000.0
+    """RoPE base over the positions of the sequence."""
+    da_heads: int = 1
+    """Query heads of the depth attention."""
+    da_kv_heads: int = 1
+    """Key/value heads of the depth attention; divides da_heads."""
+    da_head_size: int = 32
+    """d of the depth attention; divisible by 4 (two RoPE halves)."""
+    depth_rope_base: float = 500.0
+    """RoPE base over the depths, in depth attention and in every router."""
+    num_experts: int = 64
+    """E: experts of the expert attention (of each layer in LA)."""
+    experts_per_token: int = 4
+    """k: experts a token selects."""
+    expert_size: int = 64
+    """F: intermediate size of an expert."""
+    router_size: int = 32
+    """r: size of the routers' queries and keys; divisible by 4."""
+    expert_bias_rate: float = 1e-3
+    """Update rate of the balancing bias of the expert attention (Eq. 3)."""
+    attention_bias_rate: float = 1e-2
+    """Update rate of the balancing biases of the attention MoEs (Eq. 3)."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute precision; weights, routing, softmax, norm statistics and loss are always float32."""
+    implementation: Implementation = "auto"
+    """Backend of the attentions and experts; auto takes the fastest of the platform."""
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether one layer is shared by all depths (DR)."""
+        return self.variant.startswith("DR")
+
+    @property
+    def depth_attention(self) -> bool:
+        """Whether depth attention is part of the mixture."""
+        return self.variant.endswith("+DA")
+
+    def __post_init__(self) -> None:
+        require_positive(self, "model")
+        require(
+            self.sa_heads % self.sa_kv_heads == 0,
+            "model.sa_kv_heads",
+            f"{self.sa_kv_heads} does not divide model.sa_heads {self.sa_heads}",
+        )
+        require(
+            self.da_heads % self.da_kv_heads == 0,
+            "model.da_kv_heads",
+            f"{self.da_kv_heads} does not divide model.da_heads {self.da_heads}",
+        )
+        require(
+            self.sa_head_size % 2 == 0,
+            "model.sa_head_size",
+            f"{self.sa_head_size} is odd; RoPE rotates pairs, so use an even number",
+        )
+        for name in ("da_head_size", "router_size"):
+            value = getattr(self, name)
+            require(
+                value % 4 == 0,
+                f"model.{name}",
+                f"{value} is not divisible by 4; depth RoPE rotates pairs in two halves",
+            )
+        require(
+            self.experts_per_token <= self.num_experts,
+            "model.experts_per_token",
+            f"{self.experts_per_token} is more than model.num_experts {self.num_experts}",
+        )
