@@ -1,4 +1,4 @@
-"""The name of what the depth scan keeps for its backward pass under remat "attention" (model/recurrence.py)."""
+"""The name of what the depth scan keeps for its backward pass under remat "attention" (dreamer_jax/recurrence)."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ KEPT = "kept"
 
 
 def keep(x: jax.Array) -> jax.Array:
-    """x itself, named: dear to compute again, or the root of much that is cheap."""
+    """x itself, named: expensive to compute again, or what much that is cheap is computed from."""
     return checkpoint_name(x, KEPT)

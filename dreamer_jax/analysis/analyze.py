@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 
 from dreamer_jax.analysis.collection import ROWS, collect, sample_sequences
 from dreamer_jax.analysis.figures import make_figures
@@ -17,8 +19,10 @@ from dreamer_jax.analysis.summary import Summary, summarise
 from dreamer_jax.config.sections import Config, MeshConfig
 from dreamer_jax.data import open_data
 from dreamer_jax.errors import UserError
+from dreamer_jax.families import build
 from dreamer_jax.parallel import make_mesh
-from dreamer_jax.runs.checkpoints import load_run
+from dreamer_jax.runs.folders import path_of, run_and_step
+from dreamer_jax.runs.models import load_run
 
 
 def analyze(
@@ -28,12 +32,12 @@ def analyze(
     sequences: int = 1000,
     seed: int = 0,
     compare: str | Path | None = None,
-) -> tuple[Path, Summary]:
+) -> tuple[epath.Path, Summary]:
     """Analyse a checkpoint and write analysis.json, figures/*.png, figures/*.svg and report.html.
 
     Args:
-        run: run directory, or one checkpoint in it.
-        out: the folder to write; by default `analysis` in the run directory.
+        run: run directory, or one checkpoint in it; also on a bucket.
+        out: the folder to write; by default `analysis` in the run directory. May lie on a bucket, too.
         data: a JSONL file with the run's fields, or a directory of prepared data; by default the run's held-out data.
         sequences: documents to look at, chosen at random; all if there are fewer.
         seed: of that choice.
@@ -45,16 +49,18 @@ def analyze(
     Raises:
         UserError: no run or checkpoint, no data, or `compare` is not an LA model.
     """
-    summary, config, directory = examine(run, data, sequences, seed)
+    folder = _place(out) if out is not None else _place(run_and_step(run)[0]) / "analysis"
+    summary, config = examine(run, data, sequences, seed)
     layered: Summary | None = None
     if compare is not None:
-        if not config.model.recurrent:
+        if not build(config.model).flags.recurrent:
             raise UserError("--compare puts an LA run beside a recurrent one, and this run is LA itself")
-        layered, _, _ = examine(compare, data, sequences, seed, only_layered=True)
+        if "experts" not in summary:
+            raise UserError("--compare is about the use of experts, and this model has none")
+        layered, _ = examine(compare, data, sequences, seed, only_layered=True)
         summary["compared_with"] = layered["run"]
         summary["against_layered"] = _against(summary, layered, "used")
         summary["against_layered_90_percent"] = _against(summary, layered, "used_for_90_percent")
-    folder = Path(out) if out is not None else directory / "analysis"
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     (folder / "analysis.json").write_text(json.dumps(summary) + "\n", encoding="utf-8")
     figures = make_figures(summary, layered)
@@ -66,12 +72,13 @@ def analyze(
 
 def examine(
     run: str | Path, data: str, sequences: int, seed: int, only_layered: bool = False
-) -> tuple[Summary, Config, Path]:
-    """(summary, configuration, run directory) of a checkpoint over some sequences; see `analyze`."""
+) -> tuple[Summary, Config]:
+    """(summary, configuration) of a checkpoint over some sequences; see `analyze`."""
     model = load_run(run)
     config = model.config
-    if only_layered and config.model.recurrent:
-        raise UserError(f"{run}: --compare needs an LA run, and this is {config.model.variant}")
+    family = build(config.model)
+    if only_layered and (family.flags.recurrent or config.model.family != "dreamer"):
+        raise UserError(f"{run}: --compare needs an LA run, and this is {family.headline()}")
     opened = open_data(_with_data(config, data))
     mesh = make_mesh(MeshConfig(data=(jax.device_count(),)))
     seen = 0
@@ -82,16 +89,19 @@ def examine(
             seen += _documents(batch)
             yield batch
 
-    sums = collect(config.model, model.params, model.balancing, batches(), mesh)
-    path = Path(run)
-    directory = path.parent.parent if path.parent.name == "checkpoints" and path.name.isdigit() else path
+    sums = collect(config.model, model.params, model.model_state, batches(), mesh)
     described = {
-        "run": directory.name or str(directory.resolve().name),
+        "run": path_of(run_and_step(run)[0]).name,
         "step": model.step,
         "sequences": seen,
         "data": Path(data).name if data else "its held-out data",
     }
-    return described | summarise(config.model, sums, jax.device_get(model.balancing)), config, directory
+    return described | summarise(config.model, sums, jax.device_get(model.model_state)), config
+
+
+def _place(folder: str | Path) -> epath.Path:
+    """A folder as it was named, or on a bucket, which takes whole files as a disk does."""
+    return path_of(folder) if "://" in os.fspath(folder) else epath.Path(folder)
 
 
 def _against(summary: Summary, layered: Summary, measure: str) -> list[float]:

@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dreamer_jax.analysis.observation import Sums, observe_batch
-from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.data.records import Batch
 from dreamer_jax.errors import UserError
 from dreamer_jax.parallel import batch_spec
@@ -20,11 +19,11 @@ ROWS = 8
 """Rows a device looks at at once."""
 
 
-def make_observer(config: DreamerConfig, mesh: jax.sharding.Mesh) -> Callable[[Any, Any, Any], Sums]:
-    """The jitted (params, balancing, batch) -> sums of `observe_batch`, over all devices of the mesh."""
+def make_observer(config: Any, mesh: jax.sharding.Mesh) -> Callable[[Any, Any, Any], Sums]:
+    """The jitted (params, model state, batch) -> sums of `observe_batch`, over all devices of the mesh."""
 
-    def observe(params, balancing, batch):
-        return jax.lax.psum(observe_batch(config, params, balancing, batch), mesh.axis_names)
+    def observe(params, model_state, batch):
+        return jax.lax.psum(observe_batch(config, params, model_state, batch), mesh.axis_names)
 
     sharded = jax.shard_map(observe, mesh=mesh, in_specs=(P(), P(), batch_spec(mesh)), out_specs=P(), check_vma=False)
     return jax.jit(sharded)
@@ -41,19 +40,17 @@ def add(total: Sums | None, part: Sums) -> Sums:
     return part if total is None else jax.tree.map(np.add, total, part)
 
 
-def collect(
-    config: DreamerConfig, params: Any, balancing: Any, batches: Iterable[Batch], mesh: jax.sharding.Mesh
-) -> Sums:
+def collect(config: Any, params: Any, model_state: Any, batches: Iterable[Batch], mesh: jax.sharding.Mesh) -> Sums:
     """The sums over all batches; their rows must divide over the mesh.
 
     Raises:
         UserError: there is no batch.
     """
     observer = make_observer(config, mesh)
-    params, balancing = jax.device_put((params, balancing), NamedSharding(mesh, P()))
+    params, model_state = jax.device_put((params, model_state), NamedSharding(mesh, P()))
     total: Sums | None = None
     for batch in batches:
-        total = add(total, observer(params, balancing, jax.device_put(batch, NamedSharding(mesh, batch_spec(mesh)))))
+        total = add(total, observer(params, model_state, jax.device_put(batch, NamedSharding(mesh, batch_spec(mesh)))))
     if total is None:
         raise UserError("there is no held-out sequence to analyse; name some with --data")
     return total

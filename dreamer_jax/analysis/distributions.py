@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dreamer_jax.training.metrics import gini
+from dreamer_jax.blocks.usage import gini
 
 COVERED = 0.9
 """Share of an expert's selections that its "top 90th percentile" of depths holds."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from etils import epath
 
 from dreamer_jax.analysis.distributions import (
     depth_given_expert,
@@ -74,9 +74,9 @@ class Figure:
             canvas.savefig(file, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
         return file.getvalue()
 
-    def save(self, folder: Path) -> list[Path]:
+    def save(self, folder: epath.PathLike) -> list[epath.Path]:
         """Write name.png and name.svg; returns their paths."""
-        paths = [folder / f"{self.name}.{kind}" for kind in ("png", "svg")]
+        paths = [epath.Path(folder) / f"{self.name}.{kind}" for kind in ("png", "svg")]
         for path in paths:
             path.write_bytes(self.render(path.suffix[1:]))
         return paths
@@ -91,8 +91,8 @@ def make_figures(summary: Summary, layered: Summary | None = None) -> list[Figur
     """
     from dreamer_jax.analysis import texts
 
-    counts = np.array(summary["routers"][EXPERTS]["counts"])
-    recurrent = summary["model"]["variant"].startswith("DR")
+    recurrent = "specialised" in summary.get("experts", {})  # one set of experts for all depths
+    counts = np.array(summary["routers"][EXPERTS]["counts"] if "experts" in summary else 0)
     figures = []
 
     def add(name: str, size: tuple[float, float], draw: Callable) -> None:
@@ -102,13 +102,18 @@ def make_figures(summary: Summary, layered: Summary | None = None) -> list[Figur
         add("depth_attention", (5.2, 4.4), lambda c, t: _depth_attention(c, t, summary))
     if recurrent:
         add("depth_given_expert", (7.5, 3.6), lambda c, t: _experts(c, counts, depth_given_expert, "P(depth | expert)"))
-    add("lorenz", (6.4, 4.4), lambda c, t: _lorenz(c, t, counts, recurrent, layered))
+    if counts.ndim:
+        add("lorenz", (6.4, 4.4), lambda c, t: _lorenz(c, t, counts, recurrent, layered))
     if recurrent:
         add("expert_given_depth", (7.5, 3.6), lambda c, t: _experts(c, counts, expert_given_depth, "P(expert | depth)"))
-        add("attention_experts", (7.5, 3.6), lambda c, _: _attention_experts(c, summary))
+        if len(summary["routers"]) > 1:
+            add("attention_experts", (7.5, 3.6), lambda c, _: _attention_experts(c, summary))
     add("lens", (6.4, 3.4), lambda c, t: _lens(c, t, summary))
     add("residual", (9, 2.9), lambda c, t: _residual(c, t, summary))
-    add("routers", (9, 2.9), lambda c, t: _routers(c, t, summary))
+    if summary["routers"]:
+        add("routers", (9, 2.9), lambda c, t: _routers(c, t, summary))
+    if "observed" in summary:
+        add("observed", (6.4, 3.4), lambda c, t: _observed(c, t, summary))
     return figures
 
 
@@ -226,6 +231,11 @@ def _residual(canvas, theme, summary: Summary) -> None:
             axes.set_yscale("log")
 
 
+def _observed(canvas, theme, summary: Summary) -> None:
+    curves = {name.replace("_", " "): row for name, row in summary["observed"].items() if np.ndim(row) == 1}
+    _curves(canvas.add_subplot(), theme, curves, "average over the tokens")
+
+
 def _routers(canvas, theme, summary: Summary) -> None:
     routers = summary["routers"]
     share = {
@@ -234,12 +244,12 @@ def _routers(canvas, theme, summary: Summary) -> None:
     }
     _curves(canvas.add_subplot(1, 3, 1), theme, share, "entropy over the largest possible")
     axes = canvas.add_subplot(1, 3, 2)
-    histogram = np.array(routers[EXPERTS]["score_histogram"])
+    histogram = np.array(routers.get(EXPERTS, next(iter(routers.values())))["score_histogram"])
     edges = (0, 1, -0.5, len(histogram) - 0.5)
     _heat(canvas, axes, histogram, "share", "score of selected experts", "depth", extent=edges, vmin=0)
     axes.xaxis.get_major_locator().set_params(integer=False)
     axes = canvas.add_subplot(1, 3, 3)
-    for place, router in enumerate(routers.values()):
+    for place, router in enumerate(router for router in routers.values() if router["bias"]):
         low, _, first, middle, third, _, high = router["bias"].values()
         axes.plot([place, place], [low, high], color=theme["lines"][0], linewidth=1)
         axes.plot([place, place], [first, third], color=theme["lines"][0], linewidth=6, solid_capstyle="butt")

@@ -42,7 +42,9 @@ def write_report(summary: Summary, figures: list[Figure]) -> str:
         for label, value, paper in numbers(summary)
     )
     overlap = "An expert that needs two depths counts as both specialised and generalised in a model this shallow."
-    note = f'<p class="quiet">{overlap}</p>' if "generalised" in summary["experts"] and model["depth"] < 10 else ""
+    note = (
+        f'<p class="quiet">{overlap}</p>' if "generalised" in summary.get("experts", {}) and model["depth"] < 10 else ""
+    )
     sections = "\n".join(_section(figure) for figure in figures)
     return f"""<!doctype html>
 <html lang="en">
@@ -68,7 +70,19 @@ def write_report(summary: Summary, figures: list[Figure]) -> str:
 
 def numbers(summary: Summary) -> list[tuple[str, str, str]]:
     """(measure, value, what the paper has) of the numbers in the text of section 4.2, and of the logit lens."""
-    experts, depth = summary["experts"], summary["model"]["depth"]
+    depth = summary["model"]["depth"]
+    table = _expert_numbers(summary, depth) if "experts" in summary else []
+    lens = summary["lens"]
+    if lens["targets"]:
+        table.append(("next token right after the last depth", f"{lens['accuracy'][-1]:.1%}", ""))
+        best = max(lens["accuracy"])
+        early = next((l for l, value in enumerate(lens["accuracy"]) if value >= 0.9 * best), depth - 1)
+        table.append(("first depth with 90 % of the best depth's accuracy", f"{early} of 0–{depth - 1}", ""))
+    return table
+
+
+def _expert_numbers(summary: Summary, depth: int) -> list[tuple[str, str, str]]:
+    experts = summary["experts"]
     table = [("Gini coefficient of all experts", f"{experts['global_gini']:.3f}", "about 0.075")]
     used = _range([value / experts["experts"] for value in experts["used"]], "{:.1%}")
     table.append(("experts used at a depth, of all", used, ""))
@@ -96,12 +110,6 @@ def numbers(summary: Summary) -> list[tuple[str, str, str]]:
         used, busiest = (_range(summary[f"against_layered{of}"], "{:.1f}×") for of in ("", "_90_percent"))
         table.append((f"experts used at a depth, against {label}", used, "2–11×"))
         table.append((f"experts that take 90 %, against {label}", busiest, ""))
-    lens = summary["lens"]
-    if lens["targets"]:
-        table.append(("next token right after the last depth", f"{lens['accuracy'][-1]:.1%}", ""))
-        best = max(lens["accuracy"])
-        early = next((l for l, value in enumerate(lens["accuracy"]) if value >= 0.9 * best), depth - 1)
-        table.append(("first depth with 90 % of the best depth's accuracy", f"{early} of 0–{depth - 1}", ""))
     return table
 
 

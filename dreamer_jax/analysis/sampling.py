@@ -29,6 +29,6 @@ class Sampler:
         """The first row of every device's part of a batch, or of a process's rows of it: [devices, S]."""
         return {name: values[:: self._share] for name, values in batch.items()}
 
-    def scalars(self, sums: Any, balancing: Any) -> dict[str, float]:
+    def scalars(self, sums: Any, model_state: Any) -> dict[str, float]:
         """What `scalars` makes of the observer's sums."""
-        return scalars(summarise(self._model, add(None, sums), jax.device_get(balancing)))
+        return scalars(summarise(self._model, add(None, sums), jax.device_get(model_state)))

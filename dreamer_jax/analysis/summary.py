@@ -9,48 +9,61 @@ import numpy as np
 
 from dreamer_jax.analysis.distributions import expert_numbers
 from dreamer_jax.analysis.observation import Sums
-from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.families import build
 
 EXPERTS = "expert_attention"
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 Summary = dict[str, Any]
 
 
-def summarise(config: DreamerConfig, sums: Sums, balancing: Any) -> Summary:
+def summarise(config: Any, sums: Sums, model_state: Any) -> Summary:
     """Everything that is reported of a model, as numbers and lists that JSON can hold.
 
     Args:
-        config: sizes and variant.
+        config: the section `model`.
         sums: of `observe_batch`, added up.
-        balancing: router name -> balancing bias, [E] in DR, [L, E] in LA.
+        model_state: the model's own; balancing biases are taken from it.
 
     Returns:
-        `model` (variant, depth L, experts), `tokens`; `experts`, see `expert_numbers`.
+        `model` (variant, depth L, experts), `tokens`.
+        `residual`: `norm`, `cosine`, `distance` [L]. `lens`: `targets`, `answers`; `accuracy`, `answer_accuracy`,
+        `loss` [L].
+        `depth_attention`: `scores` [L, L] and `scores_by_head` [n, L, L], or None.
         `routers`, name -> `counts` [L, E], `entropy` [L] and `largest_entropy` (nats), `score_histogram` [L, BINS]
-        (shares), `bias` (quantiles).
-        `depth_attention`: `scores` [L, L] and `scores_by_head` [n, L, L], or None. `residual`: `norm`, `cosine`,
-        `distance` [L]. `lens`: `targets`, `answers`; `accuracy`, `answer_accuracy`, `loss` [L].
+        (shares), `bias` (quantiles); and `experts`, see `expert_numbers`, of models that have some.
+        `observed`: averages over the tokens, [L], of what else the family's blocks saw, where there is something.
     """
     tokens = int(sums["tokens"])
-    residual = {name: (sums[name] / max(1, tokens)).tolist() for name in ("norm", "cosine", "distance")}
     attention = None
     if "depth_scores" in sums:
         by_head = np.swapaxes(sums["depth_scores"], 0, 1) / max(1, tokens)  # [n, L, L]
         attention = {"scores": by_head.mean(axis=0).tolist(), "scores_by_head": by_head.tolist()}
-    return {
-        "model": {
-            "variant": config.variant,
-            "depth": config.depth,
-            "experts": config.num_experts,
-            "experts_per_token": config.experts_per_token,
-        },
-        "tokens": tokens,
-        "experts": expert_numbers(sums["counts"][EXPERTS], config.recurrent),
-        "routers": {name: _router(name, sums, balancing[name], tokens) for name in sums["counts"]},
-        "depth_attention": attention,
-        "residual": residual,
-        "lens": _lens(sums),
-    }
+    summary: Summary = {"model": _model(config), "tokens": tokens}
+    counts = sums.get("counts", {})
+    if EXPERTS in counts:
+        summary["experts"] = expert_numbers(counts[EXPERTS], build(config).flags.recurrent)
+    bias = model_state.get("balancing", {})
+    summary["routers"] = {name: _router(name, sums, bias.get(name), tokens) for name in counts}
+    summary["depth_attention"] = attention
+    summary["residual"] = {name: (sums[name] / max(1, tokens)).tolist() for name in RESIDUAL}
+    summary["lens"] = _lens(sums)
+    others = {name: (values / max(1, tokens)).tolist() for name, values in sums.items() if name not in KNOWN}
+    return summary | ({"observed": others} if others else {})
+
+
+RESIDUAL = ("norm", "cosine", "distance")
+KNOWN = {
+    *RESIDUAL,
+    *("tokens", "lens_loss", "lens_correct", "lens_answers_correct", "lens_targets", "lens_answers"),
+    *("counts", "scores", "entropy", "depth_scores"),
+}
+"""Sums that have a place of their own in a summary."""
+
+
+def _model(config: Any) -> dict[str, Any]:
+    described = {"variant": getattr(config, "variant", config.family), "depth": build(config).depth}
+    names = {"experts": "num_experts", "experts_per_token": "experts_per_token"}
+    return described | {name: getattr(config, key) for name, key in names.items() if hasattr(config, key)}
 
 
 def _router(name: str, sums: Sums, bias: Any, tokens: int) -> dict[str, Any]:
@@ -60,7 +73,7 @@ def _router(name: str, sums: Sums, bias: Any, tokens: int) -> dict[str, Any]:
         "entropy": (sums["entropy"][name] / max(1, tokens)).tolist(),
         "largest_entropy": math.log(counts.shape[1]),
         "score_histogram": (scores / np.maximum(scores.sum(axis=1, keepdims=True), 1)).tolist(),
-        "bias": {f"{q:.0%}": float(np.quantile(np.asarray(bias), q)) for q in QUANTILES},
+        "bias": {f"{q:.0%}": float(np.quantile(np.asarray(bias), q)) for q in QUANTILES} if bias is not None else {},
     }
 
 
@@ -77,12 +90,13 @@ def _lens(sums: Sums) -> dict[str, Any]:
 
 def scalars(summary: Summary) -> dict[str, float]:
     """What TensorBoard and metrics.jsonl get of a summary: names with values, one for each depth where they differ."""
-    experts, depth = summary["experts"], summary["model"]["depth"]
-    values = {"global_gini": experts["global_gini"]}
-    values |= {name: experts[name] for name in ("specialised", "generalised", "unused") if name in experts}
+    experts, depth = summary.get("experts", {}), summary["model"]["depth"]
+    values = {
+        name: experts[name] for name in ("global_gini", "specialised", "generalised", "unused") if name in experts
+    }
     by_depth = {f"residual/{name}": row for name, row in summary["residual"].items()}
-    by_depth["experts/used"] = experts["used"]
-    by_depth["experts/used_for_90_percent"] = experts["used_for_90_percent"]
+    by_depth |= {f"experts/{name}": experts[name] for name in ("used", "used_for_90_percent") if name in experts}
+    by_depth |= {name: row for name, row in summary.get("observed", {}).items() if np.ndim(row) == 1}
     for name, router in summary["routers"].items():
         by_depth[f"entropy/{name}"] = router["entropy"]
         by_depth[f"score/{name}"] = [_mean_of_bins(row) for row in router["score_histogram"]]

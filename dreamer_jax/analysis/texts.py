@@ -9,6 +9,7 @@ TITLES = {
     "lens": "From which depth the next token can be read off",
     "residual": "How the residual stream changes",
     "routers": "How decided the routers are",
+    "observed": "What else the model's blocks saw",
 }
 
 TEXTS = {
@@ -52,4 +53,5 @@ TEXTS = {
         "near 1 all scores are alike. Middle: scores of the selected experts. Right: balancing biases of each "
         "router; thin from least to greatest, thick the middle half, a dot for the median."
     ),
+    "observed": "Averages over the tokens at each depth of the quantities that this family of models records.",
 }

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import pallas_kernels.sequence_attention.xla
 from dreamer_jax.benchmarks.kernel_case import Case, Launch
 from dreamer_jax.planning.schedule import Schedule
-from pallas_kernels import depth_attention, sequence_attention
-from pallas_kernels.depth_attention import DepthCache, write_slot
+from pallas_kernels.depth_attention import DepthAttention, DepthCache, write_slot
 from pallas_kernels.depth_attention.shapes import Blocks, backward_bytes, forward_bytes, statistics_lanes
+from pallas_kernels.sequence_attention import SequenceAttention
 from pallas_kernels.sequence_attention.shapes import block_of
 from pallas_kernels.tiles import Generation
 
+DEPTH_ATTENTION = DepthAttention("pallas")
 TOKENS, SIZE = 32768, 128
 BFLOAT16 = 2
 Read = Callable[[str], Schedule]
@@ -68,7 +69,7 @@ def _depth_backward(slots: int, heads: int, kv_heads: int) -> Case:
 
     def arguments(key):
         q, k, v, cache = _depth_arguments(slots, heads, kv_heads, key)
-        return q, k, v, cache, q, depth_attention.start_tape(cache, heads, SIZE)
+        return q, k, v, cache, q, DEPTH_ATTENTION.start_tape(cache, heads, SIZE)
 
     def gradient(q, k, v, cache, d_out, tape, depth):
         def attend(q, k, v, tape):
@@ -110,7 +111,7 @@ def _depth_backward(slots: int, heads: int, kv_heads: int) -> Case:
 
 def _kernel_forward(q, k, v, cache, depth, tape=None):
     queries, keys, values = (rows.reshape(TOKENS, -1, SIZE) for rows in (q, k, v))
-    out, cache = depth_attention.depth_attention(queries, keys, values, cache, depth, tape)
+    out, cache = DEPTH_ATTENTION(queries, keys, values, cache, depth, tape)
     return out.reshape(q.shape), cache
 
 
@@ -228,7 +229,7 @@ def _sequence(forward: bool) -> Case:
         f"sequence_attention {'forward' if forward else 'gradient'}",
         f"B={rows} S={length} n={heads} kv={kv_heads} d={SIZE}",
         arguments,
-        run(sequence_attention.sequence_attention),
+        run(SequenceAttention("pallas")),
         run(pallas_kernels.sequence_attention.xla.sequence_attention),
         launches,
         flops=products * (1 if forward else 3.5),

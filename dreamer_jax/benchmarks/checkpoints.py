@@ -74,18 +74,20 @@ def bench_checkpoint(config: Config, steps: int, pairs: int, say: Callable[[str]
         problem_of(epath.Path(folder) / "checkpoints" / str(saved))
         result = {"verify_seconds": time.perf_counter() - began}
         result |= _in_a_process_of_its_own(config, folder)
+    taken = _overhead(plain, saving, steps, config.checkpoint.every)
+    return {"machine": machine(), "blocking_seconds": statistics.median(blocking), **taken, **result}
+
+
+def _overhead(plain: list[float], saving: list[float], steps: int, every: int) -> dict[str, Any]:
+    """What a save takes, from the seconds of blocks without and with one."""
     differences = [a - b for a, b in zip(saving, plain, strict=True)]
-    seconds = statistics.median(plain) / steps
-    extra = statistics.median(differences)
+    seconds, extra = statistics.median(plain) / steps, statistics.median(differences)
     return {
-        "machine": machine(),
         "step_seconds": seconds,
-        "blocking_seconds": statistics.median(blocking),
         "extra_seconds": extra,
         "differences": differences,
-        "every": config.checkpoint.every,
-        "overhead": extra / (seconds * config.checkpoint.every),
-        **result,
+        "every": every,
+        "overhead": extra / (seconds * every),
     }
 
 

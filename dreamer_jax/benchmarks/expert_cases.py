@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 from dreamer_jax.benchmarks.kernel_case import Case, Launch
 from dreamer_jax.planning.schedule import Schedule
-from pallas_kernels import attention_moe, tiles
+from pallas_kernels import tiles
+from pallas_kernels.attention_moe import shapes as linear_shapes
 from pallas_kernels.attention_moe import tpu as linear
 from pallas_kernels.dispatch import tpu as dispatch
 from pallas_kernels.dispatch.accumulate import accumulate, visits_of
 from pallas_kernels.dispatch.api import Dispatch, plan_blocks, plan_dispatch
-from pallas_kernels.expert_mlp import shapes, start_tape, tpu
-from pallas_kernels.expert_mlp.api import settle
+from pallas_kernels.expert_mlp import ExpertMLP, shapes, tpu
 from pallas_kernels.tiles import Generation
 
 TOKENS, CHOICES, HIDDEN, BFLOAT16 = 32768, 8, 1024, 2
@@ -100,7 +100,7 @@ def _gradient(experts: int, size: int) -> Case:
     def arguments(key):
         rows, gate_up, down, plan = _mlp_arguments(experts, size, key)
         shape = (TOKENS, CHOICES), gate_up.shape, rows.dtype
-        return rows, gate_up, down, plan, start_tape(*shape, depths=_sharing(experts, size, _target()))
+        return rows, gate_up, down, plan, ExpertMLP("pallas", _sharing(experts, size, _target())).start_tape(*shape)
 
     def launches(read: Read, target: Generation) -> list[Launch]:
         forward, inward, outward = (
@@ -150,10 +150,10 @@ def _mlp_depths(rows, gate_up, down, plan, tape, step):
         return d_x + values, tape
 
     def until_settled(_, carry):
-        d_rows, tape = jax.lax.fori_loop(0, carry[1].depths, depth, carry)
-        return d_rows, settle(tape)
+        d_rows, tape = jax.lax.fori_loop(0, carry[1].every, depth, carry)
+        return d_rows, tape.settle()
 
-    return jax.lax.fori_loop(0, DEPTHS // tape.depths, until_settled, (rows, tape))
+    return jax.lax.fori_loop(0, DEPTHS // tape.every, until_settled, (rows, tape))
 
 
 def _ragged_depths(rows, gate_up, down, plan, tape, step):
@@ -239,8 +239,8 @@ def ragged_experts(rows: jax.Array, gate_up: jax.Array, down: jax.Array, sizes: 
     return jax.lax.ragged_dot(jax.nn.silu(gate) * up, down, sizes)
 
 
-def _linear_tiles(experts: int, inward: int, outward: int, target: Generation) -> attention_moe.Tiles:
-    chosen = attention_moe.Tiles.of(TOKENS, (experts, inward, outward), jnp.dtype("bfloat16"), target)
+def _linear_tiles(experts: int, inward: int, outward: int, target: Generation) -> linear_shapes.Tiles:
+    chosen = linear_shapes.Tiles.of(TOKENS, (experts, inward, outward), jnp.dtype("bfloat16"), target)
     assert chosen is not None
     return chosen
 

@@ -10,13 +10,14 @@ from typing import Any
 
 from dreamer_jax.benchmarks.qwen3 import EXPERTS, check_comparable, qwen, require_transformers
 from dreamer_jax.config.sections import Config
+from dreamer_jax.export.description import NOT_DESCRIBED, twin_of
 
 Seconds = dict[str, float]
 
 
 def bench_export(
     config: Config,
-    peer: Config,
+    layered: Config,
     dtype: str,
     prompt: int,
     tokens: int,
@@ -28,7 +29,7 @@ def bench_export(
 
     Args:
         config: our model.
-        peer: an LA configuration; Qwen3-MoE gets its sizes.
+        layered: an LA configuration; Qwen3-MoE gets its sizes.
         dtype: "float32" or "bfloat16", of both.
         prompt, tokens: tokens of the one prompt, and to decode after it.
         rounds: turns of each side.
@@ -40,30 +41,23 @@ def bench_export(
         token; `ratio`: for both, their seconds over ours, median and range over the rounds.
 
     Raises:
-        UserError: torch or transformers is missing, or `peer` isn't an LA configuration in float32.
+        UserError: torch or transformers is missing, or `layered` isn't an LA configuration in float32.
     """
     require_transformers()
-    check_comparable(peer)
+    check_comparable(layered)
     import torch
     import transformers
 
     torch.set_num_threads(threads)
     torch.manual_seed(config.run.seed)
     clock = time.process_time if threads == 1 else time.perf_counter
-    prompt_tokens = torch.randint(0, min(config.model.vocab_size, peer.model.vocab_size), (1, prompt))
+    prompt_tokens = torch.randint(0, min(config.model.vocab_size, layered.model.vocab_size), (1, prompt))
 
     def measure(model: Any) -> Seconds:
         return _seconds(model, prompt_tokens, tokens, clock)
 
     ours = _ours(config).to(getattr(torch, dtype)).eval()
-    candidates = {}
-    for experts in EXPERTS:
-        say(f"trying Qwen3-MoE with experts {experts}")
-        model = qwen(peer, experts).to(getattr(torch, dtype)).eval()
-        measure(model)
-        candidates[experts] = (min(sum(measure(model).values()) for _ in range(3)), model)
-    experts, (_, theirs) = min(candidates.items(), key=lambda item: item[1][0])
-    del model, candidates
+    experts, theirs = _fastest(layered, getattr(torch, dtype), measure, say)
     measure(ours)
     taken: list[tuple[Seconds, Seconds]] = []
     for number in range(rounds):
@@ -80,12 +74,25 @@ def bench_export(
     }
 
 
+def _fastest(
+    layered: Config, dtype: Any, measure: Callable[[Any], Seconds], say: Callable[[str], None]
+) -> tuple[str, Any]:
+    """The fastest of Qwen3-MoE's ways to compute experts, and the model that does."""
+    candidates = {}
+    for experts in EXPERTS:
+        say(f"trying Qwen3-MoE with experts {experts}")
+        model = qwen(layered, experts).to(dtype).eval()
+        measure(model)
+        candidates[experts] = (min(sum(measure(model).values()) for _ in range(3)), model)
+    experts, (_, theirs) = min(candidates.items(), key=lambda item: item[1][0])
+    return experts, theirs
+
+
 def _ours(config: Config) -> Any:
     """The class of an exported folder, with random weights."""
     from dreamer_jax.export import modeling_dreamer
 
-    fields = dataclasses.asdict(config.model)
-    del fields["dtype"], fields["implementation"]
+    fields = {k: v for k, v in dataclasses.asdict(twin_of(config)).items() if k not in NOT_DESCRIBED}
     return modeling_dreamer.DreamerForCausalLM(modeling_dreamer.DreamerConfig(**fields))
 
 

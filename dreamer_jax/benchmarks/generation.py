@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from dreamer_jax.benchmarks import qwen3 as training_peer
-from dreamer_jax.benchmarks.qwen3_generation import fastest_peer
+from dreamer_jax.benchmarks import qwen3
+from dreamer_jax.benchmarks.qwen3_generation import fastest_qwen3
 from dreamer_jax.benchmarks.training import machine
 from dreamer_jax.config.sections import Config
 from dreamer_jax.errors import UserError
+from dreamer_jax.families import build, initialise
 from dreamer_jax.inference.engine import Engine
 from dreamer_jax.inference.model import fold
-from dreamer_jax.model import initialise
 
 Measurement = dict[str, Any]
 Side = Callable[[np.ndarray, int], tuple[float, float]]
@@ -50,8 +50,8 @@ def bench_generate(
         UserError: the comparison isn't possible.
     """
     if against:
-        training_peer.check_comparable(configs[0][1])
-        training_peer.require_transformers()
+        qwen3.check_comparable(configs[0][1])
+        qwen3.require_transformers()
         if jax.default_backend() != "cpu":
             raise UserError("--against transformers measures the CPU; set JAX_PLATFORMS=cpu")
     ours = {name: _our_side(config) for name, config in configs}
@@ -62,7 +62,7 @@ def bench_generate(
         sides: dict[str, Side] = dict(ours)
         if against:
             say(f"batch {batch}: choosing the experts' implementation of Qwen3-MoE ...")
-            theirs, tried = fastest_peer(configs[0][1], prompts, tokens)
+            theirs, tried = fastest_qwen3(configs[0][1], prompts, tokens)
             say("seconds: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in tried.items()))
             sides[f"Qwen3-MoE, {theirs.experts}"] = theirs
         for name in ours:
@@ -79,7 +79,7 @@ def bench_generate(
 
 
 def _our_side(config: Config) -> Side:
-    engine = Engine(fold(config.model, *initialise(config.model, jax.random.key(config.run.seed))))
+    engine = Engine(fold(config.model, *initialise(build(config.model), jax.random.key(config.run.seed))))
 
     def generate(prompts: np.ndarray, tokens: int) -> tuple[float, float]:
         began = time.perf_counter()

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from dreamer_jax.benchmarks.attention_cases import attention_cases
 from dreamer_jax.benchmarks.expert_cases import CHOICES, HIDDEN, LINEAR, PAIRS, PAPER, TOKENS, normal, ragged_experts
 from dreamer_jax.benchmarks.kernel_case import Case
-from dreamer_jax.model.operations import resolve_operations
+from pallas_kernels.attention_moe import ExpertLinear
+from pallas_kernels.expert_mlp import ExpertMLP
 from pallas_kernels.expert_mlp.shapes import forward_bytes
 
 
@@ -39,7 +40,7 @@ def _mlp(experts: int, size: int, gradient: bool) -> Case:
         "expert_mlp",
         f"T={TOKENS} k={CHOICES} h={HIDDEN} E={experts} F={size}",
         arguments,
-        lambda *a: resolve_operations().expert_mlp(*a),
+        ExpertMLP(),
         ragged,
         gradient,
         flops=6 * PAIRS * HIDDEN * size,
@@ -65,7 +66,7 @@ def _linear(experts: int, inward: int, outward: int, gradient: bool) -> Case:
         "expert_linear",
         f"T={TOKENS} G={experts} {inward}x{outward}",
         arguments,
-        lambda *a: resolve_operations().expert_linear(*a),
+        ExpertLinear(),
         ragged,
         gradient,
         flops=2 * TOKENS * inward * outward,

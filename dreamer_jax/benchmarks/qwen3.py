@@ -42,8 +42,9 @@ def check_comparable(config: Config) -> None:
     Raises:
         UserError: it can't; the message says which setting is in the way.
     """
+    variant = getattr(config.model, "variant", config.model.family)
     problems = {
-        f"model.variant {config.model.variant}: Qwen3-MoE has distinct layers, as LA has": config.model.variant != "LA",
+        f"model.variant {variant}: Qwen3-MoE has distinct layers, as LA has": variant != "LA",
         f"model.dtype {config.model.dtype}: both sides compute in float32": config.model.dtype != "float32",
         f"training.microbatches {config.training.microbatches}: use 1": config.training.microbatches != 1,
         f"{config.mesh.size} devices in the mesh: use 1": config.mesh.size != 1,
@@ -58,7 +59,7 @@ def qwen(config: Config, experts: str) -> Any:
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    model = config.model
+    model: Any = config.model  # LA
     torch.manual_seed(config.run.seed)
     settings: dict[str, Any] = {  # untyped: some are known to a generation of transformers only
         "vocab_size": model.vocab_size,
@@ -121,7 +122,7 @@ class QwenStep:
         return float(loss.detach())
 
 
-def fastest_peer(config: Config, tokens: np.ndarray, targets: np.ndarray) -> tuple[QwenStep, dict[str, float]]:
+def fastest_qwen3(config: Config, tokens: np.ndarray, targets: np.ndarray) -> tuple[QwenStep, dict[str, float]]:
     """The peer with the quickest of `EXPERTS`, and the shortest of three steps of each, in seconds."""
     seconds: dict[str, float] = {}
     best: QwenStep | None = None

@@ -46,7 +46,7 @@ class QwenGeneration:
         return first, time.perf_counter() - began
 
 
-def fastest_peer(config: Config, prompts: np.ndarray, tokens: int) -> tuple[QwenGeneration, dict[str, float]]:
+def fastest_qwen3(config: Config, prompts: np.ndarray, tokens: int) -> tuple[QwenGeneration, dict[str, float]]:
     """The quickest of `WAYS` for these prompts, and the shorter of two runs of each over few tokens, in seconds."""
     seconds: dict[str, float] = {}
     best: QwenGeneration | None = None

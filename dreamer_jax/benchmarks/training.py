@@ -13,17 +13,18 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from dreamer_jax.benchmarks import qwen3 as peer
+from dreamer_jax.benchmarks import qwen3
 from dreamer_jax.budget import analytic
 from dreamer_jax.chips import chip_of
 from dreamer_jax.config.sections import Config
 from dreamer_jax.errors import UserError
+from dreamer_jax.families import build
 from dreamer_jax.parallel import batch_spec, make_mesh
 from dreamer_jax.training.metrics import model_flop_utilisation
 from dreamer_jax.training.state import create_state
 from dreamer_jax.training.train_step import make_train_step
 
-BLOCK = 4
+TURN = 4
 """Steps of one side before the other's turn."""
 SETTLING_STEPS = 2
 """Steps after the first that aren't counted."""
@@ -87,8 +88,8 @@ def bench_train(config: Config, steps: int, against: bool, say: Callable[[str], 
         UserError: the comparison isn't possible, or the step doesn't fit into memory.
     """
     if against:
-        peer.check_comparable(config)
-        peer.require_transformers()
+        qwen3.check_comparable(config)
+        qwen3.require_transformers()
         if jax.default_backend() != "cpu":
             raise UserError("--against transformers measures the CPU; set JAX_PLATFORMS=cpu")
     say("compiling the train step ...")
@@ -106,7 +107,7 @@ def bench_train(config: Config, steps: int, against: bool, say: Callable[[str], 
     result: Measurement = {"machine": machine()}
     if against:
         say("building Qwen3-MoE and choosing its experts' implementation ...")
-        theirs, tried = peer.fastest_peer(config, *random_batch(config, 0))
+        theirs, tried = qwen3.fastest_qwen3(config, *random_batch(config, 0))
         sides["theirs"] = theirs
         say("seconds a step: " + ", ".join(f"{name} {seconds:.3f}" for name, seconds in tried.items()))
     blocks = _interleave(config, sides, steps, say)
@@ -142,18 +143,18 @@ def _interleave(config: Config, sides: dict[str, Callable], steps: int, say: Cal
         for side in sides.values():
             side(*random_batch(config, step))
     blocks: dict[str, Times] = {name: [] for name in sides}
-    for first in range(0, steps, BLOCK):
+    for first in range(0, steps, TURN):
         order = list(sides) if len(blocks["ours"]) % 2 == 0 else list(sides)[::-1]
         for name in order:
             times = []
-            for step in range(first, min(first + BLOCK, steps)):
+            for step in range(first, min(first + TURN, steps)):
                 batch = random_batch(config, 1 + SETTLING_STEPS + step)
                 wall, cpu = time.perf_counter(), time.process_time()
                 sides[name](*batch)
                 times.append((time.perf_counter() - wall, time.process_time() - cpu))
             blocks[name].append(times)
         say(
-            f"steps {min(first + BLOCK, steps)}/{steps}: "
+            f"steps {min(first + TURN, steps)}/{steps}: "
             + ", ".join(f"{name} {_median(blocks[name][-1:], 0):.3f} s" for name in sides)
         )
     return blocks
@@ -167,7 +168,7 @@ def _summary(config: Config, blocks: Times) -> Measurement:
     """Medians over all steps: wall and CPU seconds, tokens/s, model FLOP/s, and MFU where the chip is known."""
     seconds = _median(blocks, 0)
     tokens = config.training.batch_size * config.data.sequence_length
-    flops, _ = analytic.training_flops(config.model, config.data.sequence_length)
+    flops, _ = analytic.training_flops(build(config.model), config.data.sequence_length)
     summary = {
         "steps": sum(len(block) for block in blocks),
         "seconds": seconds,

@@ -1,22 +1,23 @@
-"""Section 3.8: make one model cost what another costs, by coordinate descent over its experts.
+"""Section 3.8: make one model cost what another costs, by coordinate descent over its family's knobs.
 
-The expert size F is searched until the FLOPs per token are closest to the target, then the number of experts E
-until the parameters are closest, and again, until nothing changes. The descent starts from the baseline's own
-experts (all its layers' together when the model is recurrent), never from the model's, so that the
+For Dreamer the expert size F is searched until the FLOPs per token are closest to the target, then the number of
+experts E until the parameters are closest, and again, until nothing changes. The descent starts from the baseline's
+own values (its experts, all its layers' together when the model is recurrent), never from the model's, so that the
 result doesn't depend on what happens to stand in the file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from dreamer_jax.budget import analytic, memory
-from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.errors import UserError
+from dreamer_jax.families import Family, Knob, build
 
 Hold = Literal["both", "flops", "params"]
+HOLDS = {"flops": ("flops_per_token",), "params": ("params",), "both": ("flops_per_token", "params")}
 
 
 @dataclass(frozen=True)
@@ -33,22 +34,20 @@ class Cost:
 
 @dataclass(frozen=True)
 class Target:
-    """Budgets to meet, and the experts the descent starts from. None: not asked for; memory is never searched."""
+    """Budgets to meet, and where the descent starts: knob -> value. None: not asked for; memory is never searched."""
 
     params: int | None
     flops_per_token: float | None
-    num_experts: int
-    expert_size: int
+    starts: Mapping[str, int]
     memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """One search of the descent: the experts it ended at and their gaps to the target, see `gaps`."""
+    """One search of the descent: the knobs' values it ended at and their gaps to the target, see `gaps`."""
 
-    searched: Literal["expert_size", "num_experts"]
-    num_experts: int
-    expert_size: int
+    searched: str
+    values: Mapping[str, int]
     gaps_percent: dict[str, float]
 
 
@@ -56,7 +55,7 @@ class Iteration:
 class Match:
     """A matched model, its cost, and how the descent got there."""
 
-    model: DreamerConfig
+    family: Family
     cost: Cost
     target: Target
     iterations: tuple[Iteration, ...]
@@ -67,58 +66,58 @@ class Match:
         return gaps(self.cost, self.target)
 
 
-def cost(model: DreamerConfig, context: int) -> Cost:
+def cost(family: Family, context: int) -> Cost:
     """Cost of a model that generates `context` tokens (1024 in Table 1)."""
     return Cost(
-        params=int(analytic.total(analytic.parameters(model))),
-        flops_per_token=analytic.total(analytic.matmul_flops(model, analytic.average_context(context))),
-        memory_bytes=sum(memory.generation(model, context).values()),
+        params=int(analytic.total(analytic.parameters(family))),
+        flops_per_token=analytic.total(analytic.matmul_flops(family, analytic.average_context(context))),
+        memory_bytes=sum(memory.generation(family, context).values()),
     )
 
 
-def target_of(baseline: DreamerConfig, recurrent: bool, context: int) -> Target:
-    """The cost of a baseline, and its experts as one layer (or, if not recurrent, each layer) would hold them."""
-    experts = baseline.num_experts
-    if recurrent and not baseline.recurrent:
-        experts *= baseline.depth
-    if baseline.recurrent and not recurrent:
-        experts = max(baseline.experts_per_token, experts // baseline.depth)
+def target_of(baseline: Family, family: Family, context: int) -> Target:
+    """The cost of a baseline, and where the search for a model of another family or variant starts."""
     its = cost(baseline, context)
-    return Target(its.params, its.flops_per_token, experts, baseline.expert_size, its.memory_bytes)
+    return Target(its.params, its.flops_per_token, family.knob_starts(baseline), its.memory_bytes)
 
 
-def match(model: DreamerConfig, target: Target, context: int, granularity: int = 8, hold: Hold = "both") -> Match:
-    """The model with the E and F that come closest to the target.
+def match(family: Family, target: Target, context: int, granularity: int = 8, hold: Hold = "both") -> Match:
+    """The model with the knobs' values that come closest to the target.
 
     Args:
-        model: everything but E and F is kept.
-        target: budgets, and where to start. With one budget only, E (FLOPs) or F (parameters) is kept too.
+        family: everything but its knobs is kept.
+        target: budgets, and where to start. With one budget only, the other knobs are kept too.
         context: tokens of a generated sequence, for FLOPs and memory.
-        granularity: F is a multiple of this.
-        hold: flops moves only F and keeps the model's E, params only E and keeps its F, both moves both.
+        granularity: knobs that aren't fine move by this.
+        hold: flops moves only what moves the FLOPs, params only what moves the parameters, both moves both.
 
     Raises:
-        UserError: a budget is below what the other parts of the model need alone.
+        UserError: the model can't be matched, or a budget is below what its other parts need alone.
     """
-    flops = target.flops_per_token if hold != "params" else None
-    params = target.params if hold != "flops" else None
-    if flops is not None and params is not None:
-        start = max(target.num_experts, model.experts_per_token)
-        model = replace(model, num_experts=start, expert_size=_multiple(target.expert_size, granularity))
-    _require_room(model, flops, params, context)
+    wanted = [quantity for quantity in HOLDS[hold] if getattr(target, quantity) is not None]
+    knobs = [knob for knob in family.knobs() if knob.moves in wanted]
+    if not knobs:
+        raise UserError(f"a model of the family {family.config.family} has no setting that would be searched for that")
+    if len(wanted) == 2:
+        starts = {knob.key: _start(target.starts[knob.key], knob, granularity) for knob in knobs}
+        family = changed(family, starts)
+    _require_room(family, knobs, target, context)
     iterations: list[Iteration] = []
-    seen: list[DreamerConfig] = []
-    while model not in seen:
-        seen.append(model)
-        if flops is not None:
-            model = _search_expert_size(model, flops, context, granularity)
-            iterations.append(_iteration("expert_size", model, target, context))
-        if params is not None:
-            model = _search_num_experts(model, params, context)
-            iterations.append(_iteration("num_experts", model, target, context))
+    seen: list[Family] = []
+    while family not in seen:
+        seen.append(family)
+        for knob in knobs:
+            family = _search(family, knob, getattr(target, knob.moves), context, 1 if knob.fine else granularity)
+            values = {each.key: getattr(family.config, each.key) for each in family.knobs()}
+            iterations.append(Iteration(knob.key, values, gaps(cost(family, context), target)))
     # Usually the descent has ended at a fixed point; where it goes in a circle, its best point is taken.
-    best = min(seen[seen.index(model) :], key=lambda each: sum(map(abs, gaps(cost(each, context), target).values())))
+    best = min(seen[seen.index(family) :], key=lambda each: sum(map(abs, gaps(cost(each, context), target).values())))
     return Match(best, cost(best, context), target, tuple(iterations))
+
+
+def changed(family: Family, values: Mapping[str, object]) -> Family:
+    """The model with other values of some settings."""
+    return build(replace(family.config, **values), family.operations)
 
 
 def gaps(its: Cost, target: Target) -> dict[str, float]:
@@ -127,18 +126,11 @@ def gaps(its: Cost, target: Target) -> dict[str, float]:
     return {name: 100 * (getattr(its, name) / goal - 1) for name, goal in budgets.items() if goal is not None}
 
 
-def _search_expert_size(model: DreamerConfig, budget: float, context: int, granularity: int) -> DreamerConfig:
-    def flops(multiple: int) -> float:
-        return cost(replace(model, expert_size=multiple * granularity), context).flops_per_token
+def _search(family: Family, knob: Knob, budget: float, context: int, step: int) -> Family:
+    def quantity(multiple: int) -> float:
+        return getattr(cost(changed(family, {knob.key: multiple * step}), context), knob.moves)
 
-    return replace(model, expert_size=granularity * _closest(flops, budget, smallest=1))
-
-
-def _search_num_experts(model: DreamerConfig, budget: int, context: int) -> DreamerConfig:
-    def params(experts: int) -> int:
-        return cost(replace(model, num_experts=experts), context).params
-
-    return replace(model, num_experts=_closest(params, budget, smallest=model.experts_per_token))
+    return changed(family, {knob.key: step * _closest(quantity, budget, smallest=-(-knob.smallest // step))})
 
 
 def _closest(quantity: Callable[[int], float], goal: float, smallest: int) -> int:
@@ -152,36 +144,34 @@ def _closest(quantity: Callable[[int], float], goal: float, smallest: int) -> in
     return min((low, high), key=lambda each: abs(quantity(each) - goal))
 
 
-def _require_room(model: DreamerConfig, flops: float | None, params: int | None, context: int) -> None:
-    """The parts that no search moves must leave something for the experts, with as few of them as there can be."""
-    if params is not None:
-        model = replace(model, num_experts=model.experts_per_token)
-    needs = {
-        "FLOPs per token": (analytic.matmul_flops(model, analytic.average_context(context)), flops),
-        "parameters": (analytic.parameters(model), params),
+def _start(value: int, knob: Knob, granularity: int) -> int:
+    if knob.fine:
+        return max(value, knob.smallest)
+    return granularity * max(1, round(value / granularity))
+
+
+def _require_room(family: Family, knobs: list[Knob], target: Target, context: int) -> None:
+    """The parts that no search moves must leave something for those that it moves, made as small as they can be."""
+    family = changed(family, {knob.key: knob.smallest for knob in knobs if knob.moves == "params"})
+    moved = {knob.part for knob in knobs}
+    counts = {
+        "FLOPs per token": ("flops_per_token", analytic.matmul_flops(family, analytic.average_context(context))),
+        "parameters": ("params", analytic.parameters(family)),
     }
-    for what, (parts, budget) in needs.items():
-        others = {part: number for part, number in parts.items() if part != "EA"}
+    for what, (quantity, parts) in counts.items():
+        budget = getattr(target, quantity) if quantity in {knob.moves for knob in knobs} else None
+        others = {part: number for part, number in parts.items() if part not in moved}
         needed = sum(others.values())
         if budget is None or needed < budget:
             continue
         largest = max(others, key=lambda part: others[part])
+        remedy = family.remedies.get(largest, "model.hidden_size")
         raise UserError(
-            f"the {what} of this {model.variant} can't be matched: without the experts its other parts take "
-            f"{short(needed)}, {short(needed - budget)} more than the target of {short(budget)}; the largest is "
-            f"{largest} with {short(others[largest])}. Use a smaller {_remedy(largest)}, or a larger target"
+            f"the {what} of this {family.headline().partition(',')[0]} can't be matched: without "
+            f"{' and '.join(sorted(moved))} its parts take "
+            f"{short(needed)}, {short(needed - budget)} more than the target of {short(budget)}; the largest "
+            f"is {largest} with {short(others[largest])}. Use a smaller {remedy}, or a larger target"
         )
-
-
-def _remedy(part: str) -> str:
-    keys = {
-        "embedding": "model.vocab_size or model.hidden_size",
-        "head": "model.vocab_size or model.hidden_size",
-        "SA": "model.sa_heads or model.sa_head_size",
-        "DA": "model.da_heads or model.da_head_size",
-        "routers": "model.router_size",
-    }
-    return keys.get(part, "model.hidden_size")
 
 
 def short(number: float) -> str:
@@ -190,13 +180,3 @@ def short(number: float) -> str:
         if abs(number) >= size:
             return f"{number / size:.4f} {unit}"
     return f"{number:g}"
-
-
-def _multiple(size: int, granularity: int) -> int:
-    return granularity * max(1, round(size / granularity))
-
-
-def _iteration(
-    searched: Literal["expert_size", "num_experts"], model: DreamerConfig, target: Target, context: int
-) -> Iteration:
-    return Iteration(searched, model.num_experts, model.expert_size, gaps(cost(model, context), target))

@@ -1,4 +1,4 @@
-"""Memory in bytes by arithmetic: of generating text, and of a training step.
+"""Memory in bytes of any model, summed over its blocks: of generating text, and of a training step.
 
 Table 1's quantity is `generation`: the stored weights in bfloat16 and the key/value caches of one sequence of 1024
 tokens. The training figures are what the recipe has to hold on one device that holds everything; temporary
@@ -7,101 +7,100 @@ buffers of a compiler are its own and are read from the compiled program elsewhe
 
 from __future__ import annotations
 
+from dreamer_jax.blocks.counting import Share
 from dreamer_jax.budget import analytic
-from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.config.values import Remat
+from dreamer_jax.families import Family
 
 Bytes = dict[str, int]
 SIZE = {"bfloat16": 2, "float32": 4}
 MASTER = 4  # weights, gradients and optimizer state are float32
 
 
-def caches(model: DreamerConfig, context: int, batch: int = 1) -> Bytes:
-    """Key/value caches of generation, in bfloat16: SA [L, B, S, kv, d] twice, DA [L, B, kv, d] twice.
+def caches(family: Family, context: int, batch: int = 1) -> Bytes:
+    """Caches of generation, in bfloat16, of each part that has one: of every position, or of the newest alone.
 
-    DA's cache is overwritten by the next token, so it doesn't grow with the context.
+    What belongs to the newest position is overwritten by the next token, so it doesn't grow with the context.
     """
-    sequence = 2 * model.depth * batch * context * model.sa_kv_heads * model.sa_head_size * SIZE["bfloat16"]
-    depth = 2 * model.depth * batch * model.da_kv_heads * model.da_head_size * SIZE["bfloat16"]
-    return {"SA cache": sequence, "DA cache": depth if model.depth_attention else 0}
+    sizes: Bytes = dict.fromkeys((f"{part} cache" for part in family.cached_parts), 0)
+    for share in family.blocks():
+        kept = share.depths if share.cached is None else min(share.cached, share.depths)
+        numbers = kept * (context * share.block.cache_elements() + share.block.flight_elements())
+        if numbers:
+            name = f"{share.part} cache"
+            sizes[name] = sizes.get(name, 0) + numbers * batch * SIZE["bfloat16"]
+    return sizes
 
 
-def generation(model: DreamerConfig, context: int, batch: int = 1, folded: bool = False) -> Bytes:
+def generation(family: Family, context: int, batch: int = 1, folded: bool = False) -> Bytes:
     """Weights in bfloat16 and the caches of `batch` sequences of `context` tokens.
 
     Args:
-        model: sizes of the model.
+        family: the model.
         context: tokens of a generated sequence.
         batch: sequences generated at once.
         folded: whether the shared experts have been added into the routed ones. Table 1 compares the models as
             they are stored, unfolded: matched models then agree, which folded ones would not.
     """
-    weights = int(analytic.total(analytic.parameters(model, folded))) * SIZE["bfloat16"]
-    return {"weights": weights, **caches(model, context, batch)}
+    weights = int(analytic.total(analytic.parameters(family, folded))) * SIZE["bfloat16"]
+    return {"weights": weights, **caches(family, context, batch)}
 
 
-def training(model: DreamerConfig, sequence_length: int, batch: int, remat: Remat) -> Bytes:
+def training(family: Family, sequence_length: int, batch: int, remat: Remat) -> Bytes:
     """What a training step with microbatches of `batch` rows of S tokens has to hold, if one device does it all.
 
     float32 weights, their gradients and AdamW's two moments; the copy of the weights in the compute type; the
     activations the backward pass needs under `remat`; float32 logits.
     """
-    count = int(analytic.total(analytic.parameters(model)))
-    copy = 0 if model.dtype == "float32" else count * SIZE[model.dtype]
+    count = int(analytic.total(analytic.parameters(family)))
+    dtype = family.config.dtype
+    logits = sum(share.block.logit_elements() for share in family.blocks())
     return {
         "weights": count * MASTER,
-        "weights, compute copy": copy,
+        "weights, compute copy": 0 if dtype == "float32" else count * SIZE[dtype],
         "gradients": count * MASTER,
         "optimizer": 2 * count * MASTER,
-        "activations": activations(model, sequence_length, batch, remat),
-        "attention scores": scores(model, sequence_length, batch, remat),
-        "logits": batch * sequence_length * model.vocab_size * MASTER,
+        "activations": activations(family, sequence_length, batch, remat),
+        "attention scores": scores(family, sequence_length, batch, remat),
+        "logits": batch * sequence_length * logits * MASTER,
     }
 
 
-def activations(model: DreamerConfig, sequence_length: int, batch: int, remat: Remat) -> int:
+def activations(family: Family, sequence_length: int, batch: int, remat: Remat) -> int:
     """Bytes of the activations kept from the forward for the backward pass of B x S tokens, head and scores excluded.
 
-    full: the residual stream of every depth and the intermediates of the one layer being recomputed; with DA also
-    keys and values of every depth and their gradients (float32). attention: also, of every depth, the projections
-    into and the outputs of the attentions and the experts' gate and up. none: the intermediates of every depth.
+    full: the state of every differentiated depth and the intermediates of the one that is recomputed; with a memory
+    along depth also what it keeps of every depth and its gradient (float32). attention: also, of every depth, the
+    projections into and the outputs of the attentions and the experts' gate and up. none: the intermediates of every
+    depth. What a prelude or coda computes is kept whatever the policy.
     """
-    element = SIZE[model.dtype]
+    element, shares = SIZE[family.config.dtype], family.blocks()
+    states = family.state_elements() * min(family.differentiated, family.depth)
+    kept = {
+        "full": 0,
+        "attention": _sum(shares, lambda share: share.block.kept_elements() * share.differentiated),
+        "none": _sum(shares, lambda share: share.block.intermediate_elements() * share.differentiated),
+    }[remat]
+    layer = _sum(shares, lambda share: share.block.intermediate_elements() * share.depths // family.depth)
+    outside = sum(share.block.intermediate_elements() * share.depths for share in shares if share.outside)
+    cache = _sum(shares, lambda share: share.block.gradient_cache_elements() * share.depths)
     tokens = batch * sequence_length
-    layer = _layer_intermediates(model) * element
-    residual = model.hidden_size * element
-    cache = 2 * model.depth * model.da_kv_heads * model.da_head_size if model.depth_attention else 0
-    kept = {"full": 0, "attention": _kept(model) * element, "none": layer}[remat]
-    return tokens * (model.depth * (residual + kept) + layer + cache * (element + MASTER))
+    return tokens * ((states + kept + layer + outside) * element + cache * (element + MASTER))
 
 
-def scores(model: DreamerConfig, sequence_length: int, batch: int, remat: Remat) -> int:
-    """Bytes of the sequence attention's float32 scores, n x S a token; a kernel recomputes them and keeps none."""
-    if model.implementation == "pallas":
-        return 0
-    layers = model.depth if remat == "none" else 1
-    return layers * batch * sequence_length * model.sa_heads * sequence_length * SIZE["float32"]
+def scores(family: Family, sequence_length: int, batch: int, remat: Remat) -> int:
+    """Bytes of attention scores in float32 where they are written down: of all depths, or of the one at hand."""
+    count = 0
+    for share in family.blocks():
+        applied = share.depths if remat == "none" or share.outside else share.depths // family.depth
+        count += share.block.score_elements(sequence_length) * applied
+    return count * batch * sequence_length * SIZE["float32"]
 
 
-def _kept(model: DreamerConfig) -> int:
-    """Elements per token and depth that remat "attention" keeps beside the residual stream."""
-    elements = model.hidden_size + model.experts_per_token * 2 * model.expert_size
-    elements += 2 * (model.sa_heads + model.sa_kv_heads) * model.sa_head_size
-    if model.depth_attention:
-        elements += 2 * (model.da_heads + model.da_kv_heads) * model.da_head_size
-    return elements
+def _sum(shares, count) -> int:
+    """Over the blocks of the recurrence."""
 
+    def of(share: Share) -> int:
+        return 0 if share.outside else count(share)
 
-def _layer_intermediates(model: DreamerConfig) -> int:
-    """Elements per token a layer's backward pass reads: the inputs of every product and function worth keeping."""
-    h, k, r = model.hidden_size, model.experts_per_token, model.router_size
-    attentions = [(model.sa_heads, model.sa_kv_heads, model.sa_head_size)]
-    if model.depth_attention:
-        attentions.append((model.da_heads, model.da_kv_heads, model.da_head_size))
-    elements = 0
-    for heads, kv_heads, head_size in attentions:
-        rotated = (heads + kv_heads) * head_size
-        elements += h + (heads + 2 * kv_heads) * head_size + rotated + heads * head_size + h
-    elements += h + k * (2 * h + 3 * model.expert_size)  # normed input; of each expert its input, 3 in between, output
-    routers = [model.num_experts] + ([model.depth] * len(attentions) if model.recurrent else [])
-    return elements + sum(2 * r + experts for experts in routers)
+    return sum(map(of, shares))

@@ -8,16 +8,18 @@ every token meets S keys and every depth L: the analytic count takes these as it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from dreamer_jax.blocks.operations import Operations, Plain
 from dreamer_jax.budget import analytic, lowered
-from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.errors import UserError
-from dreamer_jax.model import Dreamer, Operations
+from dreamer_jax.families import Family, build, forward, initialise
 from pallas_kernels.depth_attention import DepthCache, write_slot
 
 
@@ -29,41 +31,51 @@ class ProgramCount:
     flops_per_token: float
 
 
-def count(model: DreamerConfig, sequence_length: int, batch: int = 1, devices: int = 1) -> ProgramCount:
-    """Count the model's forward over [B, S] tokens, folded (Eq. 8).
+def count(config: Any, sequence_length: int, batch: int = 1, devices: int = 1) -> ProgramCount:
+    """Count a model's forward over [B, S] tokens, folded (Eq. 8).
 
     Args:
-        model: sizes of the model.
+        config: its section `model`.
         sequence_length: S; the attention of the program is dense, so its context is S.
         batch: rows B, a multiple of `devices`.
         devices: of an abstract mesh the rows are spread over; none of them has to exist.
     """
     if batch % devices:
         raise UserError(f"{batch} rows can't be spread over {devices} devices; use a multiple of {devices}")
-    module = Dreamer(model, operations=COUNTING)
+    family = build(config, COUNTING)
     tokens = jax.ShapeDtypeStruct((batch, sequence_length), jnp.int32)
-    variables = jax.eval_shape(module.init, jax.random.key(0), tokens)
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(variables["params"]))
-    program = _lower(module, variables, tokens, devices)
+    variables = jax.eval_shape(lambda: initialise(family, jax.random.key(0)))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(variables[0]))
+    program = _lower(_logits_of(family), variables, tokens, devices)
     return ProgramCount(parameters, lowered.matmul_flops(program) / (batch * sequence_length))
 
 
-def expected(model: DreamerConfig, sequence_length: int) -> ProgramCount:
+def expected(config: Any, sequence_length: int) -> ProgramCount:
     """What the analytic count says of the same program."""
-    flops = analytic.matmul_flops(model, context=sequence_length, depth_context=model.depth)
-    return ProgramCount(int(analytic.total(analytic.parameters(model))), analytic.total(flops))
+    family = build(config)
+    flops = analytic.matmul_flops(family, context=sequence_length, depth_context=family.depth)
+    return ProgramCount(int(analytic.total(analytic.parameters(family))), analytic.total(flops))
 
 
-def _lower(module: Dreamer, variables, tokens: jax.ShapeDtypeStruct, devices: int) -> jax.stages.Lowered:
+def _logits_of(family: Family) -> Callable[..., jax.Array]:
+    def logits(variables, tokens):
+        passed = forward(family, variables[0], variables[1], {"tokens": tokens})
+        hidden, _ = family.readout(variables[0], passed.state, passed.memory, passed.context)
+        return family.logits(variables[0], hidden)
+
+    return logits
+
+
+def _lower(logits: Callable, variables, tokens: jax.ShapeDtypeStruct, devices: int) -> jax.stages.Lowered:
     if devices == 1:
-        return jax.jit(module.apply).lower(variables, tokens)
+        return jax.jit(logits).lower(variables, tokens)
     mesh = AbstractMesh((devices,), ("data",))
 
     def on_mesh(leaf, *axes):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
     replicated = jax.tree.map(on_mesh, variables)
-    traced = jax.jit(module.apply).trace(replicated, on_mesh(tokens, "data"))
+    traced = jax.jit(logits).trace(replicated, on_mesh(tokens, "data"))
     return traced.lower(lowering_platforms=("cpu",))
 
 
@@ -78,9 +90,8 @@ def _sequence_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: j
     return jnp.einsum("bgnqk,bkgd->bqgnd", weights, v).reshape(q.shape)
 
 
-def _depth_attention(q: jax.Array, k: jax.Array, v: jax.Array, cache: DepthCache, depth: jax.Array, tape: None = None):
+def _depth_attention(q: jax.Array, k: jax.Array, v: jax.Array, cache: DepthCache, depth: jax.Array):
     """Depth attention by two products over all L slots of the cache (the shipped one multiplies and reduces)."""
-    del tape
     cache = write_slot(cache, k, v, depth)
     keys, values = cache.heads(q.shape[-1])  # [L, T, kv, d]
     slots, tokens, kv_heads, size = keys.shape
@@ -102,5 +113,5 @@ def _expert_linear(x: jax.Array, index: jax.Array, score: jax.Array, routed: jax
     return score.astype(x.dtype)[:, None] * jnp.einsum("ta,tab->tb", x, (routed + shared)[index])
 
 
-COUNTING = Operations(_sequence_attention, _depth_attention, _expert_mlp, _expert_linear)
+COUNTING = Operations(*map(Plain, (_sequence_attention, _depth_attention, _expert_mlp, _expert_linear)))
 """Same values as the shipped operations, by the products that SPEC.md 4 counts and no others."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dreamer_jax.budget import analytic, memory
-from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.config.sections import Config
+from dreamer_jax.families import build
 
 Report = dict[str, Any]
 
@@ -21,10 +21,10 @@ def report(config: Config, context: int = 1024, batch: int = 1) -> Report:
     Returns:
         Nested dicts of numbers: parameters, FLOPs per token, bytes.
     """
-    model = config.model
+    model = build(config.model)
     average = analytic.average_context(context)
     return {
-        "model": _description(model),
+        "model": model.describe(),
         "context": context,
         "batch": batch,
         "parameters": _with_total(analytic.parameters(model)),
@@ -39,9 +39,15 @@ def report(config: Config, context: int = 1024, batch: int = 1) -> Report:
     }
 
 
-def render(report: Report) -> str:
-    """The report as text."""
-    blocks = [_heading(report), _parts(report), _folding(report), _training_text(report), _memory_text(report)]
+def render(report: Report, sentence: str) -> str:
+    """The report as text, under a sentence on the model."""
+    blocks = [
+        _heading(report, sentence),
+        _parts(report),
+        _folding(report),
+        _training_text(report),
+        _memory_text(report),
+    ]
     return "\n\n".join(blocks)
 
 
@@ -55,13 +61,8 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def _description(model: DreamerConfig) -> dict[str, Any]:
-    names = ("variant", "depth", "hidden_size", "vocab_size", "num_experts", "experts_per_token", "expert_size")
-    return {name: getattr(model, name) for name in names}
-
-
 def _training(config: Config) -> dict[str, Any]:
-    model, length = config.model, config.data.sequence_length
+    model, length = build(config.model), config.data.sequence_length
     rows = config.training.batch_size // config.training.microbatches // config.mesh.size
     remat = config.training.remat
     context = analytic.average_context(length)
@@ -89,14 +90,10 @@ def _with_total(parts: dict[str, int] | dict[str, float]) -> dict[str, float]:
     return {**parts, "total": sum(parts.values())}
 
 
-def _heading(report: Report) -> str:
-    model = report["model"]
-    layer = "" if model["variant"].startswith("DR") else " a layer"
+def _heading(report: Report, sentence: str) -> str:
     average = analytic.average_context(report["context"])
     return (
-        f"{model['variant']}, depth {model['depth']}, hidden size {model['hidden_size']}, vocabulary "
-        f"{model['vocab_size']}, {model['num_experts']} experts{layer} of {model['expert_size']}, "
-        f"{model['experts_per_token']} active\n"
+        f"{sentence}\n"
         f"forward FLOPs: folded (Eq. 8), average context {average:g} of {report['context']} generated tokens"
     )
 
@@ -104,7 +101,7 @@ def _heading(report: Report) -> str:
 def _parts(report: Report) -> str:
     whole = report["parameters"]["total"]
     rows = []
-    for part in (*analytic.PARTS, "total"):
+    for part in report["parameters"]:
         count, flops = report["parameters"][part], report["flops_per_token"][part]
         elementwise = report["elementwise_flops_per_token"][part]
         active = report["active_parameters"][part]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from dreamer_jax.config import LoadedConfig, load_config
+from dreamer_jax.config import Config, LoadedConfig, load_config
+from dreamer_jax.config.keys import FAMILY
+from dreamer_jax.config.loading import read_overrides
+from dreamer_jax.config.models import find, known
 from dreamer_jax.errors import UserError
 
 
@@ -33,7 +37,7 @@ def read_config(command: str, arguments: Sequence[str]) -> LoadedConfig | None:
     files, overrides, help_asked = _split(arguments)
     usage = f"usage: dreamer {command} CONFIG [--section.key value ...]"
     if help_asked:
-        _print_help(command, files)
+        _print_help(command, files, overrides)
         return None
     if not files:
         raise UserError(f"{command}: no configuration is named; {usage}")
@@ -74,32 +78,46 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str], bool]:
     """(files, overrides, whether help is asked for); an option is followed by its value or holds it after `=`."""
     files: list[str] = []
     overrides: list[str] = []
+    help_asked = False
     remaining = list(arguments)
     while remaining:
         word = remaining.pop(0)
         if word in ("--help", "-h"):
-            return files, overrides, True
+            help_asked = True
+            continue
         if not word.startswith("-"):
             files.append(word)
             continue
         overrides.append(word)
         if "=" not in word and remaining and not remaining[0].startswith("--"):
             overrides.append(remaining.pop(0))
-    return files, overrides, False
+    return files, overrides, help_asked
 
 
-def _print_help(command: str, files: Sequence[str]) -> None:
-    """Every setting with its docstring; its default is the file's value where a file is named."""
+def _print_help(command: str, files: Sequence[str], overrides: Sequence[str]) -> None:
+    """Every setting with its docstring; its default is the file's value where a file is named.
+
+    The settings of the model are those of the family that the file names, or the last `--model.family`.
+    """
     import tyro  # slow to import, and needed for help only
 
-    from dreamer_jax.config import Config
-
     defaults = load_config(files[0]).config if len(files) == 1 else Config()
+    at = max((i for i, word in enumerate(overrides) if word.partition("=")[0] == f"--{FAMILY}"), default=None)
+    if at is not None:
+        family = read_overrides(overrides[at : at + (1 if "=" in overrides[at] else 2)])[FAMILY].value
+        if family != defaults.model.family:
+            defaults = dataclasses.replace(defaults, model=find(family).config())
+    # tyro goes by annotations, and only that of this class says which family it is.
+    shown = dataclasses.make_dataclass("Shown", [("model", type(defaults.model))], bases=(Config,), frozen=True)
     with contextlib.suppress(SystemExit):  # raised once the help is printed
         tyro.cli(
-            Config,
-            default=defaults,
+            shown,
+            default=shown(**{field.name: getattr(defaults, field.name) for field in dataclasses.fields(Config)}),
             args=["--help"],
             prog=f"dreamer {command} {files[0] if files else 'CONFIG'}",
+            description=Config.__doc__,
             use_underscores=True,
         )
+    print(
+        f"Families of models: {', '.join(known())}. The settings of another: dreamer {command} --model.family X --help"
+    )

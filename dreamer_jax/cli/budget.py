@@ -8,6 +8,7 @@ import json
 from dreamer_jax.budget.report import Report, render, report
 from dreamer_jax.cli.arguments import Parser, positive, split_overrides
 from dreamer_jax.config import Config, load_config
+from dreamer_jax.families import build
 
 
 def run(arguments: list[str]) -> int:
@@ -19,7 +20,7 @@ def run(arguments: list[str]) -> int:
     its = report(config, options.context, options.batch)
     if options.program:
         its["program"] = _program(config, options.devices)
-    print(json.dumps(its, indent=2) if options.json else _text(its))
+    print(json.dumps(its, indent=2) if options.json else _text(its, build(config.model).sentence()))
     return 0
 
 
@@ -48,7 +49,7 @@ def _parser() -> Parser:
 
 
 def _program(config: Config, devices: int) -> dict[str, float]:
-    from dreamer_jax.budget import program  # imports jax, which the analytic count has no need of
+    from dreamer_jax.budget import program
 
     length = min(config.data.sequence_length, 256)
     lowered = program.count(config.model, length, batch=devices, devices=devices)
@@ -63,8 +64,8 @@ def _program(config: Config, devices: int) -> dict[str, float]:
     }
 
 
-def _text(its: Report) -> str:
-    text = render(its)
+def _text(its: Report, sentence: str) -> str:
+    text = render(its, sentence)
     if "program" in its:
         found = its["program"]
         difference = 100 * (found["flops_per_token"] / found["flops_per_token_analytic"] - 1)

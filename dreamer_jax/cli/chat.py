@@ -7,7 +7,7 @@ import contextlib
 import sys
 
 from dreamer_jax.cli.arguments import Parser, say
-from dreamer_jax.cli.inference_options import add_options, open_writer, sampling_of
+from dreamer_jax.cli.inference_options import RUN, add_options, open_model, sampling_of
 from dreamer_jax.errors import UserError
 
 
@@ -15,7 +15,7 @@ def run(arguments: list[str]) -> int:
     """Answer lines until they end; returns the exit code."""
     options = _parser().parse_args(arguments)
     sampling = sampling_of(options)
-    writer, config = open_writer(options)
+    model, config = open_model(options)
     from dreamer_jax.data.jsonl import Template
 
     template = Template(config.data.prompt, "data.prompt")
@@ -41,7 +41,7 @@ def run(arguments: list[str]) -> int:
         prompt = template.fill({template.fields[0]: line}) if template.fields else line
         shown = ""
         try:
-            for texts in writer.stream([history + prompt], options.max_tokens, sampling, options.stop):
+            for texts in model.stream([history + prompt], options.max_tokens, sampling, options.stop):
                 print(texts[0].text[len(shown) :], end="", flush=True)
                 shown = texts[0].text
         except KeyboardInterrupt:
@@ -61,7 +61,8 @@ def _parser() -> argparse.ArgumentParser:
         "followed by an empty line.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", help="a run directory, or one checkpoint in it (RUN/checkpoints/500)")
+    parser.add_argument("run", metavar="RUN", help=RUN)
     parser.add_argument("--history", action="store_true", help="keep the conversation so far in the prompt")
+    parser.set_defaults(batch_size=1)
     add_options(parser)
     return parser

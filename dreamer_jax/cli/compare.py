@@ -11,6 +11,7 @@ from dreamer_jax.cli.arguments import Parser
 from dreamer_jax.config import load_config
 from dreamer_jax.errors import UserError
 from dreamer_jax.evaluation.comparison import Curve, accuracies, best, data_efficiency, draw
+from dreamer_jax.families import build
 from dreamer_jax.runs.metrics import read_metrics
 from dreamer_jax.training.figures import heldout_loss
 
@@ -22,7 +23,8 @@ def run(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     directories = list(dict.fromkeys(options.runs))
     rows = [_row(Path(directory)) for directory in directories]
-    curves = {directory: _accuracies(Path(directory)) for directory in directories}
+    configs = {directory: load_config(Path(directory) / "config.yaml").config for directory in directories}
+    curves = {d: accuracies(Path(d), config, read_metrics(Path(d))) for d, config in configs.items()}
     baseline = _baseline(options.baseline, directories, rows)
     for row, directory in zip(rows, directories, strict=True):
         row |= _benchmarks(curves[directory], curves[baseline])
@@ -32,7 +34,7 @@ def run(arguments: list[str]) -> int:
         _print_table(rows)
     if options.figure:
         names = {directory: f"{row['variant']} ({directory})" for row, directory in zip(rows, directories, strict=True)}
-        panels = {LOSS: {names[directory]: heldout_loss(Path(directory)) for directory in directories}}
+        panels = {LOSS: {names[d]: heldout_loss(Path(d), config) for d, config in configs.items()}}
         for label in sorted({label for its in curves.values() for label in its}):
             panels[label] = {names[directory]: its.get(label, []) for directory, its in curves.items()}
         if not draw(panels, names[baseline], Path(options.figure)):
@@ -64,22 +66,19 @@ def _row(directory: Path) -> dict[str, Any]:
         raise UserError(f"{directory} is not a finished run: it has no summary.json; finish it with `dreamer train`")
     config = load_config(directory / "config.yaml").config
     last = json.loads(summary.read_text(encoding="utf-8"))
+    model = build(config.model)
     return {
         "run": str(directory),
-        "variant": config.model.variant,
-        "depth": config.model.depth,
-        "parameters": int(analytic.total(analytic.parameters(config.model))),
-        "flops_per_token": int(analytic.total(analytic.matmul_flops(config.model, config.data.sequence_length))),
+        "variant": getattr(config.model, "variant", config.model.family),
+        "depth": model.depth,
+        "parameters": int(analytic.total(analytic.parameters(model))),
+        "flops_per_token": int(analytic.total(analytic.matmul_flops(model, config.data.sequence_length))),
         "steps": int(last["step"]),
         "tokens": int(last["tokens"]),
         "heldout_loss": last.get("heldout/loss"),
         "heldout_perplexity": last.get("heldout/perplexity"),
         "heldout_exact_match": last.get("heldout/exact_match"),
     }
-
-
-def _accuracies(directory: Path) -> dict[str, Curve]:
-    return accuracies(directory, load_config(directory / "config.yaml").config, read_metrics(directory))
 
 
 def _baseline(asked: str | None, directories: list[str], rows: list[dict[str, Any]]) -> str:

@@ -62,11 +62,9 @@ def summary(config: Config) -> str:
     model, data, training = config.model, config.data, config.training
     tokens = training.batch_size * data.sequence_length
     source = data.path if data.source != "task" else f"built-in task {data.task}, difficulty 1 to {data.difficulty}"
-    per_layer = "" if model.recurrent else " a layer"
+    sizes = f"{model.family}, hidden size {model.hidden_size}, vocabulary {model.vocab_size}"
     lines = {
-        "model": f"{model.variant}, depth {model.depth}, hidden size {model.hidden_size}, vocabulary "
-        f"{model.vocab_size}, {model.num_experts} experts{per_layer} of {model.expert_size}, "
-        f"{model.experts_per_token} active, {model.dtype}",
+        "model": f"{getattr(model, 'summary', sizes)}, {model.dtype}",
         "data": f"{source}, tokenizer {data.tokenizer}",
         "training": f"{training.steps} steps of {training.batch_size} x {data.sequence_length} = {tokens} tokens, "
         f"learning rate {training.learning_rate:g}",

@@ -14,20 +14,31 @@ from dreamer_jax.errors import UserError
 def run(arguments: list[str]) -> int:
     """Evaluate a checkpoint and print its table; returns the exit code."""
     options = _parser().parse_args(arguments)
-    from dreamer_jax.evaluation.language_model import open_model
     from dreamer_jax.evaluation.report import table
     from dreamer_jax.evaluation.runner import Settings, choose_tasks, evaluate
 
     tasks = choose_tasks(options.tasks)  # a wrong name shows before anything is loaded
-    settings = Settings(options.data, options.shots, options.max_tokens, options.text, options.template, options.window)
+    from dreamer_jax.evaluation.opening import open_model
+
     model, place = open_model(
         options.run,
         depth=options.depth,
         dtype=options.dtype,
+        average=options.average,
         tokenizer=options.tokenizer,
         max_length=options.max_length,
         batch_size=options.batch_size,
         mesh=_mesh(options.mesh_data, options.mesh_expert),
+    )
+    settings = Settings(
+        data=options.data,
+        shots=options.shots,
+        max_tokens=options.max_tokens,
+        text=options.text,
+        template=options.template,
+        window=options.window,
+        prompt=options.prompt,
+        space_in_prompt=place.space_in_prompt,
     )
     folder = Path(options.out) if options.out else place.folder
     results = evaluate(
@@ -83,8 +94,10 @@ def _parser() -> Parser:
     add("--max-length", type=positive, help="most tokens of prompt and answer (2048, or the run's row length if more)")
     add("--text", default="", help="task ppl: a text file, or JSONL (GSM8K's solved test questions)")
     add("--template", default="{text}", help="task ppl: what is read of a JSONL record ({text})")
+    add("--prompt", default="", help="task ppl: what of the record stands before that, encoded apart from it (nothing)")
     add("--window", type=positive, help="task ppl: tokens the model sees at once (the run's row length)")
     add("--depth", type=positive, help="depths to apply, instead of the trained number")
+    add("--average", type=positive, default=1, metavar="N", help="take the mean of the last N checkpoints' weights (1)")
     add("--dtype", choices=("bfloat16", "float32"), help="compute precision, instead of the run's")
     add("--tokenizer", help="where the run's tokenizer is now, if it was moved")
     add("--mesh.data", dest="mesh_data", type=positive, default=1, help="devices that share the rows of a batch (1)")

@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from dreamer_jax.cli.arguments import Parser
+from dreamer_jax.cli.arguments import Parser, positive
 from dreamer_jax.cli.extras import install_command
 from dreamer_jax.errors import UserError
 
@@ -25,7 +25,7 @@ def run(arguments: list[str]) -> int:
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns that it reads only
     out = Path(options.out)
-    model = open_model(options.run, options.step)
+    model = open_model(options.run, options.step, options.average)
     if options.verify_only:
         if options.dtype or options.keep_shared:
             raise UserError("--verify-only takes neither --dtype nor --keep-shared: the folder says what it is")
@@ -44,6 +44,9 @@ def _parser() -> Parser:
     parser.add_argument("run", metavar="RUN", help="a run directory, or one checkpoint in it (RUN/checkpoints/500)")
     parser.add_argument("out", metavar="OUT", help="the folder to write; nothing may exist there")
     parser.add_argument("--step", type=int, help="the checkpoint (the newest)")
+    parser.add_argument(
+        "--average", type=positive, default=1, metavar="N", help="the mean of the last N checkpoints' weights (1)"
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the matrices (the run's model.dtype)")
     parser.add_argument(
         "--keep-shared", action="store_true", help="keep shared experts apart, to train on in PyTorch; else fold them"

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from dreamer_jax.cli.arguments import Parser, say
-from dreamer_jax.cli.inference_options import add_options, open_writer, sampling_of
+from dreamer_jax.cli.inference_options import RUN, add_options, open_model, sampling_of
 from dreamer_jax.errors import UserError
 
 
@@ -21,9 +21,9 @@ def run(arguments: list[str]) -> int:
     if options.prompt is None:
         raise UserError("generate: nothing to continue; give --prompt TEXT or --file prompts.jsonl")
     sampling = sampling_of(options)
-    writer, _ = open_writer(options)
+    model, _ = open_model(options)
     shown = ""
-    for texts in writer.stream([options.prompt], options.max_tokens, sampling, options.stop):
+    for texts in model.stream([options.prompt], options.max_tokens, sampling, options.stop):
         print(texts[0].text[len(shown) :], end="", flush=True)
         shown = texts[0].text
     print()
@@ -35,14 +35,14 @@ def _answer_file(path: Path, options: argparse.Namespace) -> int:
     if not path.is_file():
         raise UserError(f"{path}: there is no such file")
     sampling = sampling_of(options)
-    writer, config = open_writer(options)
+    model, config = open_model(options)
     records = _records(path, config.data.prompt)
     for first in range(0, len(records), options.batch_size):
         part = records[first : first + options.batch_size]
         prompts = [prompt for _, prompt in part]
-        texts = writer.write(prompts, options.max_tokens, sampling, options.stop, len(part), first)
+        texts = model.generate(prompts, options.max_tokens, sampling, options.stop, first)
         for (record, prompt), text in zip(part, texts, strict=True):
-            answer = {"prompt": prompt, "generated": text.text, "finish": text.finish, "tokens": text.tokens}
+            answer = {"prompt": prompt, "generated": text.text, "finish": text.finish, "tokens": len(text.tokens)}
             if options.exit_distance > 0:
                 answer["mean_depth"] = round(text.mean_depth, 3)
             print(json.dumps(record | answer, ensure_ascii=False), flush=True)
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "a line for each record: its own fields, then prompt, generated, finish and tokens.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", help="a run directory, or one checkpoint in it (RUN/checkpoints/500)")
+    parser.add_argument("run", metavar="RUN", help=RUN)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--prompt", metavar="TEXT", help="the text to continue, exactly")
     what.add_argument(

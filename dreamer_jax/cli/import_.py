@@ -27,7 +27,7 @@ def run(arguments: list[str]) -> int:
     from dreamer_jax.export.reading import import_run
 
     description = import_run(folder, out)
-    model = description.config.model
+    model = description.model
     print(f"imported {folder}: {model.variant}, depth {model.depth}, step {description.step}")
     print(f"done: {out}; go on with `dreamer train {out / 'config.yaml'}`")
     return 0

@@ -1,4 +1,4 @@
-"""What `dreamer generate` and `dreamer chat` have in common: their options, and the writer those ask for."""
+"""What `dreamer generate` and `dreamer chat` have in common: their options, and the model those ask for."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from dreamer_jax.errors import UserError
 
 if TYPE_CHECKING:
     from dreamer_jax.config import Config
-    from dreamer_jax.inference import Sampling
-    from dreamer_jax.inference.text import Writer
+    from dreamer_jax.inference import LanguageModel, Sampling
+
+
+RUN = "a run directory, one checkpoint in it (RUN/checkpoints/500), or an exported folder"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +26,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of the draws (0)")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends a text; may be given several times")
     add("--depth", type=int, metavar="L", help="depths to apply; a recurrent model takes any (as trained)")
+    add("--average", type=int, default=1, metavar="N", help="take the mean of the last N checkpoints' weights (1)")
     add("--dtype", choices=["float32", "bfloat16"], help="compute precision (as trained)")
+    add("--tokenizer", metavar="FILE", help="where the run's tokenizer is now, if it was moved")
     add(
         "--exit-distance",
         type=float,
@@ -43,20 +47,17 @@ def sampling_of(options: argparse.Namespace) -> Sampling:
     return Sampling(options.temperature, options.top_k, options.top_p, options.min_p, options.seed)
 
 
-def open_writer(options: argparse.Namespace) -> tuple[Writer, Config]:
-    """The writer of `options.run`, and the run's configuration.
+def open_model(options: argparse.Namespace) -> tuple[LanguageModel, Config]:
+    """The model of `options.run`, and its run's configuration.
 
     Raises:
-        UserError: no run, no checkpoint, another tokenizer, an impossible depth, or too few devices.
+        UserError: no model, another tokenizer, an impossible depth, or too few devices.
     """
     import jax
 
     from dreamer_jax.config.sections import MeshConfig
-    from dreamer_jax.data import load_tokenizer
-    from dreamer_jax.inference import Engine
-    from dreamer_jax.inference.text import Writer
+    from dreamer_jax.model import load
     from dreamer_jax.parallel import make_mesh
-    from dreamer_jax.runs.checkpoints import load_run
 
     if options.max_tokens < 1:
         raise UserError(f"--max-tokens {options.max_tokens}: must be 1 or more")
@@ -68,12 +69,6 @@ def open_writer(options: argparse.Namespace) -> tuple[Writer, Config]:
                 f"jax sees {jax.device_count()}"
             )
         mesh = make_mesh(MeshConfig(data=(options.data,), expert=options.expert), jax.devices()[:wanted])
-    trained = load_run(options.run)
-    tokenizer = load_tokenizer(trained.config.data.tokenizer)
-    if tokenizer.fingerprint != trained.meta.get("tokenizer"):
-        raise UserError(
-            f"data.tokenizer: {trained.config.data.tokenizer} is not the tokenizer the run was trained with; "
-            "bring the old file back"
-        )
-    engine = Engine.of(trained, options.depth, options.dtype, options.exit_distance, mesh)
-    return Writer(engine, tokenizer), trained.config
+    average, dtype, tokenizer = options.average, options.dtype, options.tokenizer
+    model = load(options.run, average=average, dtype=dtype, tokenizer=tokenizer, mesh=mesh)
+    return model.texts(options.depth, options.exit_distance, options.batch_size), model.config

@@ -1,16 +1,21 @@
-"""`dreamer info`: versions, devices, and which extras are installed."""
+"""`dreamer info`: versions, devices, families of models, and which extras are installed."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import platform
 import sys
 
 from dreamer_jax import __version__
 from dreamer_jax.cli.extras import install_command, requirements, version_of
-from dreamer_jax.errors import UserError
+from dreamer_jax.config.models import find, known
+from dreamer_jax.errors import ConfigError, UserError
 
-USAGE = "usage: dreamer info\n\nPrints versions, devices, and which extras are installed and how to install the others."
+USAGE = """\
+usage: dreamer info
+
+Prints versions, devices, the families of models, and which extras are installed and how to install the others."""
 
 
 def run(arguments: list[str]) -> int:
@@ -28,6 +33,10 @@ def run(arguments: list[str]) -> int:
     console.print(f"dreamer-jax {__version__}, Python {platform.python_version()} ({sys.executable})")
     console.print(f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores")
     console.print(_devices(), markup=False)
+    families = Table("family", "models", "from", box=None, header_style="bold", pad_edge=False)
+    for row in _families():
+        families.add_row(*map(escape, row))
+    console.print(families)
     needs = requirements()
     if not needs:
         console.print("used from its folder without being installed; `pip install -e .` there brings the dependencies")
@@ -41,6 +50,19 @@ def run(arguments: list[str]) -> int:
         )
     console.print(table)
     return 0
+
+
+def _families() -> list[tuple[str, str, str]]:
+    """(key, what its models are or why it can't be used, where it is from) of each family."""
+    rows = []
+    for key in known():
+        try:
+            family = find(key)
+        except ConfigError as error:
+            rows.append((key, str(error), "-"))
+        else:
+            rows.append((key, (inspect.getdoc(family.config) or "-").partition("\n")[0], family.origin))
+    return rows
 
 
 def _devices() -> str:

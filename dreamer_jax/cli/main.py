@@ -36,14 +36,17 @@ COMMANDS = {
 }
 """Command -> (module with `run(arguments) -> exit code`, summary)."""
 
+OPTION = "--family-module"
+"""The option of every command; see dreamer_jax/config/models."""
 HEAVY = [["train"], ["bench"], ["eval"], ["generate"], ["chat"]]
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `dreamer` with these words (by default the process's) and return its exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words, modules = split_family_module(sys.argv[1:] if arguments is None else arguments)
     try:
+        _give_to_children(modules)
         code = _dispatch(words)
         sys.stdout.flush()  # a closed pipe shows here, not at exit
         return code
@@ -74,7 +77,8 @@ def entry() -> int:
     200,000 page faults, a third of its CPU time; glibc reads the setting only at start, hence the second start.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
-    if sys.platform == "linux" and sys.argv[1:2] in HEAVY and HUGE_PAGES.partition("=")[0] not in tunables:
+    words, _ = split_family_module(sys.argv[1:])
+    if sys.platform == "linux" and words[:1] in HEAVY and HUGE_PAGES.partition("=")[0] not in tunables:
         os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, (tunables, HUGE_PAGES)))
         os.execv(sys.executable, [sys.executable, "-m", "dreamer_jax", *sys.argv[1:]])
     return main()
@@ -84,8 +88,39 @@ def usage() -> str:
     """The text of `dreamer --help`."""
     lines = ["usage: dreamer <command> [...]", "", "Depth-recurrent attention mixtures in JAX.", "", "commands:"]
     lines += [f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items()]
-    lines += ["", "`dreamer <command> --help` explains a command; `dreamer --version` prints the version."]
+    lines += ["", f"{OPTION} FILE_OR_MODULE, with any command: a family of models from outside of the package."]
+    lines += ["`dreamer <command> --help` explains a command; `dreamer --version` prints the version."]
     return "\n".join(lines)
+
+
+def split_family_module(arguments: Sequence[str]) -> tuple[list[str], list[str | None]]:
+    """(the other words, the values of --family-module), None for a value that is missing."""
+    words: list[str] = []
+    values: list[str | None] = []
+    remaining = list(arguments)
+    while remaining:
+        word = remaining.pop(0)
+        name, equals, value = word.partition("=")
+        if name != OPTION:
+            words.append(word)
+        elif equals:
+            values.append(value or None)
+        else:
+            values.append(remaining.pop(0) if remaining and not remaining[0].startswith("-") else None)
+    return words, values
+
+
+def _give_to_children(modules: Sequence[str | None]) -> None:
+    """Leave the value of --family-module where the register of families looks for it, here and in child processes."""
+    if not modules:
+        return
+    from dreamer_jax.config.models import VARIABLE, family_module  # not needed for `dreamer --help`
+
+    module = modules[0]
+    if len(modules) > 1 or module is None:
+        problem = "is given twice; name one" if len(modules) > 1 else "needs a value: toy.py or package.module"
+        raise UserError(f"{OPTION} {problem}")
+    os.environ[VARIABLE] = family_module(module)
 
 
 def _dispatch(words: list[str]) -> int:

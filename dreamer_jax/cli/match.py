@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-from dreamer_jax.budget import family, matching
+from dreamer_jax.budget import matching, members
 from dreamer_jax.budget.report import table
 from dreamer_jax.cli.arguments import Parser, positive, split_overrides
 from dreamer_jax.cli.budget import with_depth
 from dreamer_jax.config import load_config
-from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.errors import UserError
+from dreamer_jax.families import Family, build
 
 NAMES = {"params": "parameters", "flops_per_token": "FLOPs/token", "memory_bytes": "memory (bytes)"}
 PAPER_BASELINE = "configs/models/la_16.yaml"
@@ -65,24 +64,24 @@ def _parser() -> Parser:
 def _single(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.config is None:
         raise UserError("match: no configuration is named; `dreamer match --help` shows the usage")
-    model = with_depth(load_config(options.config, overrides).config, options.depth).model
+    model = build(with_depth(load_config(options.config, overrides).config, options.depth).model)
     found = matching.match(model, _target(options, model), options.context, options.granularity, options.hold)
     if options.write:
         goal = Path(options.to).name if options.to else "given budgets"
-        comment = f"{model.variant} matched to {goal} by `dreamer match`: {_gap_text(found)}."
-        family.write(found.model, Path(options.config), Path(options.write), comment)
+        comment = f"{_kind(model)} matched to {goal} by `dreamer match`: {_gap_text(found)}."
+        members.write(found.family.config, Path(options.config), Path(options.write), comment)
     print(json.dumps(_json(found), indent=2) if options.json else _text(found, options.write))
     return 0
 
 
-def _target(options: argparse.Namespace, model: DreamerConfig) -> matching.Target:
+def _target(options: argparse.Namespace, model: Family) -> matching.Target:
     """The budgets: a baseline's, or those given as numbers."""
     given = [name for name in ("params", "flops") if getattr(options, name) is not None]
     if options.to and given:
         raise UserError(f"match: --to and --{given[0]} both name a budget; use one of them")
     if options.to:
-        baseline = with_depth(load_config(options.to).config, options.depth).model
-        return matching.target_of(baseline, model.recurrent, options.context)
+        baseline = build(with_depth(load_config(options.to).config, options.depth).model)
+        return matching.target_of(baseline, model, options.context)
     if not given:
         raise UserError("match: nothing to match to; name a baseline with --to, or budgets with --params and --flops")
     if options.hold not in ("both", *given):
@@ -90,8 +89,8 @@ def _target(options: argparse.Namespace, model: DreamerConfig) -> matching.Targe
     return matching.Target(
         params=None if options.params is None else round(options.params),
         flops_per_token=options.flops,
-        num_experts=model.experts_per_token,  # the descent's start: the same whatever the file says
-        expert_size=options.granularity,
+        # The descent's start: the same whatever the file says.
+        starts={knob.key: knob.smallest if knob.fine else options.granularity for knob in model.knobs()},
     )
 
 
@@ -106,64 +105,77 @@ def _family(options: argparse.Namespace, overrides: list[str]) -> int:
     baseline = load_config(baseline_path, overrides).config.model
     sizes = load_config(sizes_path, overrides).config.model
     variants = [name.strip().upper() for name in options.variants.split(",") if name.strip()]
-    members = family.build(sizes, baseline, options.family, variants, options.context, options.granularity)
+    found = members.build(sizes, baseline, options.family, variants, options.context, options.granularity)
     if options.write:
         folder = Path(options.write)
-        for member in members:
-            model = member.match.model
-            comment = f"{model.variant} at depth {model.depth}, the baseline of its family."
+        for member in found:
+            model = member.match.family
+            comment = f"{_kind(model)} at depth {model.depth}, the baseline of its family."
             if member.match.iterations:
                 goal = f"{Path(baseline_path).name} at this depth"
-                comment = f"{model.variant} at depth {model.depth}, matched to {goal}: {_gap_text(member.match)}."
-            family.write(model, Path(sizes_path), folder / f"{member.name}.yaml", comment)
+                comment = f"{_kind(model)} at depth {model.depth}, matched to {goal}: {_gap_text(member.match)}."
+            members.write(model.config, Path(sizes_path), folder / f"{member.name}.yaml", comment)
     if options.json:
-        print(json.dumps([{"name": member.name, **_json(member.match)} for member in members], indent=2))
+        print(json.dumps([{"name": member.name, **_json(member.match)} for member in found], indent=2))
     else:
-        print(_family_table(members))
+        print(_family_table(found))
         if options.write:
-            print(f"\nwritten to {options.write}: " + " ".join(f"{member.name}.yaml" for member in members))
+            print(f"\nwritten to {options.write}: " + " ".join(f"{member.name}.yaml" for member in found))
     return 0
 
 
 def _json(found: matching.Match) -> dict[str, Any]:
-    target = found.target
+    target, keys = found.target, _keys(found.family)
     cost = {"params": found.cost.params, "flops_per_token": found.cost.flops_per_token}
     baseline = {"params": target.params, "flops_per_token": target.flops_per_token}
     return {
-        "variant": found.model.variant,
-        "depth": found.model.depth,
-        "num_experts": found.model.num_experts,
-        "expert_size": found.model.expert_size,
+        "variant": _kind(found.family),
+        "depth": found.family.depth,
+        **{key: getattr(found.family.config, key) for key in keys},
         **cost,
         "memory_bytes": found.cost.memory_bytes,
         "baseline": {**baseline, "memory_bytes": target.memory_bytes},
         "gaps_percent": found.gaps_percent,
-        "iterations": [dataclasses.asdict(each) for each in found.iterations],
+        "iterations": [
+            {"searched": each.searched, **{key: each.values[key] for key in keys}, "gaps_percent": each.gaps_percent}
+            for each in found.iterations
+        ],
     }
 
 
 def _text(found: matching.Match, written: str | None) -> str:
-    gaps = found.gaps_percent
+    gaps, keys = found.gaps_percent, _keys(found.family)
     steps = [
-        [each.searched, str(each.num_experts), str(each.expert_size), *map(_percent, each.gaps_percent.values())]
+        [each.searched, *(str(each.values[key]) for key in keys), *map(_percent, each.gaps_percent.values())]
         for each in found.iterations
     ]
-    searches = table(["searched", "num_experts", "expert_size", *(f"{NAMES[name]} gap" for name in gaps)], steps)
+    searches = table(["searched", *keys, *(f"{NAMES[name]} gap" for name in gaps)], steps)
     rows = []
     for name, title in NAMES.items():
         budget = getattr(found.target, name)
         theirs = ["-", "-"] if budget is None else [f"{budget:,.0f}", _percent(gaps[name])]
         rows.append([title, f"{getattr(found.cost, name):,.0f}", *theirs])
     result = table(["", "matched", "target", "gap"], rows)
-    model = found.model
-    last = f"{model.variant} at depth {model.depth}: num_experts {model.num_experts}, expert_size {model.expert_size}"
+    model = found.family
+    values = ", ".join(f"{key} {getattr(model.config, key)}" for key in keys)
+    last = f"{_kind(model)} at depth {model.depth}: {values}"
     return "\n\n".join([searches, result, last + (f"\nwritten to {written}" if written else "")])
 
 
-def _family_table(members: list[family.Member]) -> str:
+def _kind(model: Family) -> str:
+    """The model's variant, or its family where there are none."""
+    return getattr(model.config, "variant", model.config.family)
+
+
+def _keys(model: Family) -> list[str]:
+    """The settings that a search moves, what moves the parameters first."""
+    return sorted((knob.key for knob in model.knobs()), reverse=True)
+
+
+def _family_table(members: list[members.Member]) -> str:
     rows = []
     for member in members:
-        model, cost, gaps = member.match.model, member.match.cost, member.match.gaps_percent
+        model, cost, gaps = member.match.family.config, member.match.cost, member.match.gaps_percent
         sizes = [str(model.num_experts), str(model.expert_size)]
         costs = [f"{cost.params / 1e9:.4f}", f"{cost.flops_per_token / 1e9:.4f}", f"{cost.memory_bytes / 1e9:.4f}"]
         rows.append([member.name, *sizes, *costs, *(_percent(each) for each in gaps.values())])

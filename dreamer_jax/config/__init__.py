@@ -1,4 +1,4 @@
-"""Configuration: one schema of frozen dataclasses, strict YAML files, overrides from the command line."""
+"""Configuration: frozen dataclasses (sections, and one a family of models), strict YAML, command line overrides."""
 
 from dreamer_jax.config.loading import LoadedConfig, load_config
 from dreamer_jax.config.sections import Config

@@ -1,4 +1,7 @@
-"""Strict reading of one YAML file and its `base:`: dotted key -> value and the line it was set in."""
+"""Strict reading of one YAML file and its `base:`: what is written for each key, and in which line.
+
+Nothing is converted here: which keys there are, and of which types, is known once the family of the model is.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from dreamer_jax.config.keys import INTEGERS, convert_to, did_you_mean, key_types, nearest_key, sections
+from dreamer_jax.config.keys import INTEGERS, SECTIONS, convert, did_you_mean, key_types, unknown_key
+from dreamer_jax.config.values import ModelConfig
 from dreamer_jax.errors import ConfigError
 
 _PLAIN_TAGS = {
@@ -18,37 +22,72 @@ _PLAIN_TAGS = {
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One value that a person set, and where: "file:line" or "command line"."""
+class Line:
+    """A key and a value as a file has them.
 
-    value: Any
-    origin: str
+    Attributes:
+        path: the file.
+        section: where the key stands; empty for the top level, where no key of a configuration can be.
+        name: the key as it is written there.
+        key_node, value_node: what the reader made of both.
+    """
+
+    path: Path
+    section: str
+    name: str
+    key_node: yaml.Node
+    value_node: yaml.Node
+
+    @property
+    def key(self) -> str:
+        """The dotted key."""
+        return f"{self.section}.{self.name}" if self.section else self.name
+
+    @property
+    def origin(self) -> str:
+        """file:line."""
+        return at(self.path, self.key_node)
+
+    def problem(self, model: type[ModelConfig]) -> str | None:
+        """Why there can't be such a key for a model of this dataclass; None if there can."""
+        if not self.section and self.name in key_types(model):  # `model.depth: 8` at the top level
+            section, _, name = self.name.partition(".")
+            return f"unknown key '{self.name}'; write '{name}:' on an indented line under '{section}:'"
+        return unknown_key(self.key, model)
+
+    def value(self, expected: Any) -> Any:
+        """The value, of the type `expected`.
+
+        Raises:
+            ConfigError: it isn't one; the message starts with the file and line.
+        """
+        return scalar(self.path, self.key, self.value_node, expected)
 
 
-def read_settings(path: Path, parents: tuple[Path, ...] = ()) -> dict[str, Setting]:
-    """The settings of a file over those of its base.
+def read_file(path: Path, parents: tuple[Path, ...] = ()) -> list[Line]:
+    """What a file says, after what its base says.
 
     Args:
         path: the file; its `base:` is relative to its folder.
         parents: the files that lead here by their `base:`, to find cycles.
     Raises:
-        ConfigError: a file is missing or broken, a key unknown or doubled, a value of the wrong type.
+        ConfigError: a file is missing or broken, or a key doubled.
     """
     root = parse(path)
     if root is None:
-        return {}
+        return []
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{at(path, root)}: expected sections such as 'model:', got {describe(root)}")
-    settings: dict[str, Setting] = {}
-    own: dict[str, Setting] = {}
+    base: list[Line] = []
+    own: list[Line] = []
     for name, key_node, value_node in entries(path, root, prefix=""):
         if name == "base":
-            settings = _read_base(path, value_node, (*parents, path))
-        elif name in sections():
-            own.update(_read_section(path, name, value_node))
+            base = _read_base(path, value_node, (*parents, path))
+        elif name in SECTIONS:
+            own += _read_section(path, name, value_node)
         else:
-            raise ConfigError(f"{at(path, key_node)}: {_unknown(name)}")
-    return settings | own
+            own.append(Line(path, "", name, key_node, value_node))
+    return base + own
 
 
 def parse(path: Path) -> yaml.Node | None:
@@ -102,7 +141,7 @@ def entries(path: Path, node: yaml.MappingNode, prefix: str) -> list[tuple[str, 
     return found
 
 
-def _read_base(path: Path, node: yaml.Node, chain: tuple[Path, ...]) -> dict[str, Setting]:
+def _read_base(path: Path, node: yaml.Node, chain: tuple[Path, ...]) -> list[Line]:
     if not isinstance(node, yaml.ScalarNode) or not node.value:
         raise ConfigError(f"{at(path, node)}: base: expected the path of one file, got {describe(node)}")
     base = path.parent / node.value
@@ -111,25 +150,19 @@ def _read_base(path: Path, node: yaml.Node, chain: tuple[Path, ...]) -> dict[str
         raise ConfigError(f"{at(path, node)}: base files form a cycle: {cycle}")
     if not base.is_file():
         raise ConfigError(f"{at(path, node)}: base: no such file '{base}'{_nearest_file(base)}")
-    return read_settings(base, chain)
+    return read_file(base, chain)
 
 
-def _read_section(path: Path, section: str, node: yaml.Node) -> dict[str, Setting]:
+def _read_section(path: Path, section: str, node: yaml.Node) -> list[Line]:
     if isinstance(node, yaml.ScalarNode) and is_nothing(node):
-        return {}
+        return []
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{at(path, node)}: {section}: expected keys and values, got {describe(node)}")
-    found = {}
-    for name, key_node, value_node in entries(path, node, prefix=f"{section}."):
-        key = f"{section}.{name}"
-        if key not in key_types():
-            raise ConfigError(f"{at(path, key_node)}: {_unknown(key)}", key=key)
-        found[key] = Setting(scalar(path, key, value_node, key_types()[key]), at(path, key_node))
-    return found
+    return [Line(path, section, *entry) for entry in entries(path, node, prefix=f"{section}.")]
 
 
 def scalar(path: Path, key: str, node: yaml.Node, expected: Any) -> Any:
-    """The value of a key of the type `expected`; see `keys.convert_to`."""
+    """The value of a key of the type `expected`; see `keys.convert`."""
     where = at(path, node)
     if expected == INTEGERS and isinstance(node, yaml.SequenceNode):
         return tuple(scalar(path, key, entry, int) for entry in node.value) or _empty(where, key)
@@ -140,20 +173,13 @@ def scalar(path: Path, key: str, node: yaml.Node, expected: Any) -> Any:
     if is_nothing(node):
         raise ConfigError(f'{where}: {key}: has no value; remove the line, or write "" for an empty text', key)
     try:
-        return convert_to(expected, key, node.value, quoted=node.style is not None)
+        return convert(expected, key, node.value, quoted=node.style is not None)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}", key) from None
 
 
 def _empty(where: str, key: str) -> Any:
     raise ConfigError(f"{where}: {key}: expected integers such as 2 or [4, 4], got an empty list", key)
-
-
-def _unknown(key: str) -> str:
-    if key in key_types():  # `model.depth: 8` at the top level
-        section, _, name = key.partition(".")
-        return f"unknown key '{key}'; write '{name}:' on an indented line under '{section}:'"
-    return f"unknown key '{key}'{did_you_mean(nearest_key(key))}"
 
 
 def is_nothing(node: yaml.ScalarNode) -> bool:

@@ -1,4 +1,7 @@
-"""The dotted keys of the schema: their types, the conversion of a written value, and the nearest name."""
+"""The dotted keys of a configuration: their types, the conversion of a written value, and the nearest name.
+
+The sections of sections.py are the same for every model; the keys of the section `model` are those of its family.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ import functools
 import math
 import re
 import types
+from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from dreamer_jax.config.models import at_hand, key_of
 from dreamer_jax.config.sections import Config
+from dreamer_jax.config.values import ModelConfig
 from dreamer_jax.errors import ConfigError
 
 _INTEGER = re.compile(r"[-+]?[0-9](_?[0-9]){0,17}")  # 18 digits fit in 64 bits
@@ -18,38 +24,72 @@ INTEGERS = tuple[int, ...]
 """The type of a key that holds one integer or several."""
 
 
-@functools.cache
-def sections() -> types.MappingProxyType[str, type]:
-    """Section name -> its dataclass, in the order of the schema."""
-    return types.MappingProxyType(get_type_hints(Config))
+SECTIONS = tuple(section.name for section in dataclasses.fields(Config))
+"""The names of the sections, in the order of a file."""
+FAMILY = "model.family"
+"""The key that decides which keys the section `model` has."""
 
 
 @functools.cache
-def key_types() -> types.MappingProxyType[str, Any]:
-    """Dotted key -> its annotation, in the order of the schema."""
-    found = {}
-    for section, section_type in sections().items():
+def sections(model: type[ModelConfig]) -> Mapping[str, type]:
+    """Section name -> its dataclass, in the order of a file.
+
+    Args:
+        model: the dataclass of a family: `find(key).config`, or the type of a configuration's `model`.
+    """
+    return types.MappingProxyType(get_type_hints(Config) | {"model": model})
+
+
+@functools.cache
+def key_types(model: type[ModelConfig]) -> Mapping[str, Any]:
+    """Dotted key -> its annotation, in the order of a file, which starts with `model.family`.
+
+    Args:
+        model: as for `sections`.
+    """
+    found = {FAMILY: str}
+    for section, section_type in sections(model).items():
         hints = get_type_hints(section_type)
         found.update({f"{section}.{f.name}": hints[f.name] for f in dataclasses.fields(section_type)})
     return types.MappingProxyType(found)
 
 
 def values_of(config: Config) -> dict[str, Any]:
-    """Dotted key -> value, in the order of the schema."""
-    return {key: getattr(getattr(config, key.split(".")[0]), key.split(".")[1]) for key in key_types()}
+    """Dotted key -> value, in the order of a file."""
+    keys = (key.split(".") for key in key_types(type(config.model)))
+    return {f"{section}.{name}": getattr(getattr(config, section), name) for section, name in keys}
 
 
-def nearest_key(unknown: str) -> str | None:
+def unknown_key(key: str, model: type[ModelConfig], prefix: str = "") -> str | None:
+    """What is wrong with a key that a family hasn't; None for one that it has.
+
+    Args:
+        key: dotted key, or what a person wrote for one.
+        model: the dataclass of the family.
+        prefix: what stands before a key where it was written.
+    """
+    if key in key_types(model):
+        return None
+    others = [each for each in at_hand() if key in key_types(each.config)]
+    if others:
+        owners = f"famil{'y' if len(others) == 1 else 'ies'} {', '.join(each.key for each in others)}"
+        fix = f"remove it, or change {FAMILY}"
+        return f"'{prefix}{key}' is a setting of {owners}, and {FAMILY} is {key_of(model)}; {fix}"
+    kind = "option" if prefix else "key"
+    return f"unknown {kind} '{prefix}{key}'{did_you_mean(nearest_key(key, model), prefix)}"
+
+
+def nearest_key(unknown: str, model: type[ModelConfig]) -> str | None:
     """The key or section a person most likely meant by `unknown`, or None when nothing is alike.
 
     Tried in turn: the same name in another section, a name alike in the same section, a name alike anywhere.
     """
     section, _, name = unknown.rpartition(".")
-    keys = list(key_types())
+    keys = list(key_types(model))
     by_name: dict[str, str] = {}
     for key in keys:
         by_name.setdefault(key.partition(".")[2], key)
-    if not section and (alike := difflib.get_close_matches(name, list(sections()), n=1, cutoff=0.7)):
+    if not section and (alike := difflib.get_close_matches(name, SECTIONS, n=1, cutoff=0.7)):
         return alike[0]
     if name in by_name:
         return by_name[name]
@@ -67,27 +107,20 @@ def did_you_mean(suggestion: str | None, prefix: str = "") -> str:
     return f"; did you mean '{prefix}{suggestion}'?"
 
 
-def convert(key: str, written: str, quoted: bool = False) -> Any:
-    """The value of `key` from the text a person wrote, in a file or on the command line.
+def convert(expected: Any, key: str, written: str, quoted: bool = False) -> Any:
+    """The value of a key from the text a person wrote, in a file or on the command line.
 
-    The schema's type decides how the text is read, so `3e-4` is a number where a number is expected and `on` is
-    text where text is expected.
+    The type decides how the text is read, so `3e-4` is a number where a number is expected and `on` is text where text
+    is expected.
 
     Args:
-        key: dotted key of the schema.
+        expected: a Literal of strings, str, bool, int, float, or tuple[int, ...], which is written `2`, `4,4` or
+            `[4, 4]`.
+        key: dotted key, for messages.
         written: the text, without quotes.
         quoted: whether it stood in quotes in a file; then it can't be a number.
     Raises:
         ConfigError: the text isn't a value of that type.
-    """
-    return convert_to(key_types()[key], key, written, quoted)
-
-
-def convert_to(expected: Any, key: str, written: str, quoted: bool = False) -> Any:
-    """As `convert`, for a key of any other schema.
-
-    `expected` is a Literal of strings, str, bool, int, float, or tuple[int, ...], which is written `2`, `4,4` or
-    `[4, 4]`.
     """
     problem = f"{key}: expected {{}}, got {written!r}"
     if get_origin(expected) is Literal:
@@ -118,7 +151,7 @@ def convert_to(expected: Any, key: str, written: str, quoted: bool = False) -> A
         raise ConfigError(problem.format("integers such as 2 or [4, 4]"), key)
     if expected is float:
         return _to_float(key, written, quoted, problem)
-    raise TypeError(f"the schema's {key} has a type that can't be written in a file: {expected}")
+    raise TypeError(f"the setting {key} has a type that can't be written in a file: {expected}")
 
 
 def _to_float(key: str, written: str, quoted: bool, problem: str) -> float:

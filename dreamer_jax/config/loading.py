@@ -6,10 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
-from dreamer_jax.config.files import Setting, read_settings
-from dreamer_jax.config.keys import convert, did_you_mean, key_types, nearest_key, sections
+from dreamer_jax.config.files import Line, read_file
+from dreamer_jax.config.keys import FAMILY, convert, key_types, sections, unknown_key
+from dreamer_jax.config.models import DEFAULT as DEFAULT_FAMILY
+from dreamer_jax.config.models import find
 from dreamer_jax.config.sections import Config
+from dreamer_jax.config.values import ModelConfig
 from dreamer_jax.errors import ConfigError
 
 DEFAULT = "default"
@@ -27,6 +31,48 @@ class LoadedConfig:
     """Dotted key -> "default", "file:line" or "command line"."""
 
 
+@dataclass(frozen=True)
+class Setting:
+    """The value of a key that a person set, and where: "file:line" or "command line"."""
+
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True)
+class Word:
+    """A key and a value as the command line has them, as `Line` is for files.
+
+    Attributes:
+        key: what stands after `--`.
+        written: the value; None if there is none.
+        again: whether the key is there already.
+    """
+
+    key: str
+    written: str | None
+    again: bool
+    origin: ClassVar[str] = COMMAND_LINE
+
+    def problem(self, model: type[ModelConfig]) -> str | None:
+        """Why there can't be such an option for a model of this dataclass; None if there can."""
+        again = f"--{self.key} is given twice; remove one" if self.again else None
+        return unknown_key(self.key, model, "--") or again
+
+    def value(self, expected: Any) -> Any:
+        """The value, of the type `expected`.
+
+        Raises:
+            ConfigError: there is none, or of another type; the message starts with "command line".
+        """
+        if self.written is None:
+            raise ConfigError(f"{COMMAND_LINE}: --{self.key} needs a value: --{self.key} VALUE", self.key)
+        try:
+            return convert(expected, self.key, self.written)
+        except ConfigError as error:
+            raise ConfigError(f"{COMMAND_LINE}: {error}", self.key) from None
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Read a configuration: defaults, then the file's `base:`, then the file, then the overrides.
 
@@ -36,40 +82,40 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
     Raises:
         ConfigError: anything that is wrong, with the file and line (or "command line") it was written in.
     """
-    settings = read_settings(Path(path))
-    settings |= read_overrides(overrides)
-    return build(settings)
+    return build(settings_of([*read_file(Path(path)), *_split(overrides)]))
 
 
 def read_overrides(words: Sequence[str]) -> dict[str, Setting]:
     """Command line words -> settings.
 
-    These go through the same conversion and messages as a file's values; tyro, which knows the schema too, only
+    These go through the same conversion and messages as a file's values; tyro, which knows the keys too, only
     writes `--help`. So there is one set of rules, and loading a configuration needs nothing but YAML.
 
     Raises:
         ConfigError: an option is unknown, doubled, lacks its value or has one of the wrong type.
     """
-    found: dict[str, Setting] = {}
-    remaining = list(words)
-    while remaining:
-        word = remaining.pop(0)
-        if not word.startswith("--") or word == "--":
-            raise ConfigError(f"{COMMAND_LINE}: unexpected '{word}'; settings are written --section.key value")
-        key, equals, written = word[2:].partition("=")
-        if key not in key_types():
-            raise ConfigError(f"{COMMAND_LINE}: unknown option '--{key}'{did_you_mean(nearest_key(key), '--')}", key)
-        if not equals:
-            if not remaining or remaining[0].startswith("--"):
-                raise ConfigError(f"{COMMAND_LINE}: --{key} needs a value: --{key} VALUE", key)
-            written = remaining.pop(0)
-        if key in found:
-            raise ConfigError(f"{COMMAND_LINE}: --{key} is given twice; remove one", key)
-        try:
-            found[key] = Setting(convert(key, written), COMMAND_LINE)
-        except ConfigError as error:
-            raise ConfigError(f"{COMMAND_LINE}: {error}", key) from None
-    return found
+    return settings_of(_split(words))
+
+
+def settings_of(written: Sequence[Line | Word]) -> dict[str, Setting]:
+    """Key -> setting, once the family is known: the last `model.family` decides which keys there are.
+
+    Args:
+        written: what files and command line say; what comes later counts. What it replaces is checked all the same.
+    Raises:
+        ConfigError: a key is unknown or one of another family, or a value of the wrong type.
+    """
+    families = [each for each in written if each.key == FAMILY]
+    family = Setting(families[-1].value(str), families[-1].origin) if families else Setting(DEFAULT_FAMILY, DEFAULT)
+    model = _model_of(family)
+    settings: dict[str, Setting] = {}
+    for each in written:
+        if problem := each.problem(model):
+            raise ConfigError(f"{each.origin}: {problem}", each.key)
+        # A base may name another family than the file that is based on it.
+        value = each.value(str if each.key == FAMILY else key_types(model)[each.key])
+        settings[each.key] = Setting(value, each.origin)
+    return settings
 
 
 def build(settings: Mapping[str, Setting]) -> LoadedConfig:
@@ -78,7 +124,8 @@ def build(settings: Mapping[str, Setting]) -> LoadedConfig:
     Raises:
         ConfigError: the values contradict each other; the message starts with the origin of the one at fault.
     """
-    origins = {key: settings[key].origin if key in settings else DEFAULT for key in key_types()}
+    model = _model_of(settings.get(FAMILY, Setting(DEFAULT_FAMILY, DEFAULT)))
+    origins = {key: settings[key].origin if key in settings else DEFAULT for key in key_types(model)}
     try:
         parts = {
             section: section_type(
@@ -88,11 +135,35 @@ def build(settings: Mapping[str, Setting]) -> LoadedConfig:
                     if key.startswith(f"{section}.")
                 }
             )
-            for section, section_type in sections().items()
+            for section, section_type in sections(model).items()
         }
         return LoadedConfig(Config(**parts), origins)
     except ConfigError as error:
         raise ConfigError(_with_origin(error, origins), error.key) from None
+
+
+def _split(words: Sequence[str]) -> list[Word]:
+    found: list[Word] = []
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
+        if not word.startswith("--") or word == "--":
+            raise ConfigError(f"{COMMAND_LINE}: unexpected '{word}'; settings are written --section.key value")
+        key, equals, written = word[2:].partition("=")
+        if not equals:
+            written = None if not remaining or remaining[0].startswith("--") else remaining.pop(0)
+        found.append(Word(key, written, any(key == each.key for each in found)))
+    return found
+
+
+def _model_of(family: Setting) -> type[ModelConfig]:
+    """The dataclass of a family."""
+    try:
+        return find(family.value).config
+    except ConfigError as error:
+        if error.key is None or family.origin == DEFAULT:
+            raise
+        raise ConfigError(f"{family.origin}: {error}", error.key) from None
 
 
 def _with_origin(error: ConfigError, origins: Mapping[str, str]) -> str:

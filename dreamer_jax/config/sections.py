@@ -1,8 +1,8 @@
-"""The one schema of a configuration: frozen dataclasses whose docstrings are the command line's help.
+"""The sections of a configuration: frozen dataclasses whose docstrings are the command line's help.
 
-Touches nothing but the standard library, so that every room may import it and `dreamer --help` stays quick.
-Letters in brackets are SPEC.md's: L depth, h hidden size, V vocabulary, E experts, F expert size, k active
-experts, d head size, r router size, B batch, S sequence.
+The section `model` is the dataclass of the model's family, see models/. Touches nothing but the standard library, so
+that every room may import it and `dreamer --help` stays quick. Letters in brackets are SPEC.md's: L depth, h hidden
+size, V vocabulary, E experts, F expert size, k active experts, d head size, r router size, B batch, S sequence.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dreamer_jax.config.models.dreamer import DreamerConfig
-from dreamer_jax.config.values import Remat, require, require_positive
+from dreamer_jax.config.values import ModelConfig, Remat, experts_of, require, require_positive
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,22 @@ class TrainingConfig:
     microbatches: int = 1
     """Parts a batch is computed in, one after the other (gradient accumulation)."""
     learning_rate: float = 4e-4
-    """Learning rate after the warm-up; constant from there."""
+    """Learning rate after the warm-up."""
     warmup_steps: int = 500
     """Steps of linear warm-up from zero."""
+    schedule: Literal["constant", "cosine", "trapezoid"] = "constant"
+    """What the learning rate does after the warm-up. constant: nothing. cosine: falls along half a wave until the last
+    step. trapezoid: stays, and falls linearly over the last cooldown_steps."""
+    cooldown_steps: int = 0
+    """Steps of the linear descent at the end, for the schedule trapezoid."""
+    learning_rate_floor: float = 0.0
+    """Share of learning_rate that cosine and trapezoid end at."""
+    initial_weights: str = ""
+    """A run, or a checkpoint in it, whose weights a new run starts from instead of fresh ones, with a fresh optimizer;
+    its model must have the same sizes, its data may be other."""
+    trainable: str = ""
+    """What is trained: roles (matrix, embedding, norm, ...) and parts of the model by name (such as head, or
+    layer.expert_attention), commas between them (empty: everything). The rest stays as it starts."""
     beta1: float = 0.9
     """AdamW: decay of the first moment."""
     beta2: float = 0.999
@@ -100,7 +113,24 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         require_positive(
-            self, "training", allow_zero=("warmup_steps", "weight_decay", "beta1", "beta2", "gradient_depths")
+            self,
+            "training",
+            allow_zero=(
+                *("warmup_steps", "cooldown_steps", "learning_rate_floor"),
+                *("weight_decay", "beta1", "beta2", "gradient_depths"),
+            ),
+        )
+        require(self.learning_rate_floor <= 1, "training.learning_rate_floor", "is a share, at most 1")
+        require(
+            self.schedule == "trapezoid" or not self.cooldown_steps,
+            "training.cooldown_steps",
+            f"only training.schedule trapezoid has a descent of so many steps, and it is {self.schedule}",
+        )
+        require(
+            self.warmup_steps + self.cooldown_steps <= self.steps or self.schedule == "constant",
+            "training.cooldown_steps",
+            f"training.warmup_steps {self.warmup_steps} and {self.cooldown_steps} of cool-down are more than "
+            f"training.steps {self.steps}",
         )
         require(
             self.batch_size % self.microbatches == 0,
@@ -236,7 +266,7 @@ class RunConfig:
 class Config:
     """A whole run. Precedence: defaults < YAML (and its `base:`) < command line."""
 
-    model: DreamerConfig = field(default_factory=DreamerConfig)
+    model: ModelConfig = field(default_factory=DreamerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -254,8 +284,16 @@ class Config:
             f"{self.mesh.size} devices do not divide the {rows} rows of a microbatch "
             "(training.batch_size / training.microbatches)",
         )
+        experts = experts_of(self.model)
         require(
-            self.mesh.expert <= self.model.num_experts,
+            experts > 0 or self.mesh.expert == 1,
             "mesh.expert",
-            f"{self.mesh.expert} devices can't divide the {self.model.num_experts} experts of model.num_experts",
+            f"{self.mesh.expert} devices have nothing to divide: models of family {self.model.family} have no experts "
+            "that could be; leave it at 1",
+        )
+        of = "model.num_experts" if hasattr(self.model, "num_experts") else f"family {self.model.family}"
+        require(
+            self.mesh.expert <= max(experts, 1),
+            "mesh.expert",
+            f"{self.mesh.expert} devices can't divide the {experts} experts of {of}",
         )

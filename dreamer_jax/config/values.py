@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from dreamer_jax.errors import ConfigError
 
@@ -11,7 +11,41 @@ Implementation = Literal["auto", "xla", "pallas"]
 Remat = Literal["full", "attention", "none"]
 
 
+class ModelConfig(Protocol):
+    """The section `model` as rooms that know no family see it; each family has a frozen dataclass of its own.
+
+    A dataclass may define two properties more: `experts`, see `experts_of`, and `summary`, one line on
+    the model for people.
+
+    Attributes:
+        family: its key in the register (dreamer_jax/config/models).
+        hidden_size: h, size of the residual stream.
+        vocab_size: V, rows of the embedding and of the output head.
+        dtype: compute precision.
+        implementation: backend of the kernels.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    @property
+    def family(self) -> str: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def dtype(self) -> Literal["bfloat16", "float32"]: ...
+    @property
+    def implementation(self) -> Implementation: ...
+
+
+def experts_of(model: ModelConfig) -> int:
+    """E: the experts that the devices of `mesh.expert` can divide among them; 0 for a model without."""
+    return getattr(model, "experts", 0)
+
+
 def require(condition: bool, key: str, problem: str) -> None:
+    """Refuse the value of a dotted key, with the problem, unless the condition holds."""
     if not condition:
         raise ConfigError(f"{key}: {problem}", key=key)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from dreamer_jax.config.keys import key_types, sections, values_of
+from dreamer_jax.config.keys import SECTIONS, values_of
 from dreamer_jax.config.loading import LoadedConfig
 from dreamer_jax.config.sections import Config
 
@@ -29,9 +29,9 @@ def to_yaml(config: LoadedConfig | Config, origins: Mapping[str, str] | None = N
         config = config.config
     values = values_of(config)
     lines = []
-    for section in sections():
+    for section in SECTIONS:
         lines.append(f"{section}:")
-        for key in key_types():
+        for key in values:
             if key.startswith(f"{section}."):
                 comment = " ".join((origins or {}).get(key, "").split())  # a line break would end the comment
                 line = f"  {key.partition('.')[2]}: {_scalar(values[key])}"
@@ -40,11 +40,21 @@ def to_yaml(config: LoadedConfig | Config, origins: Mapping[str, str] | None = N
 
 
 def difference(a: Config, b: Config) -> list[str]:
-    """One line for each key whose values differ, such as "model.depth: 8 -> 16"; empty when a equals b."""
+    """One line for each key whose values differ, such as "model.depth: 8 -> 16"; empty when a equals b.
+
+    A key that one of them lacks is "(not in dreamer)" there, when that is its family.
+    """
     before, after = values_of(a), values_of(b)
-    return [
-        f"{key}: {_scalar(before[key])} -> {_scalar(after[key])}" for key in key_types() if before[key] != after[key]
-    ]
+    keys = sorted({**before, **after}, key=lambda key: SECTIONS.index(key.partition(".")[0]))
+    lines = []
+    for key in keys:
+        old, new = (
+            _scalar(values[key]) if key in values else f"(not in {config.model.family})"
+            for values, config in ((before, a), (after, b))
+        )
+        if old != new:
+            lines.append(f"{key}: {old} -> {new}")
+    return lines
 
 
 def _scalar(value: Any) -> str:

@@ -17,7 +17,7 @@ from dreamer_jax.data.mixture import BenchmarkSpec, Mixture, SourceSpec
 from dreamer_jax.data.readers import Item, Unit, read_all, read_unit
 from dreamer_jax.data.records import Record
 from dreamer_jax.data.storage import Kept, PartWriter, whole_directory, write_json
-from dreamer_jax.data.tokenizers import Tokenizer
+from dreamer_jax.data.tokenizers import Tokenizer, encode_pair
 from dreamer_jax.data.words import band_keys, formula_key
 from dreamer_jax.errors import ConfigError, UserError
 
@@ -179,8 +179,8 @@ class UnitFilter:
 
     def _encode(self, record: Record) -> tuple[list[int], int]:
         tokenizer = self._tokenizer
-        prompt = tokenizer.encode(record.prompt)
-        return [tokenizer.bos, *prompt, *tokenizer.encode(record.completion), tokenizer.eos], len(prompt)
+        prompt, completion = encode_pair(tokenizer, *record)
+        return [tokenizer.bos, *prompt, *completion, tokenizer.eos], len(prompt)
 
     def _write_batch(self, batch: list[_Candidate], writer: PartWriter) -> None:
         benchmarks, settings = self._benchmarks, self._mixture.deduplicate

@@ -16,7 +16,7 @@ from dreamer_jax.data import tasks
 from dreamer_jax.data.jsonl import JsonlReader, Template
 from dreamer_jax.data.packing import EpochRows, permutation
 from dreamer_jax.data.records import Document, Documents, Record, TokenStore
-from dreamer_jax.data.tokenizers import Tokenizer
+from dreamer_jax.data.tokenizers import Tokenizer, encode_pair
 from dreamer_jax.errors import ConfigError, UserError
 
 _SPLIT_SEED = 20_260_421  # of the held-out split, so that runs of every seed are compared on the same records
@@ -184,7 +184,7 @@ class JsonlSource:
 
 
 def to_document(record: Record, tokenizer: Tokenizer) -> Document:
-    """The record as `[bos] + prompt + completion + [eos]`; prompt and completion are encoded apart."""
+    """The record as `[bos] + prompt + completion + [eos]`, see `encode_pair`."""
     tokens, prompt_length = _to_tokens(record, tokenizer)
     return Document(np.array(tokens, np.int32), prompt_length)
 
@@ -197,8 +197,8 @@ def to_record(document: Document, tokenizer: Tokenizer) -> Record:
 
 
 def _to_tokens(record: Record, tokenizer: Tokenizer) -> tuple[list[int], int]:
-    prompt = tokenizer.encode(record.prompt)
-    return [tokenizer.bos, *prompt, *tokenizer.encode(record.completion), tokenizer.eos], len(prompt)
+    prompt, completion = encode_pair(tokenizer, *record)
+    return [tokenizer.bos, *prompt, *completion, tokenizer.eos], len(prompt)
 
 
 def _tokenize(config: Config, path: str, key: str, tokenizer: Tokenizer, skipped: Counter[str]) -> TokenStore:

@@ -104,6 +104,15 @@ class RankTokenizer:
         return self._encoding.decode_bytes(kept).decode("utf-8", errors="replace")
 
 
+def encode_pair(tokenizer: Tokenizer, prompt: str, completion: str) -> tuple[list[int], list[int]]:
+    """Ids of a prompt and of its completion: how training, prepared data and evaluation all encode the two.
+
+    They are encoded apart, so that no token holds characters of both and the completion begins with a token of its
+    own, whatever the prompt; a space between them belongs to the text it is written in. See docs/data.md.
+    """
+    return tokenizer.encode(prompt), tokenizer.encode(completion)
+
+
 def load_tokenizer(spec: str) -> Tokenizer:
     """The tokenizer that data.tokenizer names.
 

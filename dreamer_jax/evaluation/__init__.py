@@ -10,20 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dreamer_jax.evaluation.adapter import LMEvalAdapter
-    from dreamer_jax.evaluation.language_model import LanguageModel, load_language_model
+    from dreamer_jax.evaluation.opening import load_language_model
     from dreamer_jax.evaluation.runner import Settings, evaluate
     from dreamer_jax.evaluation.training_hook import during_training
 
 _HOMES = {
     "LMEvalAdapter": "adapter",
-    "LanguageModel": "language_model",
     "Settings": "runner",
     "during_training": "training_hook",
     "evaluate": "runner",
-    "load_language_model": "language_model",
+    "load_language_model": "opening",
 }
 
-__all__ = ["LMEvalAdapter", "LanguageModel", "Settings", "during_training", "evaluate", "load_language_model"]
+__all__ = ["LMEvalAdapter", "Settings", "during_training", "evaluate", "load_language_model"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dreamer_jax.errors import UserError
-from dreamer_jax.evaluation.language_model import LanguageModel, load_language_model, rolling_windows
+from dreamer_jax.evaluation.encoding import Pair, harness_pair, rolling_windows
+from dreamer_jax.evaluation.opening import LONGEST_INPUT, load_language_model
+from dreamer_jax.inference import LanguageModel, Likelihood, Sampling
 
 try:
     from lm_eval.api.model import LM
@@ -34,7 +36,7 @@ class LMEvalAdapter(LM):
     def __init__(self, model: LanguageModel, window: int | None = None):
         super().__init__()
         self._model = model
-        self._window = window or model.max_length
+        self._window = window or model.max_length or LONGEST_INPUT
 
     @classmethod
     def of_run(cls, run: str, window: int | None = None, **options: Any) -> LMEvalAdapter:
@@ -48,21 +50,19 @@ class LMEvalAdapter(LM):
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(summed log-probability, whether greedy) of each request's continuation after its context."""
-        pairs = [request.args for request in requests]
-        sizes = [len(context) + len(text) for context, text in pairs]
-        found = self._in_parts(pairs, sizes, self._model.likelihoods, "loglikelihood", disable_tqdm)
-        return [(one.logprob, one.greedy) for one in found]
+        pairs = [harness_pair(self._model.tokenizer, *request.args) for request in requests]
+        return [(one.logprob, one.greedy) for one in self._likelihoods(pairs, "loglikelihood", disable_tqdm)]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Summed log-probability of each request's whole text."""
-        windows, owners = [], []
+        windows: list[Pair] = []
+        owners: list[int] = []
         for owner, request in enumerate(requests):
             its = rolling_windows(self._model.tokenizer, request.args[0], self._window)
             windows += its
             owners += [owner] * len(its)
-        sizes = [len(context) + len(text) for context, text in windows]
-        found = self._in_parts(windows, sizes, self._model.token_likelihoods, "loglikelihood_rolling", disable_tqdm)
         totals = [0.0] * len(requests)
+        found = self._likelihoods(windows, "loglikelihood_rolling", disable_tqdm)
         for owner, one in zip(owners, found, strict=True):
             totals[owner] += one.logprob
         return totals
@@ -77,13 +77,17 @@ class LMEvalAdapter(LM):
             sampling = _sampling(*numbers)
 
             def generate(prompts: Sequence[str], stops=stops, max_tokens=max_tokens, sampling=sampling) -> list[str]:
-                return [answer.text for answer in self._model.generate(prompts, stops, max_tokens, sampling)]
+                return [answer.text for answer in self._model.generate(prompts, max_tokens, sampling, stops)]
 
             prompts = [requests[i].args[0] for i in members]
             found = self._in_parts(prompts, list(map(len, prompts)), generate, "generate_until", disable_tqdm)
             for i, text in zip(members, found, strict=True):
                 texts[i] = text
         return texts
+
+    def _likelihoods(self, pairs: Sequence[Pair], name: str, quiet: bool) -> list[Likelihood]:
+        sizes = [len(context) + len(text) for context, text in pairs]
+        return self._in_parts(pairs, sizes, self._model.likelihoods, name, quiet)
 
     def _in_parts(
         self, items: Sequence[Any], sizes: Sequence[int], work: Callable, name: str, quiet: bool
@@ -115,9 +119,5 @@ def _generation(options: dict[str, Any]) -> tuple:
     return stops, int(max_tokens), temperature, *ranks
 
 
-def _sampling(temperature: float, top_k: int, top_p: float, min_p: float) -> Any:
-    if not temperature:
-        return None
-    from dreamer_jax.inference import Sampling
-
-    return Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+def _sampling(temperature: float, top_k: int, top_p: float, min_p: float) -> Sampling | None:
+    return Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p) if temperature else None

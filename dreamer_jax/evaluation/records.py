@@ -17,38 +17,42 @@ class Records:
         path: the file; an existing one is read, and a last line cut short by a kill is dropped.
         identity: what must be equal for records to be used again.
         fresh: discard an existing file.
+        renew: discard one with records of another evaluation, instead of refusing it.
 
     Raises:
         UserError: the file holds records of another evaluation, or can't be read or written.
     """
 
-    def __init__(self, path: Path, identity: dict[str, Any], fresh: bool = False):
+    def __init__(self, path: Path, identity: dict[str, Any], fresh: bool = False, renew: bool = False):
         self._path = path
         self.done: dict[int, dict[str, Any]] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             content = b"" if fresh or not path.exists() else path.read_bytes()
             whole = content[: content.rfind(b"\n") + 1]
-            if whole:
-                self._read(whole, identity)
+            if whole and not self._read(whole, identity, renew):
+                whole = b""
             if whole != content or not whole:
                 path.write_bytes(whole or (json.dumps(identity) + "\n").encode())
         except OSError as error:
             raise UserError(f"can't keep records in {path}: {error.strerror}; choose a folder with --out") from error
 
-    def _read(self, content: bytes, identity: dict[str, Any]) -> None:
+    def _read(self, content: bytes, identity: dict[str, Any], renew: bool) -> bool:
+        """Whether the records can be used; they are in `done` then."""
         lines = content.splitlines()
         try:
             header, *records = (json.loads(line) for line in lines)
-            self.done = {record["index"]: record for record in records}
+            done = {record["index"]: record for record in records}
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{self._path} is not a file of records; move it away or start anew with --fresh") from None
-        if header != identity:
+        if header != identity and not renew:
             names = sorted(name for name in {*header, *identity} if header.get(name) != identity.get(name))
             raise UserError(
-                f"{self._path} holds {len(self.done)} records of another evaluation (another {', '.join(names)}); "
+                f"{self._path} holds {len(done)} records of another evaluation (another {', '.join(names)}); "
                 "keep both with --out DIR, or start anew with --fresh"
             )
+        self.done = done if header == identity else {}
+        return header == identity
 
     def add(self, records: Sequence[dict[str, Any]]) -> None:
         """Append records; they are on disk when this returns."""

@@ -8,13 +8,15 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dreamer_jax.errors import UserError
-from dreamer_jax.evaluation.language_model import LanguageModel
 from dreamer_jax.evaluation.records import Records
 from dreamer_jax.evaluation.scoring import Estimate
 from dreamer_jax.evaluation.tasks import TASKS, Settings, Task
+
+if TYPE_CHECKING:
+    from dreamer_jax.inference import LanguageModel
 
 CHUNK = 4
 """Batches of a model between two writings of records."""
@@ -47,6 +49,7 @@ def evaluate(
     *,
     limit: int | None = None,
     fresh: bool = False,
+    renew: bool = False,
     say: Callable[[str], None] = print,
 ) -> Results:
     """Evaluate a model and write `LABEL.jsonl` (a record a line) and `results.json` into the folder.
@@ -55,7 +58,7 @@ def evaluate(
     with a limit can be extended.
 
     Args:
-        model: see `load_language_model`.
+        model: see `opening.open_model`.
         tasks: see `choose_tasks`.
         settings: what is asked and how.
         folder: where records and results go.
@@ -63,6 +66,7 @@ def evaluate(
         row_length: S of the run, the window of the task ppl.
         limit: only the first questions (windows) of each task.
         fresh: discard earlier records.
+        renew: discard records of another evaluation; they are refused otherwise.
         say: gets lines of progress.
 
     Returns:
@@ -73,7 +77,7 @@ def evaluate(
         label = label_of(task, settings)
         items = task.items(settings, model.tokenizer, row_length)
         identity = {**source, "task": label, "max_length": model.max_length, "items": task.identity(items, settings)}
-        records = Records(folder / f"{label}.jsonl", identity, fresh)
+        records = Records(folder / f"{label}.jsonl", identity, fresh, renew)
         wanted = items[:limit]
         _answer(task, label, wanted, records, settings, model, say)
         results[label] = _result(task, settings, [records.done[i] for i in range(len(wanted))])

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dreamer_jax.data.jsonl import Broken, Template, parse_object
 from dreamer_jax.data.tokenizers import Tokenizer
 from dreamer_jax.errors import UserError
 from dreamer_jax.evaluation import benchmarks, scoring
 from dreamer_jax.evaluation.benchmarks import Question
-from dreamer_jax.evaluation.language_model import Answer, LanguageModel, rolling_windows
+from dreamer_jax.evaluation.encoding import rolling_windows
 from dreamer_jax.evaluation.math_judge import MathJudge
 from dreamer_jax.evaluation.scoring import Estimate
+
+if TYPE_CHECKING:
+    from dreamer_jax.inference import LanguageModel, Text
 
 Record = dict[str, Any]
 """One line of a records file: `index`, what was asked and answered, and a number for each metric."""
 
-SOLVED_TEXT = "Question: {question}\nAnswer: {answer}"
+SOLVED = {False: ("Question: {question}\nAnswer:", " {answer}"), True: ("Question: {question}\nAnswer: ", "{answer}")}
+"""Templates of the prompt and the completion that the task ppl reads by default, by `space_in_prompt`."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,9 @@ class Settings:
         text: file of the task ppl: plain text, or JSONL; "" takes GSM8K's solved test questions.
         template: what is read of a JSONL record.
         window: tokens the model sees at once in the task ppl; None takes the run's row length.
+        prompt: what of a JSONL record stands before `template`, and is encoded apart from it as in training.
+        space_in_prompt: whether the space between a prompt and its completion ends the prompt, as it did when the
+            run was trained; otherwise it begins the completion. The two are other tokens.
     """
 
     data: str = "data"
@@ -44,6 +52,8 @@ class Settings:
     text: str = ""
     template: str = "{text}"
     window: int | None = None
+    prompt: str = ""
+    space_in_prompt: bool = False
 
 
 class Task(Protocol):
@@ -83,8 +93,10 @@ class _Asking:
     _load: Callable[[Path, int], list[Question]]
 
     def items(self, settings: Settings, tokenizer: Tokenizer, row_length: int) -> list[Question]:
-        """The benchmark's questions."""
-        return self._load(Path(settings.data), settings.shots)
+        """The benchmark's questions, with the space that ends their prompts if it does."""
+        questions = self._load(Path(settings.data), settings.shots)
+        end = " " if settings.space_in_prompt else ""
+        return [dataclasses.replace(question, prompt=question.prompt + end) for question in questions]
 
     def size(self, item: Question) -> int:
         """Characters of the prompt."""
@@ -120,7 +132,7 @@ class Generation(_Asking):
         with self._grader() as grade:
 
             def answer(items: Sequence[Question]) -> list[Record]:
-                answers = model.generate([item.prompt for item in items], self._stops, self._limit(settings))
+                answers = model.generate([item.prompt for item in items], self._limit(settings), stop=self._stops)
                 return [self._record(item, its, grade) for item, its in zip(items, answers, strict=True)]
 
             yield answer
@@ -129,7 +141,7 @@ class Generation(_Asking):
         return settings.max_tokens or self._max_tokens
 
     @staticmethod
-    def _record(item: Question, answer: Answer, grade: Callable[[str, str], Record]) -> Record:
+    def _record(item: Question, answer: Text, grade: Callable[[str, str], Record]) -> Record:
         graded = grade(answer.text, item.gold)
         asked = {"index": item.index, "subject": item.subject, "prompt": item.prompt, "gold": item.gold}
         return {**asked, "answer": answer.text, "finish": answer.finish, **graded}
@@ -150,8 +162,10 @@ class Choice(_Asking):
         """See `Task`."""
 
         def answer(items: Sequence[Question]) -> list[Record]:
-            pairs = [(item.prompt, " " + choice) for item in items for choice in item.choices]
-            found = iter(model.likelihoods(pairs))
+            start = "" if settings.space_in_prompt else " "
+            # A choice without text would be certain: nothing is to be written.
+            pairs = [(item.prompt, f"{start}{choice}" or " ") for item in items for choice in item.choices]
+            found = iter(model.completion_likelihoods(pairs))
             return [self._record(item, [next(found).logprob for _ in item.choices]) for item in items]
 
         yield answer
@@ -184,10 +198,10 @@ class Perplexity:
     def items(self, settings: Settings, tokenizer: Tokenizer, row_length: int) -> list[Window]:
         """Windows of the texts; each text begins anew."""
         windows: list[Window] = []
-        for document, text in enumerate(_documents(settings)):
-            parts = rolling_windows(tokenizer, text, settings.window or row_length)
+        for document, (prompt, text) in enumerate(_documents(settings)):
+            parts = rolling_windows(tokenizer, text, settings.window or row_length, prompt)
             count = sum(len(tokens) for _, tokens in parts)
-            size = len(text.encode("utf-8", errors="replace"))
+            size = len((prompt + text).encode("utf-8", errors="replace"))
             for context, tokens in parts:
                 windows.append(Window(len(windows), document, context, tokens, size * len(tokens) / count))
         if not windows:
@@ -207,7 +221,7 @@ class Perplexity:
         """See `Task`."""
 
         def answer(items: Sequence[Window]) -> list[Record]:
-            found = model.token_likelihoods([(item.context, item.tokens) for item in items])
+            found = model.likelihoods([(item.context, item.tokens) for item in items])
             return [
                 {
                     "index": item.index,
@@ -259,19 +273,21 @@ def _math_grader() -> Iterator[Callable[[str, str], Record]]:
         yield grade
 
 
-def _documents(settings: Settings) -> list[str]:
-    """The texts of the task ppl."""
-    default = Path(settings.data) / "gsm8k" / "test.jsonl"
-    path, template = (Path(settings.text), settings.template) if settings.text else (default, SOLVED_TEXT)
+def _documents(settings: Settings) -> list[tuple[str, str]]:
+    """(prompt, completion) of the texts of the task ppl; of plain text the prompt is empty."""
+    path, written = Path(settings.data) / "gsm8k" / "test.jsonl", SOLVED[settings.space_in_prompt]
+    if settings.text:
+        path, written = Path(settings.text), (settings.prompt, settings.template)
     content = benchmarks.read(path)
     if ".jsonl" not in path.name:
-        return [content.decode("utf-8", errors="replace")]
-    filled = Template(template, "--template")
+        return [("", content.decode("utf-8", errors="replace"))]
+    prompt, template = Template(written[0], "--prompt"), Template(written[1], "--template")
     texts = []
     for number, line in enumerate(content.splitlines(), start=1):
         if line.strip():
             try:
-                texts.append(filled.fill(parse_object(line)))
+                record = parse_object(line)
+                texts.append((prompt.fill(record), template.fill(record)))
             except Broken as broken:
                 raise UserError(f"{path}: line {number}: {broken}") from None
     return texts

@@ -8,11 +8,11 @@ from typing import Any
 from dreamer_jax.config.sections import Config
 from dreamer_jax.data.tokenizers import load_tokenizer
 from dreamer_jax.errors import UserError
-from dreamer_jax.evaluation.language_model import LONGEST_INPUT, LanguageModel, place_of
+from dreamer_jax.evaluation.opening import LONGEST_INPUT, space_in_prompt, subject_of
 from dreamer_jax.evaluation.runner import Settings, choose_tasks, evaluate
 
 Benchmarks = Callable[[int, Any, Any], dict[str, float]]
-"""(step, params, balancing) -> metrics by name, `eval/gsm8k/strict` and so on."""
+"""(step, params, model state) -> metrics by name, `eval/gsm8k/strict` and so on."""
 
 
 def during_training(config: Config) -> Benchmarks:
@@ -31,25 +31,28 @@ def during_training(config: Config) -> Benchmarks:
             "`dreamer eval RUN/checkpoints/STEP` (checkpoint.keep_every keeps checkpoints)"
         )
     chosen = choose_tasks(config.evaluation.tasks)
-    settings = Settings(data=config.evaluation.data, shots=config.evaluation.shots)
+    settings = Settings(
+        data=config.evaluation.data, shots=config.evaluation.shots, space_in_prompt=space_in_prompt(config)
+    )
     tokenizer = load_tokenizer(config.data.tokenizer)
     length = max(LONGEST_INPUT, config.data.sequence_length)
 
-    def benchmarks(step: int, params: Any, balancing: Any) -> dict[str, float]:
-        from dreamer_jax.inference import Engine, fold
+    def benchmarks(step: int, params: Any, model_state: Any) -> dict[str, float]:
+        from dreamer_jax.inference import Engine, LanguageModel, fold
         from dreamer_jax.parallel import make_mesh
 
         mesh = make_mesh(config.mesh) if config.mesh.size > 1 else None
-        model = LanguageModel(Engine(fold(config.model, params, balancing), mesh=mesh), tokenizer, length)
-        place = place_of(config, config.run.dir, step)
+        model = LanguageModel(Engine(fold(config.model, params, model_state), mesh=mesh), tokenizer, length)
+        subject = subject_of(config, config.run.dir, step)
         results = evaluate(
             model,
             chosen,
             settings,
-            place.folder,
-            place.source,
-            place.row_length,
+            subject.folder,
+            subject.source,
+            subject.row_length,
             limit=config.evaluation.limit or None,
+            renew=True,  # a run that goes on evaluates some steps again, perhaps with other settings
         )
         return {
             f"eval/{label}/{name}": number["value"]

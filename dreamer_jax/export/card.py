@@ -8,6 +8,7 @@ from dreamer_jax.budget.report import render, report
 from dreamer_jax.config.sections import Config
 from dreamer_jax.data.tokenizers import ByteTokenizer, RankTokenizer, Tokenizer
 from dreamer_jax.export.description import Description
+from dreamer_jax.families import build
 
 _KINDS = {
     "LA": "every depth has a layer of its own",
@@ -40,7 +41,7 @@ print(model.generate(torch.tensor([[{bos}]]), max_new_tokens=20))
 
 def write_card(folder: Path, description: Description, tokenizer: Tokenizer) -> None:
     """Write README.md."""
-    config, model = description.config, description.config.model
+    config, model = description.config, description.model
     text = f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -73,7 +74,7 @@ Matrices are {description.dtype}; norms, router keys and balancing biases are fl
 ## Budget
 
 ```
-{render(report(config))}
+{render(report(config), build(config.model).sentence())}
 ```
 
 Counted before folding; a forward pass is counted folded.
@@ -93,7 +94,7 @@ def _use(tokenizer: Tokenizer) -> str:
 
 
 def _shared(description: Description) -> str:
-    if not description.config.model.recurrent:
+    if not description.model.recurrent:
         return "not part of this variant."
     if description.keep_shared:
         return "kept apart, as in training."

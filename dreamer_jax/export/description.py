@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from dreamer_jax.config import Config, LoadedConfig
-from dreamer_jax.config.files import Setting
 from dreamer_jax.config.keys import INTEGERS, key_types, values_of
-from dreamer_jax.config.loading import build
+from dreamer_jax.config.loading import Setting, build
+from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.data.tokenizers import Tokenizer
 from dreamer_jax.errors import UserError
 from dreamer_jax.export.safetensors_files import read_json
 
 FORMAT_VERSION = 1
 MODEL_FILE = "modeling_dreamer.py"
-NOT_DESCRIBED = ("implementation", "dtype")
-"""Fields of DreamerConfig that say how to compute in JAX, not what."""
+NOT_DESCRIBED = ("family", "implementation", "dtype")
+"""Settings that `model_type` says, or that say how to compute in JAX, not what."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +40,31 @@ class Description:
     step: int
     meta: dict[str, str]
 
+    @property
+    def model(self) -> DreamerConfig:
+        """The section `model`."""
+        return twin_of(self.config)
+
     def loaded(self, directory: str) -> LoadedConfig:
         """The configuration of a run in `directory`."""
         run = dataclasses.replace(self.config.run, dir=directory)
         return LoadedConfig(dataclasses.replace(self.config, run=run), self.origins | {"run.dir": "command line"})
 
 
+def twin_of(config: Config) -> DreamerConfig:
+    """The section `model`, of the one family that has a PyTorch twin.
+
+    Raises:
+        UserError: it is of another family.
+    """
+    if not isinstance(config.model, DreamerConfig):
+        raise UserError(f"models of the family {config.model.family} have no PyTorch form yet; only dreamer has")
+    return config.model
+
+
 def describe(description: Description, tokenizer: Tokenizer) -> dict[str, Any]:
     """The content of config.json."""
-    model = dataclasses.asdict(description.config.model)
+    model = dataclasses.asdict(description.model)
     values = values_of(description.config)
     del values["run.dir"]  # says nothing of the model, and would differ between a run and its copy
     return {
@@ -97,7 +113,7 @@ def read_description(folder: Path) -> Description:
         )
     run = content.get("training_run") or {}
     values = {} if not isinstance(run, dict) else dict(run.get("config") or {})
-    for name in (field.name for field in dataclasses.fields(type(Config().model))):
+    for name in (field.name for field in dataclasses.fields(DreamerConfig)):
         if name in content and name not in NOT_DESCRIBED:
             values[f"model.{name}"] = content[name]
     dtype = content.get("dtype", content.get("torch_dtype"))
@@ -113,7 +129,7 @@ def read_description(folder: Path) -> Description:
 
 def _checked(path: Path, key: str, value: Any) -> Any:
     """A value of config.json, if it has the type of its key."""
-    expected = key_types().get(key)
+    expected = key_types(DreamerConfig).get(key)
     if expected is None:
         raise UserError(f"{path}: unknown setting '{key}'; it was written by another version of dreamer-jax")
     if expected is float and type(value) is int:

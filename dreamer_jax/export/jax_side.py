@@ -12,14 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dreamer_jax.blocks.memory import Context
+from dreamer_jax.blocks.norms import rms_norm
+from dreamer_jax.blocks.operations import REFERENCE, Plain
 from dreamer_jax.export.description import Description
-from dreamer_jax.export.names import FOLDED, Name, is_float32, names_of
+from dreamer_jax.export.names import FOLDED, Name, names_of
 from dreamer_jax.export.reading import checked_tensors
-from dreamer_jax.model.dreamer import router_sizes
-from dreamer_jax.model.mixture import Context, Layer
-from dreamer_jax.model.operations import REFERENCE
+from dreamer_jax.families.contract import depth_of
+from dreamer_jax.families.dreamer import Dreamer
 from dreamer_jax.runs.leaves import StoredModel
-from pallas_kernels.depth_attention import empty_cache
 
 TIE = 2e-5
 """Scores of the last selected and the first rejected expert nearer than this may be told apart differently."""
@@ -56,7 +57,7 @@ class JaxSide:
     """
 
     def __init__(self, model: StoredModel, folder: Path, description: Description, dtype: str):
-        self.config = dataclasses.replace(model.config.model, dtype=dtype)
+        self.config = dataclasses.replace(description.model, dtype=dtype)
         self._model = model
         self._tensors = checked_tensors(folder, description)
         self._from_folder = description.dtype == "bfloat16"
@@ -70,27 +71,22 @@ class JaxSide:
         context = Context(
             jnp.ones(tokens.shape, jnp.int32),
             jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
-            jnp.int32(depth),
         )
-        cache = None
-        if config.depth_attention:
-            cache = empty_cache(depth, tokens.size, config.da_kv_heads, config.da_head_size, config.dtype)
+        memory = Dreamer(config).fresh(tokens.shape[0], tokens.shape[1], depth)
         embedding = self._global("embedding")
         x = jnp.asarray(np.asarray(embedding[tokens], np.float32)).astype(config.dtype)
         parts = [("embedding", np.asarray(x, np.float32))]
         tied = np.zeros(tokens.size, bool)
         for l in range(depth):
             params, bias, matrices = self._layer(l)
-            layer = functools.partial(_apply, config, params, x, jnp.int32(l), cache, bias, context)
+            layer = functools.partial(_apply, config, params, x, jnp.int32(l), memory, bias, context)
             asked = layer(jnp.zeros((tokens.size, config.hidden_size), config.dtype))[-1]
-            x, cache, outputs, ties, _ = layer(_through_experts(*asked, *matrices))
+            x, memory, outputs, ties, _ = layer(_through_experts(*asked, *matrices))
             tied |= np.asarray(ties)
             for name in ("DA", "SA", "EA", "residual"):
                 if name in outputs:
                     parts.append((f"depth {l}: {name}", np.asarray(outputs[name], np.float32)))
         if not config.recurrent:
-            from dreamer_jax.model.primitives import rms_norm
-
             x = rms_norm(x, jnp.asarray(self._global("final_norm.scale")))
         clean = ~np.logical_or.accumulate(tied.reshape(tokens.shape), axis=1)
         return Trace(parts, self._logits(x), clean)
@@ -140,7 +136,7 @@ class JaxSide:
         leaf = self._model.leaf(name.item, name.leaf)
         values = leaf[:] if name.layer is None else leaf[name.layer]
         # The compute copy that the model would make itself, made at once: half the memory.
-        return values if is_float32(name.tensor) else values.astype(jnp.dtype(self.config.dtype))
+        return values if name.float32 else values.astype(jnp.dtype(self.config.dtype))
 
 
 def _through_experts(x, indices, weights, gate_up: np.ndarray, down: np.ndarray) -> jax.Array:
@@ -190,11 +186,11 @@ def _token_by_token(x, index, score, routed, shared) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _apply(config, params, x, depth, cache, bias, context, answer):
+def _apply(config, params, x, depth, memory, bias, context, answer):
     """The layer at one depth, where EA's experts answer `answer` [T, h].
 
     Returns:
-        x, the depth cache, outputs by name, which tokens tie [T], and what the experts were asked: (x, indices,
+        x, the memory, outputs by name, which tokens tie [T], and what the experts were asked: (x, indices,
         weights), the input of the reference `expert_mlp`.
     """
     asked = []
@@ -203,20 +199,22 @@ def _apply(config, params, x, depth, cache, bias, context, answer):
         asked.append(arguments[:3])
         return answer
 
-    operations = dataclasses.replace(REFERENCE, expert_mlp=expert_mlp, expert_linear=_token_by_token)
-    (x, cache, _), kept = Layer(config, operations).apply(
-        {"params": params}, x, depth, cache, bias, context, capture_intermediates=True, mutable=["intermediates"]
+    replaced = {"expert_mlp": Plain(expert_mlp), "expert_linear": Plain(_token_by_token)}
+    model = Dreamer(config, dataclasses.replace(REFERENCE, **replaced))
+    at = depth_of(depth, config.depth)
+    (x, memory, _, _), kept = model.layer.apply(
+        {"params": params}, x, at, memory, bias, context, capture_intermediates=True, mutable=["intermediates"]
     )
     its = kept["intermediates"]
     names = {"DA": "depth_attention", "SA": "sequence_attention", "EA": "expert_attention"}
     outputs = {short: its[name]["__call__"][0][0] for short, name in names.items() if name in its}
     outputs["residual"] = x
     ties = jnp.zeros(x.shape[0] * x.shape[1], bool)
-    for name, size in router_sizes(config).items():
+    for name, router in model.routers.items():
+        size, active = router.num_experts, router.selected
         owner = its[name] if name == "expert_attention" else its[name]["projections"]
         scores = owner["router"]["__call__"][0] + bias[name]
-        active = config.experts_per_token if name == "expert_attention" else 1
         if active < size:
             best = jax.lax.top_k(scores, active + 1)[0]
             ties |= best[:, -2] - best[:, -1] < TIE
-    return x, cache, outputs, ties, asked[0]
+    return x, memory, outputs, ties, asked[0]

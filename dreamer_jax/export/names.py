@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from dreamer_jax.blocks.parameters import FLOAT32
 from dreamer_jax.config.models.dreamer import DreamerConfig
-from dreamer_jax.model.dreamer import router_sizes
+from dreamer_jax.families import build
 
 GLOBAL = (
     ("embedding", "model.embedding.weight"),
@@ -42,9 +43,6 @@ ROUTER = (
 )
 BIAS = "router.bias"
 
-FLOAT32_ENDINGS = ("_norm.weight", "router.keys", BIAS)
-"""Tensors that stay float32 in a bfloat16 folder: what the JAX model never casts either."""
-
 FOLDED = {"qkv": "qkv_shared", "out": "out_shared"}
 """Routed experts -> the shared expert that Eq. 8 adds to each of them."""
 
@@ -58,6 +56,7 @@ class Name(NamedTuple):
         leaf: path of the leaf in that item, joined by dots.
         layer: index along the leaf's leading axis, or None: the whole leaf.
         part: what a person calls it: embedding, SA, DA, EA, residual or head, with the layer in LA.
+        float32: whether it stays float32 in a bfloat16 folder: what the JAX model never casts either, by its role.
     """
 
     tensor: str
@@ -65,6 +64,7 @@ class Name(NamedTuple):
     leaf: str
     layer: int | None
     part: str
+    float32: bool
 
 
 def names_of(config: DreamerConfig, keep_shared: bool) -> Iterator[Name]:
@@ -74,30 +74,38 @@ def names_of(config: DreamerConfig, keep_shared: bool) -> Iterator[Name]:
         config: the model.
         keep_shared: whether shared experts are tensors of their own instead of folded into the routed ones.
     """
+    roles = build(config).roles
+    for tensor, item, leaf, layer, part in _entries(config, keep_shared):
+        role = roles
+        for key in leaf.split(".") if item == "params" else ():
+            role = role[key]
+        yield Name(tensor, item, leaf, layer, part, item != "params" or role in FLOAT32)
+
+
+Entry = tuple[str, str, str, int | None, str]
+"""The first fields of a Name."""
+
+
+def _entries(config: DreamerConfig, keep_shared: bool) -> Iterator[Entry]:
     for leaf, tensor in GLOBAL[:1]:
-        yield Name(tensor, "params", leaf, None, "embedding")
+        yield tensor, "params", leaf, None, "embedding"
     for index in range(1 if config.recurrent else config.depth):
         yield from _layer(config, keep_shared, index)
     for leaf, tensor in () if config.recurrent else FINAL_NORM:
-        yield Name(tensor, "params", leaf, None, "final norm")
+        yield tensor, "params", leaf, None, "final norm"
     for leaf, tensor in GLOBAL[1:]:
-        yield Name(tensor, "params", leaf, None, "head")
+        yield tensor, "params", leaf, None, "head"
 
 
-def is_float32(tensor: str) -> bool:
-    """Whether a tensor stays float32 whatever the folder's dtype."""
-    return tensor.endswith(FLOAT32_ENDINGS)
-
-
-def _layer(config: DreamerConfig, keep_shared: bool, index: int) -> Iterator[Name]:
+def _layer(config: DreamerConfig, keep_shared: bool, index: int) -> Iterator[Entry]:
     scope, layer = ("layer", None) if config.recurrent else ("layers", index)
     where = "" if config.recurrent else f" of layer {index}"
 
-    def name(leaf: str, tensor: str, part: str) -> Name:
-        return Name(f"model.layers.{index}.{tensor}", "params", f"{scope}.{leaf}", layer, part + where)
+    def name(leaf: str, tensor: str, part: str) -> Entry:
+        return f"model.layers.{index}.{tensor}", "params", f"{scope}.{leaf}", layer, part + where
 
-    def bias(router: str, prefix: str, part: str) -> Name:
-        return Name(f"model.layers.{index}.{prefix}{BIAS}", "balancing", router, layer, part + where)
+    def bias(router: str, prefix: str, part: str) -> Entry:
+        return f"model.layers.{index}.{prefix}{BIAS}", "balancing", router, layer, part + where
 
     parts = {"sequence": "SA", "depth": "DA", "expert": "EA", "residual": "residual norm"}
     absent = {"depth": not config.depth_attention, "residual": not config.recurrent}
@@ -105,12 +113,11 @@ def _layer(config: DreamerConfig, keep_shared: bool, index: int) -> Iterator[Nam
         kind = leaf.partition("_")[0]
         if not absent.get(kind):
             yield name(leaf, tensor, parts[kind])
-    routed = router_sizes(config)
     for kind in ("depth", "sequence"):
         attention, prefix = f"{kind}_attention", "projections."
         if absent.get(kind):
             continue
-        moe = [(f"{prefix}{leaf}", f"{prefix}{tensor}") for leaf, tensor in ROUTER] if attention in routed else []
+        moe = [(f"{prefix}{leaf}", f"{prefix}{tensor}") for leaf, tensor in ROUTER] if config.recurrent else []
         for leaf, tensor in (*ATTENTION, *(SHARED if moe and keep_shared else ()), *moe):
             yield name(f"{attention}.{leaf}", f"{attention}.{tensor}", parts[kind])
         if moe:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dreamer_jax.config.models.dreamer import DreamerConfig
@@ -14,7 +16,8 @@ from dreamer_jax.export.description import Description, read_description
 from dreamer_jax.export.names import names_of
 from dreamer_jax.export.safetensors_files import Stored, open_tensors
 from dreamer_jax.export.writing import written_aside
-from dreamer_jax.model import initialise
+from dreamer_jax.families import build
+from dreamer_jax.runs.models import TrainedModel
 
 
 def import_run(folder: Path, out: Path) -> Description:
@@ -35,11 +38,23 @@ def import_run(folder: Path, out: Path) -> Description:
     description = read_description(folder)
     tensors = checked_tensors(folder, description)
     with written_aside(out) as aside:
-        params, balancing = to_jax(tensors, description.config.model, description.keep_shared)
+        params, model_state = to_jax(tensors, description.model, description.keep_shared)
         loaded = description.loaded(str(out))
-        start = make_optimizer(loaded.config.training).init
-        write_run(loaded, aside, description.step, params, balancing, description.meta, start)
+        start = make_optimizer(loaded.config.training, build(loaded.config.model).roles).init
+        write_run(loaded, aside, description.step, params, model_state, description.meta, start)
     return description
+
+
+def read_model(folder: Path) -> TrainedModel:
+    """The model of a folder, as `import_run` takes it, without writing a run.
+
+    Raises:
+        UserError: the folder is incomplete, damaged or of a later version.
+    """
+    description = read_description(folder)
+    params, model_state = to_jax(checked_tensors(folder, description), description.model, description.keep_shared)
+    params, model_state = jax.tree.map(jnp.asarray, (params, model_state))
+    return TrainedModel(description.config, description.step, params, model_state, description.meta)
 
 
 def checked_tensors(folder: Path, description: Description) -> dict[str, Stored]:
@@ -49,7 +64,7 @@ def checked_tensors(folder: Path, description: Description) -> dict[str, Stored]
         UserError: one is missing, too many, or of another shape or dtype.
     """
     tensors = open_tensors(folder)
-    model = description.config.model
+    model = description.model
     shapes = expected_shapes(model, description.keep_shared)
     for name, shape in shapes.items():
         if name not in tensors:
@@ -74,8 +89,8 @@ def expected_shapes(model: DreamerConfig, keep_shared: bool) -> dict[str, tuple[
     return found
 
 
-def to_jax(tensors: dict[str, Stored], model: DreamerConfig, keep_shared: bool) -> tuple[Any, dict[str, np.ndarray]]:
-    """(params, balancing) in float32, as `Dreamer.apply` takes them; folded shared experts become zeros."""
+def to_jax(tensors: dict[str, Stored], model: DreamerConfig, keep_shared: bool) -> tuple[Any, dict[str, Any]]:
+    """(params, model state) in float32; folded shared experts become zeros."""
     trees = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), _abstract(model))
     for name in names_of(model, keep_shared):
         *scope, last = name.leaf.split(".")
@@ -84,9 +99,10 @@ def to_jax(tensors: dict[str, Stored], model: DreamerConfig, keep_shared: bool) 
             node = node[key]
         target = node[last] if name.layer is None else node[last][name.layer]
         target[...] = tensors[name.tensor].array()
-    return trees["params"], trees["balancing"]
+    return trees.pop("params"), trees
 
 
 def _abstract(model: DreamerConfig) -> dict[str, Any]:
-    params, balancing = jax.eval_shape(lambda: initialise(model, jax.random.key(0)))
-    return {"params": params, "balancing": balancing}
+    """Item of a checkpoint -> its tree of shapes."""
+    params, model_state = nn.meta.unbox(build(model).shapes)
+    return {"params": params, **model_state}

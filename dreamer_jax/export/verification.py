@@ -103,7 +103,7 @@ def verify(folder: Path, model: StoredModel, say: Callable[[str], None] = lambda
 def compare_weights(folder: Path, model: StoredModel, description: Description) -> None:
     """Every tensor is bit for bit what the checkpoint gives when folded and cast."""
     stored = checked_tensors(folder, description)
-    parts = {name.tensor: name.part for name in names_of(model.config.model, description.keep_shared)}
+    parts = {name.tensor: name.part for name in names_of(description.model, description.keep_shared)}
     for tensor in tensors_of(model, description.dtype, description.keep_shared):
         its = stored[tensor.name]
         where = f"{parts[tensor.name]}: the tensor {tensor.name}"
@@ -164,7 +164,7 @@ def _torch_side(folder: Path, tokens: np.ndarray, prompt: int, bfloat16: bool):
 
 def _tokens(model: StoredModel, description: Description) -> np.ndarray:
     """[4, S] int32: two rows of random tokens, two of text; S as time and the trained context allow."""
-    config = model.config.model
+    config = description.model
     read = 4 * config.depth * config.hidden_size * (3 * config.expert_size * config.experts_per_token)
     length = int(np.clip(READ_BYTES // (4 * read), 8, min(64, model.config.data.sequence_length)))
     tokenizer = tokenizer_of(description)

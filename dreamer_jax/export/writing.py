@@ -15,8 +15,8 @@ from dreamer_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dreamer_jax.errors import UserError
 from dreamer_jax.export import modeling_file, safetensors_files
 from dreamer_jax.export.card import write_card
-from dreamer_jax.export.description import MODEL_FILE, Description, describe, generation_settings
-from dreamer_jax.export.names import FOLDED, Name, is_float32, names_of
+from dreamer_jax.export.description import MODEL_FILE, Description, describe, generation_settings, twin_of
+from dreamer_jax.export.names import FOLDED, Name, names_of
 from dreamer_jax.export.safetensors_files import Tensor
 from dreamer_jax.export.tokenizer_files import write_tokenizer
 from dreamer_jax.runs.leaves import Leaf, StoredModel
@@ -43,11 +43,11 @@ def export(
         shard_bytes: largest safetensors file.
 
     Raises:
-        UserError: `out` exists or can't be written, or the tokenizer isn't the one the run was trained with.
+        UserError: the family has no PyTorch twin, `out` exists or can't be written, or the tokenizer isn't the one
+            the run was trained with.
     """
-    description = Description(
-        model.config, {}, dtype, keep_shared and model.config.model.recurrent, model.step, model.meta
-    )
+    recurrent = twin_of(model.config).recurrent
+    description = Description(model.config, {}, dtype, keep_shared and recurrent, model.step, model.meta)
     tokenizer = tokenizer_of(description)
     with written_aside(out) as folder:
         safetensors_files.write(folder, tensors_of(model, dtype, description.keep_shared), shard_bytes)
@@ -78,8 +78,8 @@ def tensors_of(model: StoredModel, dtype: str, keep_shared: bool) -> list[Tensor
     """Every tensor of the folder, to be read when it is written."""
     code = {"bfloat16": "BF16", "float32": "F32"}[dtype]
     return [
-        _tensor(model, name, "F32" if is_float32(name.tensor) else code, keep_shared)
-        for name in names_of(model.config.model, keep_shared)
+        _tensor(model, name, "F32" if name.float32 else code, keep_shared)
+        for name in names_of(twin_of(model.config), keep_shared)
     ]
 
 
@@ -117,7 +117,7 @@ def _tensor(model: StoredModel, name: Name, code: str, keep_shared: bool) -> Ten
     leaf = model.leaf(name.item, name.leaf)
     scope, _, last = name.leaf.rpartition(".")
     shared = None
-    if last in FOLDED and model.config.model.recurrent and not keep_shared:
+    if last in FOLDED and twin_of(model.config).recurrent and not keep_shared:
         shared = model.leaf(name.item, f"{scope}.{FOLDED[last]}")
     shape = leaf.shape if name.layer is None else leaf.shape[1:]
 

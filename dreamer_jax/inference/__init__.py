@@ -1,9 +1,20 @@
-"""Generation and scoring: a folded model, caches, one depth step of a set of positions, and an engine on top."""
+"""Generation and scoring: a folded model, memories, one depth step of a set of positions, and an engine on top."""
 
-from dreamer_jax.inference.caches import Caches, State
 from dreamer_jax.inference.engine import Engine, Generated, Scores
-from dreamer_jax.inference.model import FoldedModel, fold
+from dreamer_jax.inference.model import Flight, FoldedModel, fold
 from dreamer_jax.inference.sampling import Sampling
-from dreamer_jax.inference.text import Text, Writer
+from dreamer_jax.inference.text import LanguageModel, Likelihood, Text, tokenizer_of
 
-__all__ = ["Caches", "Engine", "FoldedModel", "Generated", "Sampling", "Scores", "State", "Text", "Writer", "fold"]
+__all__ = [
+    "Engine",
+    "Flight",
+    "FoldedModel",
+    "Generated",
+    "LanguageModel",
+    "Likelihood",
+    "Sampling",
+    "Scores",
+    "Text",
+    "fold",
+    "tokenizer_of",
+]

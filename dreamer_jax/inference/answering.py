@@ -19,7 +19,7 @@ def answer(config: Config, state: TrainState, data: Data, records: list[Record],
     tokenizer, length = data.tokenizer, config.data.sequence_length
     prompts = [[tokenizer.bos, *tokenizer.encode(record.prompt)] for record in records]
     fitting = [i for i, prompt in enumerate(prompts) if len(prompt) < length]
-    engine = Engine(fold(config.model, state.params, state.balancing))
+    engine = Engine(fold(config.model, state.params, state.model_state))
     rows = engine.generate([prompts[i] for i in fitting], limit, stop_ids=[tokenizer.eos])
     answers = [""] * len(prompts)
     for i, row in zip(fitting, rows, strict=True):

@@ -17,14 +17,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dreamer_jax.errors import UserError
+from dreamer_jax.inference.batches import Finished, Generated, RowBatch, bucket, chunk, fetch, padded
 from dreamer_jax.inference.model import FoldedModel, fold
-from dreamer_jax.inference.parts import Finished, Generated, Part, bucket, chunk, fetch, padded
-from dreamer_jax.inference.placement import place
-from dreamer_jax.inference.programs import BLOCK, Kinds, programs_for
+from dreamer_jax.inference.programs import DECODE_BLOCK, Kinds, programs_for
 from dreamer_jax.inference.sampling import Sampling
+from dreamer_jax.inference.sharding import shard
 
 if TYPE_CHECKING:
-    from dreamer_jax.runs.checkpoints import TrainedModel
+    from dreamer_jax.runs.models import TrainedModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Engine:
         model: see `fold`.
         exit_distance: a token stops going deeper when its hidden state moves by less than this, relative to its norm
             (see `programs.until_settled`); 0 takes every token through all depths. Prompts always go through all.
-        mesh: devices to share the rows and, along an axis `expert`, the experts (see `placement`); None for one.
+        mesh: devices to share the rows and, along an axis `expert`, the experts (see `sharding`); None for one.
 
     Raises:
         UserError: early exit from a model whose depths are different layers, or a negative distance.
@@ -56,18 +56,18 @@ class Engine:
     def __init__(self, model: FoldedModel, exit_distance: float = 0.0, mesh: Mesh | None = None):
         if not 0 <= exit_distance < math.inf:
             raise UserError(f"exit distance {exit_distance}: must be 0 (never exit early) or more")
-        if exit_distance > 0 and not model.config.recurrent:
-            raise UserError(f"early exit needs a recurrent model; {model.config.variant} has distinct layers")
-        placement = None
+        if exit_distance > 0 and not model.family.flags.recurrent:
+            raise UserError(f"early exit needs a recurrent model; {model.family.headline()}: distinct layers")
+        sharding = None
         if mesh is not None:
-            model, placement = place(model, mesh)
+            model, sharding = shard(model, mesh)
         self.model = model
-        self._programs = programs_for(placement)
-        self._row_shards = 1 if placement is None else placement.row_shards
+        self._programs = programs_for(sharding)
+        self._row_shards = 1 if sharding is None else sharding.row_shards
         self._exit_distance = exit_distance
         # One program hardly uses more than one core of a CPU: its steps are small and wait for each other.
         alone = mesh is None and jax.default_backend() == "cpu"
-        self._most_parts = _cores() if alone else 1
+        self._most_batches = _cores() if alone else 1
 
     @classmethod
     def of(
@@ -79,7 +79,7 @@ class Engine:
         mesh: Mesh | None = None,
     ) -> Engine:
         """The engine of a checkpoint (`load_run`); `depth` and `dtype` as of `fold`."""
-        return cls(fold(trained.config.model, trained.params, trained.balancing, depth, dtype), exit_distance, mesh)
+        return cls(fold(trained.config.model, trained.params, trained.model_state, depth, dtype), exit_distance, mesh)
 
     def generate(
         self,
@@ -121,14 +121,14 @@ class Engine:
         sampling: Sampling | None = None,
         stop_ids: Sequence[int] = (),
         finished: Finished | None = None,
-        block: int = BLOCK,
+        block: int = DECODE_BLOCK,
         numbers: Sequence[int] | None = None,
     ) -> Iterator[list[Generated]]:
         """Continue one batch of prompts; yields the rows as they grow, the same objects every time.
 
         Args:
             prompts, max_tokens, sampling, stop_ids, finished: as of `generate`.
-            block: tokens between two yields, at most `programs.BLOCK`. The first comes after one token.
+            block: tokens between two yields, at most `programs.DECODE_BLOCK`. The first comes after one token.
             numbers: of the rows, which the draws depend on; by default 0, 1, ...
         """
         _check(prompts, self.model.config.vocab_size)
@@ -137,19 +137,19 @@ class Engine:
         shares, size = self._shares(len(prompts))
         numbers = range(len(prompts)) if numbers is None else numbers
         settings = max_tokens, sampling or Sampling(), stop_ids, self._exit_distance
-        parts = [Part(self.model, self._programs, prompts[own], numbers[own], size, *settings) for own in shares]
-        rows = [row for part in parts for row in part.rows]
-        running = parts
-        _each(Part.begin, running)
+        batches = [RowBatch(self.model, self._programs, prompts[own], numbers[own], size, *settings) for own in shares]
+        rows = [row for batch in batches for row in batch.rows]
+        running = batches
+        _each(RowBatch.begin, running)
         while True:
             if finished is not None:
-                for part, own in zip(parts, shares, strict=True):
-                    part.end(finished, own.start)
+                for batch, own in zip(batches, shares, strict=True):
+                    batch.end(finished, own.start)
             yield rows
-            running = [part for part in running if not part.done]
+            running = [batch for batch in running if not batch.done]
             if not running:
                 return
-            _each(lambda part: part.advance(min(block, BLOCK)), running)
+            _each(lambda batch: batch.advance(min(block, DECODE_BLOCK)), running)
 
     def score(self, rows: Sequence[Sequence[int]], batch_size: int = 16) -> list[Scores]:
         """Log-probability of every token of each row but the first, given those before it; similar lengths together."""
@@ -169,22 +169,22 @@ class Engine:
         longest = max(len(row) for row in rows)
         width = chunk(size, longest)
         tokens = padded(rows, size, -(-longest // width) * width + 1)
-        caches = self._programs.empty_caches(self.model, size, bucket(longest))
-        parts = []
+        slots = self._programs.empty_slots(self.model, size, bucket(longest))
+        pieces = []
         for start in range(0, longest, width):
             inputs, targets = tokens[:, start : start + width], tokens[:, start + 1 : start + width + 1]
-            logprobs, greedy, caches = self._programs.score(
-                Kinds(), self.model, inputs, targets, jnp.int32(start), caches
+            logprobs, greedy, slots = self._programs.score(
+                Kinds(), self.model, inputs, targets, jnp.int32(start), slots
             )
-            parts.append(fetch(logprobs, greedy))
-        logprobs, greedy = (np.concatenate(part, axis=1) for part in zip(*parts, strict=True))
+            pieces.append(fetch(logprobs, greedy))
+        logprobs, greedy = (np.concatenate(piece, axis=1) for piece in zip(*pieces, strict=True))
         return [Scores(logprobs[i, : len(row) - 1], greedy[i, : len(row) - 1]) for i, row in enumerate(rows)]
 
     def _shares(self, count: int) -> tuple[list[slice], int]:
         """Which of `count` rows go together, and B for them: a bucket that divides over the devices."""
-        parts = min(self._most_parts, count)
-        ends = [count * n // parts for n in range(parts + 1)]
-        largest = -(-count // parts)
+        batches = min(self._most_batches, count)
+        ends = [count * n // batches for n in range(batches + 1)]
+        largest = -(-count // batches)
         size = self._row_shards * bucket(-(-largest // self._row_shards), 1)
         return [slice(start, end) for start, end in itertools.pairwise(ends)], size
 

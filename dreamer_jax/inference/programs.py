@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dreamer_jax.inference.caches import Caches, State, fill_deeper
-from dreamer_jax.inference.model import FoldedModel
-from dreamer_jax.inference.placement import Placement
+from dreamer_jax.families import depth_of
+from dreamer_jax.inference.model import FoldedModel, PyTree
 from dreamer_jax.inference.sampling import SamplingNumbers, choose
+from dreamer_jax.inference.sharding import ModelSharding
 
-BLOCK = 32
+DECODE_BLOCK = 32
 """Tokens a row gets at most in one call of `decode`."""
 LOGITS = 1 << 24
 """Logits that are held at once when scoring."""
@@ -39,43 +39,54 @@ class Progress(NamedTuple):
     limits: jax.Array
 
 
-def all_depths(model: FoldedModel, state: State, positions: jax.Array, caches: Caches) -> tuple[State, Caches]:
-    """Positions [B, P] from the embedding through every depth."""
+def all_depths(model: FoldedModel, tokens: jax.Array, positions: jax.Array, slots: PyTree) -> tuple[jax.Array, PyTree]:
+    """Tokens [B, P] at these positions through every depth: what the head is applied to [B, P, h], and the slots."""
 
     def body(l, carry):
         return model.step(carry[0], positions, l, carry[1])
 
-    return jax.lax.fori_loop(0, model.total_depth, body, (state, caches))
+    flight, slots = jax.lax.fori_loop(0, model.total_depth, body, model.enter(tokens, positions, slots))
+    return model.leave(flight, positions, slots)
 
 
 def until_settled(
-    model: FoldedModel, state: State, positions: jax.Array, caches: Caches, distance: jax.Array
-) -> tuple[State, Caches, jax.Array]:
-    """Positions [B, 1] through the depths until their hidden state stops changing.
+    model: FoldedModel, tokens: jax.Array, positions: jax.Array, slots: PyTree, distance: jax.Array
+) -> tuple[jax.Array, PyTree, jax.Array]:
+    """Tokens [B, 1] at these positions through the depths until the residual stream stops changing.
 
-    A row stops after the depth at which |x' - x| / |x'| < `distance`; its keys and values of that depth stand for
-    those of the deeper ones. The batch goes on until all rows have stopped.
+    A row stops after the depth at which |x' - x| / |x'| < `distance`, or when the family says that it has finished;
+    what stands for its deeper keys and values is the family's rule. The batch goes on until all rows have stopped.
 
     Returns:
-        State, caches, and how many depths each row took, [B] int32.
+        What the head is applied to [B, 1, h], the slots, and how many depths each row took, [B] int32.
     """
+    family = model.family
 
     def body(carry):
-        l, state, caches, running, depths = carry
-        new, caches = model.step(state, positions, l, caches)
-        old_hidden, new_hidden = (s.hidden[:, 0].astype(jnp.float32) for s in (state, new))
-        moved = jnp.linalg.norm(new_hidden - old_hidden, axis=-1) / jnp.linalg.norm(new_hidden, axis=-1)
-        hidden = jnp.where(running[:, None, None], new.hidden, state.hidden)
-        depths = depths + running
-        return l + 1, new._replace(hidden=hidden), caches, running & (moved >= distance), depths
+        l, flight, slots, running, depths = carry
+        new, slots = model.step(flight, positions, l, slots)
+        before, after = (family.stream(f.state)[:, 0].astype(jnp.float32) for f in (flight, new))
+        moved = jnp.linalg.norm(after - before, axis=-1) / jnp.linalg.norm(after, axis=-1)
+        goes_on = running & (moved >= distance)
+        finished = family.finished(new.state, flight.state, depth_of(l, model.total_depth))
+        if finished is not None:
+            goes_on &= ~finished[:, 0]
+        state = jax.tree.map(lambda a, b: jnp.where(_of_rows(running, a), a, b), new.state, flight.state)
+        return l + 1, new._replace(state=state), slots, goes_on, depths + running
 
     def unfinished(carry):
         return (carry[0] < model.total_depth) & jnp.any(carry[3])
 
     rows = positions.shape[0]
-    start = (jnp.int32(0), state, caches, jnp.ones(rows, bool), jnp.zeros(rows, jnp.int32))
-    _, state, caches, _, depths = jax.lax.while_loop(unfinished, body, start)
-    return state, fill_deeper(caches, depths - 1, positions[:, 0]), depths
+    start = (jnp.int32(0), *model.enter(tokens, positions, slots), jnp.ones(rows, bool), jnp.zeros(rows, jnp.int32))
+    _, flight, slots, _, depths = jax.lax.while_loop(unfinished, body, start)
+    slots = family.refill(slots, depths - 1, positions[:, 0])
+    return *model.leave(flight, positions, slots), depths
+
+
+def _of_rows(flags: jax.Array, like: jax.Array) -> jax.Array:
+    """Flags [B] that broadcast against [B, ...]."""
+    return flags.reshape(-1, *[1] * (like.ndim - 1))
 
 
 class Kinds(NamedTuple):
@@ -97,26 +108,26 @@ def prefill(
     tokens: jax.Array,
     start: jax.Array,
     lengths: jax.Array,
-    caches: Caches,
+    slots: PyTree,
     hidden: jax.Array,
-) -> tuple[jax.Array, Caches]:
+) -> tuple[jax.Array, PyTree]:
     """One chunk of the prompts.
 
     Args:
         tokens: [B, P] int32; row b's are at positions start[b] .. start[b] + P - 1. What lies at or after
             lengths[b] is padding, and its slots are written again before anything looks at them.
         start, lengths: [B] int32.
-        hidden: [B, h], the state of each prompt's last position as far as it has come.
+        hidden: [B, h], what the head will be applied to at each prompt's last position, as far as it has come.
 
     Returns:
-        `hidden` and the caches.
+        `hidden` and the slots.
     """
     positions = start[:, None] + jnp.arange(tokens.shape[1])
-    state, caches = all_depths(model, model.embed(tokens), positions, caches)
+    found, slots = all_depths(model, tokens, positions, slots)
     last = lengths - 1 - start
-    own = jnp.take_along_axis(state.hidden, jnp.clip(last, 0, tokens.shape[1] - 1)[:, None, None], axis=1)[:, 0]
+    own = jnp.take_along_axis(found, jnp.clip(last, 0, tokens.shape[1] - 1)[:, None, None], axis=1)[:, 0]
     here = (last >= 0) & (last < tokens.shape[1])
-    return jnp.where(here[:, None], own, hidden), caches
+    return jnp.where(here[:, None], own, hidden), slots
 
 
 def first(
@@ -129,9 +140,8 @@ def first(
     stop_ids: jax.Array,
     numbers: SamplingNumbers,
 ) -> Progress:
-    """The first token after prompts of these lengths [B], from the states of their last positions [B, h]."""
-    logits = model.readout(State(hidden[:, None], None, None))[:, 0]
-    token = choose(logits, numbers, rows, lengths, kinds.draws, kinds.ranks)
+    """The first token after prompts of these lengths [B], from what `prefill` has found for them [B, h]."""
+    token = choose(model.logits(hidden), numbers, rows, lengths, kinds.draws, kinds.ranks)
     done = jnp.isin(token, stop_ids) | (lengths >= limits)
     return Progress(token, lengths, done, rows, limits)
 
@@ -140,28 +150,28 @@ def decode(
     kinds: Kinds,
     model: FoldedModel,
     progress: Progress,
-    caches: Caches,
+    slots: PyTree,
     limit: jax.Array,
     stop_ids: jax.Array,
     numbers: SamplingNumbers,
     distance: jax.Array,
-) -> tuple[jax.Array, jax.Array, Progress, Caches]:
-    """Up to `limit` (at most `BLOCK`) further tokens of every row that isn't done.
+) -> tuple[jax.Array, jax.Array, Progress, PyTree]:
+    """Up to `limit` (at most `DECODE_BLOCK`) further tokens of every row that isn't done.
 
     Returns:
-        The tokens and the depths each took, [B, BLOCK] int32, -1 where a row got none; then where the rows are.
+        The tokens and the depths each took, [B, DECODE_BLOCK] int32, -1 where a row got none; then where the rows are.
     """
-    empty = jnp.full((progress.last.shape[0], BLOCK), -1, jnp.int32)
+    empty = jnp.full((progress.last.shape[0], DECODE_BLOCK), -1, jnp.int32)
 
     def body(carry):
-        i, tokens, depths, progress, caches = carry
-        state, positions = model.embed(progress.last[:, None]), progress.positions[:, None]
+        i, tokens, depths, progress, slots = carry
+        last, positions = progress.last[:, None], progress.positions[:, None]
         if kinds.early_exit:
-            state, caches, taken = until_settled(model, state, positions, caches, distance)
+            hidden, slots, taken = until_settled(model, last, positions, slots, distance)
         else:
-            state, caches = all_depths(model, state, positions, caches)
+            hidden, slots = all_depths(model, last, positions, slots)
             taken = jnp.full_like(progress.last, model.total_depth)
-        logits = model.readout(state)[:, 0]
+        logits = model.logits(hidden)[:, 0]
         after = progress.positions + 1
         token = choose(logits, numbers, progress.rows, after, kinds.draws, kinds.ranks)
         token = jnp.where(progress.done, progress.last, token)
@@ -169,20 +179,20 @@ def decode(
         depths = depths.at[:, i].set(jnp.where(progress.done, -1, taken))
         positions = jnp.where(progress.done, progress.positions, after)
         done = progress.done | jnp.isin(token, stop_ids) | (positions >= progress.limits)
-        return i + 1, tokens, depths, progress._replace(last=token, positions=positions, done=done), caches
+        return i + 1, tokens, depths, progress._replace(last=token, positions=positions, done=done), slots
 
     def unfinished(carry):
         return (carry[0] < limit) & ~jnp.all(carry[3].done)
 
-    _, tokens, depths, progress, caches = jax.lax.while_loop(
-        unfinished, body, (jnp.int32(0), empty, empty, progress, caches)
+    _, tokens, depths, progress, slots = jax.lax.while_loop(
+        unfinished, body, (jnp.int32(0), empty, empty, progress, slots)
     )
-    return tokens, depths, progress, caches
+    return tokens, depths, progress, slots
 
 
 def score(
-    kinds: Kinds, model: FoldedModel, tokens: jax.Array, targets: jax.Array, start: jax.Array, caches: Caches
-) -> tuple[jax.Array, jax.Array, Caches]:
+    kinds: Kinds, model: FoldedModel, tokens: jax.Array, targets: jax.Array, start: jax.Array, slots: PyTree
+) -> tuple[jax.Array, jax.Array, PyTree]:
     """Log-probability of each target [B, P] after its position, and whether it is the likeliest token.
 
     Args:
@@ -190,55 +200,55 @@ def score(
         start: scalar int32.
     """
     positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
-    state, caches = all_depths(model, model.embed(tokens), positions, caches)
+    hidden, slots = all_depths(model, tokens, positions, slots)
     rows = max(1, LOGITS // (tokens.shape[0] * model.config.vocab_size))  # positions whose logits fit
 
     def of_position(both):
         hidden, target = both
-        logits = model.readout(State(hidden[:, None], None, None))[:, 0]  # [B, V]
+        logits = model.logits(hidden)  # [B, V]
         picked = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
         return picked - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == target
 
-    by_position = jnp.swapaxes(state.hidden, 0, 1), jnp.swapaxes(targets, 0, 1)
+    by_position = jnp.swapaxes(hidden, 0, 1), jnp.swapaxes(targets, 0, 1)
     logprobs, greedy = jax.lax.map(of_position, by_position, batch_size=min(rows, tokens.shape[1]))
-    return logprobs.T, greedy.T, caches
+    return logprobs.T, greedy.T, slots
 
 
 class Programs:
     """The programs, jitted; the first argument of each is its `Kinds`. Use `programs_for`.
 
     Args:
-        placement: None for one device.
+        sharding: None for one device.
     """
 
-    def __init__(self, placement: Placement | None):
-        model = rows = caches = same = PartitionSpec()
-        if placement is not None:
-            model, rows, caches = placement.model, placement.rows, placement.caches
-        self._placement = placement
-        self.prefill = self._jit(prefill, (model, rows, rows, rows, caches, rows), (rows, caches), donate=(5, 6))
+    def __init__(self, sharding: ModelSharding | None):
+        model = rows = slots = same = PartitionSpec()
+        if sharding is not None:
+            model, rows, slots = sharding.model, sharding.rows, sharding.slots
+        self._sharding = sharding
+        self.prefill = self._jit(prefill, (model, rows, rows, rows, slots, rows), (rows, slots), donate=(5, 6))
         self.first = self._jit(first, (model, rows, rows, rows, rows, same, same), rows)
-        specs = (model, rows, caches, same, same, same, same)
-        self.decode = self._jit(decode, specs, (rows, rows, rows, caches), donate=(3,))
-        self.score = self._jit(score, (model, rows, rows, same, caches), (rows, rows, caches), donate=(5,))
-        self.empty_caches: Any = jax.jit(
-            FoldedModel.empty_caches,
+        specs = (model, rows, slots, same, same, same, same)
+        self.decode = self._jit(decode, specs, (rows, rows, rows, slots), donate=(3,))
+        self.score = self._jit(score, (model, rows, rows, same, slots), (rows, rows, slots), donate=(5,))
+        self.empty_slots: Any = jax.jit(
+            FoldedModel.empty_slots,
             static_argnums=(1, 2),
-            out_shardings=None if placement is None else NamedSharding(placement.mesh, caches),
+            out_shardings=None if sharding is None else NamedSharding(sharding.mesh, slots),
         )
 
     def _jit(self, function: Callable[..., Any], inputs: Any, outputs: Any, donate: tuple[int, ...] = ()) -> Any:
         def spread(kinds: Kinds, *arguments: Any) -> Any:
             body = functools.partial(function, kinds)
-            if self._placement is None:
+            if self._sharding is None:
                 return body(*arguments)
-            mesh = self._placement.mesh
+            mesh = self._sharding.mesh
             return jax.shard_map(body, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)(*arguments)
 
         return jax.jit(spread, static_argnums=0, donate_argnums=donate)
 
 
 @functools.cache
-def programs_for(placement: Placement | None) -> Programs:
-    """The programs of a placement; the same ones every time, so that nothing is compiled twice."""
-    return Programs(placement)
+def programs_for(sharding: ModelSharding | None) -> Programs:
+    """The programs of a sharding; the same ones every time, so that nothing is compiled twice."""
+    return Programs(sharding)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
+from dreamer_jax.data.tokenizers import Tokenizer, encode_pair, load_tokenizer
 from dreamer_jax.errors import UserError
-from dreamer_jax.inference.engine import Engine, Generated
+from dreamer_jax.inference.engine import Engine, Generated, Scores
 from dreamer_jax.inference.sampling import Sampling
 
 if TYPE_CHECKING:
-    from dreamer_jax.data import Tokenizer
+    from dreamer_jax.runs.models import TrainedModel
 
-UNFINISHED = "�"
+UNFINISHED = "\ufffd"
 """What a tokenizer makes of bytes that aren't a whole character (yet)."""
 LONGEST_CHARACTER = 4
 """Bytes of a character in UTF-8, and so most tokens one is made of."""
+
+Prompt = str | Sequence[int]
+"""A text, or tokens as they are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,59 +31,77 @@ class Text:
 
     Attributes:
         text: without the prompt, cut before the first stop string.
-        tokens: how many were generated for it, those after a stop string included.
+        tokens: that were generated for it, those after a stop string included.
         finish: "stop": end of text or a stop string. "length": the limit of tokens.
         mean_depth: depths that its tokens went through.
     """
 
     text: str
-    tokens: int
+    tokens: list[int]
     finish: str
     mean_depth: float
 
 
-class Writer:
-    """Continues texts.
+class Likelihood(NamedTuple):
+    """Of a continuation given what stands before it.
+
+    logprob: natural logarithm of its probability, summed over its tokens.
+    greedy: whether greedy decoding would write it.
+    """
+
+    logprob: float
+    greedy: bool
+
+
+class LanguageModel:
+    """Continues and scores texts.
 
     Args:
         engine: of the model.
-        tokenizer: the one the model was trained with. Every prompt begins with its begin-of-text token and a text
-            ends with its end-of-text token, as the documents of training do.
+        tokenizer: the one the model was trained with. Every text begins with its begin-of-text token and ends with its
+            end-of-text token, as the documents of training do; prompts that are tokens are taken as they are.
+        max_length: most tokens of a request; a longer prompt loses its beginning. None for no limit.
+        batch_size: rows computed at once.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer):
-        self._engine, self._tokenizer = engine, tokenizer
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, max_length: int | None = None, batch_size: int = 16):
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.batch_size = batch_size
+        self._engine = engine
 
-    def write(
+    def generate(
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[Prompt],
         max_tokens: int,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
-        batch_size: int = 16,
         first_number: int = 0,
     ) -> list[Text]:
         """Continue prompts in batches.
 
         Args:
-            prompts: any number of texts.
-            max_tokens, sampling, batch_size, first_number: as of `Engine.generate`.
+            prompts: any number of them.
+            max_tokens: most tokens a text gets.
+            sampling: greedy by default.
             stop: strings that end a text.
+            first_number: of the first prompt, where more than one call makes a whole; draws depend on the number.
         """
-        _check(stop)
-        rows = [self.encode(prompt) for prompt in prompts]
-        ends = (self._tokenizer.eos,)
-
-        def finished(row: int, tokens: list[int]) -> bool:
-            return _find(self._tokenizer.decode(tokens), stop) is not None
-
-        asked = finished if stop else None
-        generated = self._engine.generate(rows, max_tokens, sampling, ends, asked, batch_size, first_number)
+        rows = self._rows(prompts, max_tokens)
+        generated = self._engine.generate(
+            rows,
+            max_tokens,
+            sampling,
+            stop_ids=(self.tokenizer.eos,),
+            finished=self._stopper(len(rows), stop),
+            batch_size=self.batch_size,
+            first_number=first_number,
+        )
         return [self._text(row, stop) for row in generated]
 
     def stream(
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[Prompt],
         max_tokens: int,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
@@ -88,17 +112,12 @@ class Writer:
         What may still become a stop string or is half a character is held back until it is known.
 
         Args:
+            prompts, max_tokens, sampling, stop: as of `generate`.
             block: tokens between two yields.
         """
-        _check(stop)
-        rows = [self.encode(prompt) for prompt in prompts]
-
-        def finished(row: int, tokens: list[int]) -> bool:
-            return _find(self._tokenizer.decode(tokens), stop) is not None
-
-        for generated in self._engine.stream(
-            rows, max_tokens, sampling, (self._tokenizer.eos,), finished if stop else None, block
-        ):
+        rows, ends = self._rows(prompts, max_tokens), (self.tokenizer.eos,)
+        asked = self._stopper(len(rows), stop)
+        for generated in self._engine.stream(rows, max_tokens, sampling, ends, asked, block):
             latest = [self._text(row, stop) for row in generated]
             growing = [row.finish == "length" and len(row.tokens) < max_tokens for row in generated]
             yield [
@@ -106,20 +125,83 @@ class Writer:
                 for text, grows in zip(latest, growing, strict=True)
             ]
 
-    def encode(self, prompt: str) -> list[int]:
+    def score(self, rows: Sequence[Prompt]) -> list[Scores]:
+        """Log-probabilities of every token of each row but the first, which for a text is begin-of-text."""
+        return self._engine.score([self.encode(row) for row in rows], batch_size=self.batch_size)
+
+    def likelihoods(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Likelihood]:
+        """Likelihood of the second part of each pair of token lists after the first, which has one token or more."""
+        keep = slice(None) if self.max_length is None else slice(-(self.max_length + 1), None)
+        scored = self.score([[*context, *following][keep] for context, following in pairs])
+        results = []
+        for (_, following), scores in zip(pairs, scored, strict=True):
+            own = slice(max(0, len(scores.logprobs) - len(following)), None)
+            total = float(np.sum(scores.logprobs[own], dtype=np.float64))
+            results.append(Likelihood(total, bool(np.all(scores.greedy[own]))))
+        return results
+
+    def completion_likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[Likelihood]:
+        """Likelihood of completions after their prompts, both encoded as in training."""
+        encoded = (encode_pair(self.tokenizer, prompt, completion) for prompt, completion in pairs)
+        return self.likelihoods([([self.tokenizer.bos, *prompt], text) for prompt, text in encoded])
+
+    def encode(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt."""
-        return [self._tokenizer.bos, *self._tokenizer.encode(prompt)]
+        if isinstance(prompt, str):
+            return [self.tokenizer.bos, *self.tokenizer.encode(prompt)]
+        return [int(token) for token in prompt]
+
+    def _rows(self, prompts: Sequence[Prompt], max_tokens: int) -> list[list[int]]:
+        """Prompts that leave room for `max_tokens`: begin-of-text, or what stands first, and the end of the rest."""
+        rows = [self.encode(prompt) for prompt in prompts]
+        if self.max_length is None:
+            return rows
+        room = self.max_length - max_tokens
+        if room < 2:
+            raise UserError(f"{max_tokens} tokens to generate leave no room for a prompt within {self.max_length}")
+        return [[*row[:1], *row[1:][-(room - 1) :]] for row in rows]
+
+    def _stopper(self, rows: int, stop: Sequence[str]) -> Callable[[int, list[int]], bool] | None:
+        """Tells whether a row holds a stop string by now; None if there are none."""
+        if not all(stop):
+            raise UserError("a stop string is empty; it would end every text at once")
+        if not stop:
+            return None
+        # A stop string of n bytes lies within the last n tokens, or n - 1 earlier if it came inside a block of tokens.
+        longest = max(len(string.encode()) for string in stop)
+        seen = [0] * rows
+
+        def finished(row: int, tokens: list[int]) -> bool:
+            text = self.tokenizer.decode(tokens[max(0, seen[row] - longest) :])
+            seen[row] = len(tokens)
+            return _find(text, stop) is not None
+
+        return finished
 
     def _text(self, row: Generated, stop: Sequence[str]) -> Text:
-        text = self._tokenizer.decode(row.tokens)
+        text = self.tokenizer.decode(row.tokens)
         end = _find(text, stop)
         depths = sum(row.depths) / len(row.depths) if row.depths else 0.0
-        return Text(text[:end], len(row.tokens), row.finish if end is None else "stop", depths)
+        return Text(text[:end], row.tokens, row.finish if end is None else "stop", depths)
 
 
-def _check(stop: Sequence[str]) -> None:
-    if not all(stop):
-        raise UserError("a stop string is empty; it would end every text at once")
+def tokenizer_of(trained: TrainedModel, spec: str | None = None) -> Tokenizer:
+    """The tokenizer that a model was trained with.
+
+    Args:
+        trained: the model.
+        spec: where its file is now, if not where the run's configuration says.
+    Raises:
+        UserError: it isn't there, or it is another one.
+    """
+    spec = spec or trained.config.data.tokenizer
+    try:
+        tokenizer = load_tokenizer(spec)
+    except UserError as error:
+        raise UserError(f"{error}. If the run's tokenizer was moved, say where it is: --tokenizer FILE") from None
+    if tokenizer.fingerprint != trained.meta.get("tokenizer"):
+        raise UserError(f"{spec} is not the tokenizer the run was trained with; name that one: --tokenizer FILE")
+    return tokenizer
 
 
 def _find(text: str, stop: Sequence[str]) -> int | None:

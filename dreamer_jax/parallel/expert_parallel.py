@@ -1,74 +1,149 @@
 """Expert parallelism: every device of an `expert` group has some of the experts and a share of the tokens.
 
-Dropless: every token reaches every expert it selected, whatever the balance. Both exchanges below are in the place of
-`Operations.expert_mlp` and are differentiable. The j-th device of a group has the experts `E' j` to `E' (j + 1) - 1`,
-E' being the experts of the matrices it is given; the padding among them is selected by no one.
+Dense feed-forward networks are divided in the same way, neuron by neuron (`GatheredNeurons`).
+
+Dropless: every token reaches every expert it selected, whatever the balance. Each class below is an operation in the
+place of `Operations.expert_mlp`, with the contract of `ExpertMLP`. The j-th device of a group has the experts `E' j` to
+`E' (j + 1) - 1`, E' being the experts of the matrices it is given; the padding among them is selected by no one.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-ExpertMLP = Callable[..., jax.Array]
-"""(x [T, h], indices [T, k], weights [T, k], gate_up, down, tape=None) -> [T, h]; an index E' stands for no expert."""
+from dreamer_jax.blocks.operations import Operations
+from dreamer_jax.parallel.mesh import EXPERT
+from pallas_kernels.tape import Tape
+from pallas_kernels.weights import Stacked
 
 
-def gathered_experts(local: ExpertMLP, axis: str) -> ExpertMLP:
+@dataclass(frozen=True)
+class _Parallel:
+    """The experts of a group of devices.
+
+    Attributes:
+        local: the operation on one device.
+        axis: mesh axis of the group.
+        group: devices along it.
+    """
+
+    local: Any
+    axis: str
+    group: int
+
+    def start_tape(self, indices: tuple[int, ...], gate_up: tuple[int, ...], dtype: Any) -> Tape | None:
+        """The empty tape: a device may get the tokens of all of its group."""
+        return self.local.start_tape((indices[0] * self.group, indices[1]), gate_up, dtype)
+
+    def arrange(self, down: jax.Array) -> Any:
+        """As of the operation on one device."""
+        return self.local.arrange(down)
+
+    def own(self, indices: jax.Array, gate_up: Any) -> jax.Array:
+        """Indices among the device's own experts; E' for those of other devices."""
+        held = (gate_up.values.shape if isinstance(gate_up, Stacked) else gate_up.shape)[-3]
+        own = indices - jax.lax.axis_index(self.axis) * held
+        return jnp.where((own >= 0) & (own < held), own, held)
+
+
+@dataclass(frozen=True)
+class GatheredExperts(_Parallel):
     """All tokens of the group visit every device, and the results are summed: one all-gather, one reduce-scatter.
 
     A device sends `(n - 1) T h` numbers each way, n being the devices of the group: for `n <= k` no more than any
-    exchange of single choices.
-
-    Args:
-        local: the operation on one device.
-        axis: mesh axis of the group.
+    exchange of single choices. Differentiable.
     """
 
-    def expert_mlp(x, indices, weights, gate_up, down, **how):
-        x, indices, weights = (jax.lax.all_gather(rows, axis, tiled=True) for rows in (x, indices, weights))
-        held = gate_up.shape[0]
-        own = indices - jax.lax.axis_index(axis) * held
-        mine = (own >= 0) & (own < held)
-        out = local(x, jnp.where(mine, own, held), weights, gate_up, down, **how)
-        return jax.lax.psum_scatter(out, axis, scatter_dimension=0, tiled=True)
-
-    return expert_mlp
+    def __call__(self, x, indices, weights, gate_up, down, tape=None) -> jax.Array:
+        """See `ExpertMLP`."""
+        x, indices, weights = (jax.lax.all_gather(rows, self.axis, tiled=True) for rows in (x, indices, weights))
+        out = self.local(x, self.own(indices, gate_up), weights, gate_up, down, tape=tape)
+        return jax.lax.psum_scatter(out, self.axis, scatter_dimension=0, tiled=True)
 
 
-def exchanged_experts(local: ExpertMLP, axis: str) -> ExpertMLP:
+@dataclass(frozen=True)
+class SharedRows(_Parallel):
+    """All devices of the group have the same tokens, and each computes what its experts have to say: for decoding."""
+
+    def __call__(self, x, indices, weights, gate_up, down, tape=None) -> jax.Array:
+        """See `ExpertMLP`."""
+        return jax.lax.psum(self.local(x, self.own(indices, gate_up), weights, gate_up, down), self.axis)
+
+
+@dataclass(frozen=True)
+class ExchangedExperts(_Parallel):
     """Every (token, choice) pair visits the device of its expert and comes back, by ragged all-to-alls.
 
     Off the TPU, where that operation doesn't exist, an all-gather and a selection take its place. A device sends
-    `T k h (n - 1) / n` numbers each way if the experts are balanced, and has room for all pairs of the group.
-
-    Args:
-        local: the operation on one device; called with one choice a row.
-        axis: mesh axis of the group.
+    `T k h (n - 1) / n` numbers each way if the experts are balanced, and has room for all pairs of the group. The
+    operation on one device is called with one choice a row. Differentiable.
     """
 
-    def expert_mlp(x, indices, weights, gate_up, down, **how):
+    def __call__(self, x, indices, weights, gate_up, down, tape=None) -> jax.Array:
+        """See `ExpertMLP`."""
         held, choices = gate_up.shape[0], indices.shape[1]
         flat = indices.reshape(-1)
         order = jnp.argsort(flat)  # by device, and there by expert
         place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
-        group = jax.lax.axis_size(axis)
-        trip = _plan_trip(flat // held, group, axis)
+        trip = _plan_trip(flat // held, self.group, self.axis)
 
         rows: jax.Array = _copies(x, order, place, choices)  # type: ignore
-        received = _travel(rows, trip, axis, group * order.size)
-        wanted = _move(flat[order] % held, jnp.full(group * order.size, held, flat.dtype), trip.there, axis)
+        received = _travel(rows, trip, self.axis, self.group * order.size)
+        nowhere = jnp.full(self.group * order.size, held, flat.dtype)
+        wanted = _move(flat[order] % held, nowhere, trip.there, self.axis)
         ones = jnp.ones((wanted.size, 1), jnp.float32)
-        answers = local(received, wanted[:, None], ones, gate_up, down, **how)
-        returned = _travel(answers, trip.back_first, axis, order.size)
+        answers = self.local(received, wanted[:, None], ones, gate_up, down, tape=tape)
+        returned = _travel(answers, trip.back_first, self.axis, order.size)
         by_choice = _permuted(returned, place, order).reshape(*indices.shape, -1)  # [T, k, h]
         return jnp.einsum("tkh,tk->th", by_choice, weights.astype(x.dtype))
 
-    return expert_mlp
+
+@dataclass(frozen=True)
+class GatheredNeurons:
+    """In place of `Operations.feed_forward`: every device of a group has some of the neurons, which the tokens of the
+    whole group visit, and the results are summed: one all-gather, one reduce-scatter. Differentiable.
+
+    Attributes:
+        local: the operation on one device.
+        axis: mesh axis of the group.
+    """
+
+    local: Any
+    axis: str
+
+    def __call__(self, x: jax.Array, gate: jax.Array, up: jax.Array, out: jax.Array) -> jax.Array:
+        """See `blocks.operations.swiglu`; neurons of padding add nothing."""
+        everyone = jax.lax.all_gather(x, self.axis, tiled=True)
+        return jax.lax.psum_scatter(self.local(everyone, gate, up, out), self.axis, scatter_dimension=0, tiled=True)
+
+
+@dataclass(frozen=True)
+class SharedNeurons(GatheredNeurons):
+    """All devices of the group have the same tokens: for decoding."""
+
+    def __call__(self, x: jax.Array, gate: jax.Array, up: jax.Array, out: jax.Array) -> jax.Array:
+        """See `blocks.operations.swiglu`."""
+        return jax.lax.psum(self.local(x, gate, up, out), self.axis)
+
+
+EXCHANGES = {"gather": GatheredExperts, "ragged": ExchangedExperts}
+"""`mesh.exchange` -> the operation of training."""
+
+
+def parallel_operations(operations: Operations, exchange: str, group: int) -> Operations:
+    """The operations of a train step on a mesh whose axis `expert` has so many devices."""
+    if group == 1:
+        return operations
+    return replace(
+        operations,
+        expert_mlp=EXCHANGES[exchange](operations.expert_mlp, EXPERT, group),
+        feed_forward=GatheredNeurons(operations.feed_forward, EXPERT),
+    )
 
 
 class Route(NamedTuple):

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dreamer_jax.model.recurrence import cast_weights
 from dreamer_jax.parallel.layout import Layout
 from dreamer_jax.parallel.mesh import SLICE
 
 
-def gather(params: Any, layouts: Any, dtype: jnp.dtype) -> Any:
+def gather(params: Any, layouts: Any, cast: Callable[[Any], Any]) -> Any:
     """The device's share of the stored parameters -> what it computes with.
 
-    Matrices are cast to `dtype` before they travel; what doesn't travel keeps its type, and the model casts it.
+    Parameters are cast before they travel; what doesn't travel keeps its type, and the model casts it.
 
     Args:
         params: float32, each leaf this device's part by `Layout.spec`.
         layouts: of `parameter_layouts`.
-        dtype: compute dtype.
+        cast: parameters -> their compute copy (`Family.cast`).
 
     Returns:
         Every parameter in the model's shape; expert matrices with padding, and only the device's own under expert
         parallelism.
     """
-    cast = cast_weights(params, dtype)
-    return jax.tree.map(lambda leaf, small, layout: _gather(leaf, small, layout), params, cast, layouts)
+    return jax.tree.map(_gather, params, cast(params), layouts)
 
 
 def _gather(stored: jax.Array, cast: jax.Array, layout: Layout) -> jax.Array:

@@ -20,13 +20,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from dreamer_jax.config.models.dreamer import DreamerConfig
-from dreamer_jax.model import Dreamer
+from dreamer_jax.blocks.parameters import Parameter, is_box
 from dreamer_jax.parallel.mesh import EXPERT, collective_axes
 
 ROWS = 8
@@ -41,7 +38,7 @@ Axes = dict[tuple[str, ...], int]
 
 
 @dataclass(frozen=True)
-class Part:
+class AxisLayout:
     """What one mesh axis, or two that go together, have of a parameter.
 
     Attributes:
@@ -76,7 +73,7 @@ class Layout:
     """
 
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[AxisLayout, ...]
     expert_dim: int | None = None
     padded: int = 0
 
@@ -93,31 +90,34 @@ class Layout:
         return PartitionSpec(*dims)
 
 
-def parameter_layouts(config: DreamerConfig, mesh: Mesh) -> Any:
-    """The tree of `Layout`, one for each parameter of the model."""
-    key, tokens = jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
-    boxed = jax.eval_shape(Dreamer(config, remat="none").init, key, tokens)["params"]
+def parameter_layouts(boxed: Any, mesh: Mesh) -> Any:
+    """The tree of `Layout`, one for each parameter of a model, by the names of its axes.
+
+    Args:
+        boxed: the tree of the model's boxes (`Family.boxed`).
+        mesh: the devices.
+    """
     axes = collective_axes(mesh.shape)
 
-    def layout(box) -> Layout:
-        shape, roles = box.value.shape, box.names
-        if "norm" in roles:
-            return Layout(shape, tuple(Part(names, size, None, None) for names, size in axes.items()))
-        if "expert" in roles:
-            return _expert_layout(shape, roles.index("expert"), axes)
+    def layout(box: Parameter) -> Layout:
+        shape = box.value.shape
+        if "norm" in box.axes:
+            return Layout(shape, tuple(AxisLayout(names, size, None, None) for names, size in axes.items()))
+        if "expert" in box.axes:
+            return _expert_layout(shape, box.axes.index("expert"), axes)
         return Layout(shape, _divide(list(shape), axes))
 
-    return jax.tree.map(layout, boxed, is_leaf=lambda leaf: isinstance(leaf, nn.meta.AxisMetadata))
+    return jax.tree.map(layout, boxed, is_leaf=is_box)
 
 
-def _divide(rest: list[int], axes: Axes) -> tuple[Part, ...]:
+def _divide(rest: list[int], axes: Axes) -> tuple[AxisLayout, ...]:
     """Every axis divides the first dimension of `rest` if it can, best at tiles, else another one."""
     rest, parts = list(rest), []
     for names, size in axes.items():
         dim = _best_dimension(rest, size)
         if dim is not None:
             rest[dim] //= size
-        parts.append(Part(names, size, dim, dim))
+        parts.append(AxisLayout(names, size, dim, dim))
     return tuple(parts)
 
 
@@ -152,7 +152,7 @@ def _expert_layout(shape: tuple[int, ...], expert_dim: int, axes: Axes) -> Layou
         stored = _best_dimension(rest, size) if moved else expert_dim
         if moved and stored is not None:
             rest[stored] //= size
-        parts.append(Part(names, size, stored, None if names == WHOLE else expert_dim, moved, padded, kept))
+        parts.append(AxisLayout(names, size, stored, None if names == WHOLE else expert_dim, moved, padded, kept))
     return Layout(shape, (*parts, *_divide(rest, others)), expert_dim, divided[0][0] if divided else experts)
 
 

@@ -8,10 +8,11 @@ from typing import Any
 from dreamer_jax.budget import analytic
 from dreamer_jax.budget.report import table
 from dreamer_jax.config import Config
+from dreamer_jax.families import build
 from dreamer_jax.planning.compiling import Compiled
 from dreamer_jax.planning.roofline import Roofline
+from dreamer_jax.planning.step_cost import gradient_depths
 from dreamer_jax.planning.topology import Topology
-from dreamer_jax.planning.work import gradient_depths
 
 Plan = dict[str, Any]
 GIB, MIB = 1 << 30, 1 << 20
@@ -19,11 +20,12 @@ GIB, MIB = 1 << 30, 1 << 20
 
 def describe(config: Config, topology: Topology, compiled: Compiled | None, bound: Roofline) -> Plan:
     """Everything `dreamer plan` says; `compiled` is None when only the roofline was asked for."""
-    model, training = config.model, config.training
+    model, training = build(config.model), config.training
     tokens = training.batch_size * config.data.sequence_length
+    variant = getattr(config.model, "variant", config.model.family)
     plan: Plan = {
         "topology": {"name": topology.name, "slices": topology.slices, "chips": topology.chips},
-        "model": {"variant": model.variant, "depth": model.depth, "implementation": model.implementation},
+        "model": {"variant": variant, "depth": model.depth, "implementation": config.model.implementation},
         "mesh": {"slices": config.mesh.slices, "data": list(config.mesh.data), "expert": config.mesh.expert},
         "settings": settings_of(config, topology),
         "tokens": {"step": tokens, "chip": tokens // topology.chips},
@@ -94,15 +96,17 @@ def _heading(plan: Plan) -> str:
     mesh, settings, model = plan["mesh"], plan["settings"], plan["model"]
     slices = f"{mesh['slices']} slices x " if mesh["slices"] > 1 else ""
     chosen = ", ".join(f"{name} {value}" for name, value in settings.items())
-    flops = plan["model_flops_per_token"]
+    flops, rows = plan["model_flops_per_token"], ""
+    if plan["rows_per_expert"]:
+        filled = 100 * plan["filled_share_of_expert_tiles"]
+        rows = f"; {plan['rows_per_expert']:.0f} rows an expert in a product"
+        rows += f" ({filled:.0f} % of the experts' matrix tiles filled)"
     return (
         f"{model['variant']}, depth {model['depth']}: {plan['parameters']:,} parameters, "
         f"{flops / 1e9:.3f} GFLOP a token in training (model FLOPs)\n"
         f"{plan['topology']['name']}, {plan['topology']['chips']} chips: mesh {slices}data "
         f"{' x '.join(map(str, mesh['data']))}, expert {mesh['expert']}; {chosen}\n"
-        f"{plan['tokens']['step']:,} tokens a step, {plan['tokens']['chip']:,} a chip; "
-        f"{plan['rows_per_expert']:.0f} rows an expert in a product "
-        f"({100 * plan['filled_share_of_expert_tiles']:.0f} % of the experts' matrix tiles filled)"
+        f"{plan['tokens']['step']:,} tokens a step, {plan['tokens']['chip']:,} a chip{rows}"
     )
 
 

@@ -12,13 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dreamer_jax.blocks.counting import BFLOAT16_BYTES, Operation
 from dreamer_jax.budget import analytic
 from dreamer_jax.config import Config
+from dreamer_jax.families import build
 from dreamer_jax.parallel.mesh import EXPERT, SLICE, collective_axes
 from dreamer_jax.planning.collectives import Collective
+from dreamer_jax.planning.step_cost import experts_on, neurons_on, operations, rows_per_expert, share_of_tiles
 from dreamer_jax.planning.topology import Topology
 from dreamer_jax.planning.torus import Wires
-from dreamer_jax.planning.work import AGAIN, Operation, operations, rows_per_expert, share_of_tiles
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def roofline(config: Config, topology: Topology, collectives: Sequence[Collectiv
     exchanges = _expected(config, wires) if collectives is None else _compiled(config, collectives, wires)
     seconds = sum(term.seconds for term in terms) + sum(e.seconds for e in exchanges if not e.hidden)
     tokens = config.training.batch_size * config.data.sequence_length / topology.chips
-    useful = analytic.training_flops(config.model, config.data.sequence_length)[0] * tokens
+    useful = analytic.training_flops(build(config.model), config.data.sequence_length)[0] * tokens
     return Roofline(
         terms,
         exchanges,
@@ -114,7 +116,7 @@ def _compiled(config: Config, collectives: Sequence[Collective], wires: Wires) -
     """The program's collectives by purpose; a loop whose count isn't written there is taken for the depth's."""
     found: dict[tuple[str, bool], list[float]] = {}
     for one in collectives:
-        times = config.model.depth if one.times is None else one.times
+        times = build(config.model).depth if one.times is None else one.times
         if one.loops:
             name = "expert exchange"
         elif one.kind in ("all-gather", "all-to-all") and "bf16" in one.arrays[0]:
@@ -134,7 +136,7 @@ def _expected(config: Config, wires: Wires) -> tuple[Exchange, ...]:
     if config.mesh.expert > 1:
         exchanges.append(_expert_exchange(config, wires))
     if config.mesh.slices > 1:
-        parameters = analytic.total(analytic.parameters(config.model))
+        parameters = analytic.total(analytic.parameters(build(config.model)))
         share = 4 * parameters / (config.mesh.size // config.mesh.slices)
         exchanges.append(Exchange("between slices", share, wires.seconds("all-reduce", share, [SLICE])))
     return tuple(exchange for exchange in exchanges if exchange.seconds)
@@ -142,9 +144,9 @@ def _expected(config: Config, wires: Wires) -> tuple[Exchange, ...]:
 
 def _weights_over_axes(config: Config, wires: Wires, width: int) -> tuple[float, float]:
     """(bytes, seconds) of gathering or scattering every weight once, as the step does, `width` bytes a number."""
-    parameters = analytic.parameters(config.model)
-    experts = parameters["EA"] / config.mesh.expert
-    others = analytic.total(parameters) - parameters["EA"]
+    family = build(config.model)
+    experts = analytic.expert_parameters(family) / config.mesh.expert
+    others = analytic.total(analytic.parameters(family)) - analytic.expert_parameters(family)
     size = seconds = 0.0
     for numbers, among_experts in ((experts, False), (others, True)):
         rest = numbers * width
@@ -161,11 +163,17 @@ def _expert_exchange(config: Config, wires: Wires) -> Exchange:
 
     gather: all tokens of a group to all its chips. ragged: each choice to the chip of its expert.
     """
-    model = config.model
-    tokens = config.training.batch_size * config.data.sequence_length // config.mesh.size
-    ragged = config.mesh.exchange == "ragged"
-    copies, kind = (model.experts_per_token, "all-to-all") if ragged else (config.mesh.expert, "all-gather")
-    size = copies * tokens * model.hidden_size * 2
-    passes = 4 + AGAIN[config.training.remat].cheap
-    seconds = wires.seconds(kind, size, [EXPERT]) * passes * model.depth
-    return Exchange("expert exchange", size * passes * model.depth, seconds)
+    moved = seconds = 0.0
+    for block, on, share in experts_on(config, ""):
+        ragged = config.mesh.exchange == "ragged"
+        copies, kind = (block.router.selected, "all-to-all") if ragged else (on.group, "all-gather")
+        size = copies * on.tokens * config.training.microbatches * block.hidden_size * BFLOAT16_BYTES
+        times = (4 + on.again.cheap) * share.depths
+        moved += size * times
+        seconds += wires.seconds(kind, size, [EXPERT]) * times
+    for block, on, share in neurons_on(config):
+        size = on.group * on.tokens * config.training.microbatches * block.hidden_size * BFLOAT16_BYTES
+        times = 2 * share.depths + (2 + 2 * on.again.cheap) * share.differentiated
+        moved += size * times
+        seconds += wires.seconds("all-gather", size, [EXPERT]) * times
+    return Exchange("expert exchange", moved, seconds)

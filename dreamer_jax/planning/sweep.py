@@ -14,10 +14,11 @@ from dreamer_jax.config import Config
 from dreamer_jax.config.sections import MeshConfig, TrainingConfig
 from dreamer_jax.config.values import Remat
 from dreamer_jax.errors import ConfigError, UserError
+from dreamer_jax.families import build
 from dreamer_jax.planning.compiling import Compiled, compile_step
 from dreamer_jax.planning.roofline import Roofline, roofline
+from dreamer_jax.planning.step_cost import scratch_bytes
 from dreamer_jax.planning.topology import Topology
-from dreamer_jax.planning.work import blocks_of, gradient_depths
 
 GRADIENT_DEPTHS = (1, 4, 8)
 MOST_EXPERTS = 16
@@ -124,20 +125,13 @@ def _estimate(config: Config, chip: str) -> float:
 
     The experts' rows have room for whatever the router does: under expert parallelism, for those of the whole group.
     """
-    model, training = config.model, config.training
-    parameters = analytic.parameters(model)
-    whole = analytic.total(parameters)
-    own = whole - parameters["EA"] * (1 - 1 / config.mesh.expert)
+    model, training = build(config.model), config.training
+    whole = analytic.total(analytic.parameters(model))
+    own = whole - analytic.expert_parameters(model) * (1 - 1 / config.mesh.expert)
     rows = training.batch_size // (config.mesh.size * training.microbatches)
     kept = memory.activations(model, config.data.sequence_length, rows, training.remat)
-    room = 2 * blocks_of(config, chip).buffer
-    h, size = model.hidden_size, model.expert_size
-    more = room - 2 * blocks_of(config, chip).pairs / config.mesh.expert
-    kept += more * 2 * size * model.depth * (training.remat != "full")
-    depths = gradient_depths(config, chip)
-    aside = depths * (3 * size + 2 * h) * room if depths > 1 else 0
     state = 12 * whole / (config.mesh.size // config.mesh.slices)
-    return state + 6 * own + kept + room * (4 * h + 5 * size) + aside
+    return state + 6 * own + kept + scratch_bytes(config, chip)
 
 
 def _hopeless(candidate: Candidate, topology: Topology) -> bool:

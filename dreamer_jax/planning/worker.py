@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 
 from dreamer_jax.config import Config, load_config
 from dreamer_jax.errors import UserError
+from dreamer_jax.families import build
 from dreamer_jax.parallel.layout import parameter_layouts
 from dreamer_jax.parallel.mesh import batch_spec, make_mesh
 from dreamer_jax.planning.collectives import find_collectives, large_all_reduces, weight_copies
@@ -69,7 +70,7 @@ def weight_shapes(config: Config, mesh: jax.sharding.Mesh) -> set[tuple[int, ...
     tokens = config.training.batch_size * config.data.sequence_length
     tokens //= mesh.size * config.training.microbatches
     shapes = set()
-    for layout in jax.tree.leaves(parameter_layouts(config.model, mesh)):
+    for layout in jax.tree.leaves(parameter_layouts(build(config.model).boxed, mesh)):
         shape = layout.shape
         if layout.expert_dim is not None and layout.padded:
             own = layout.padded // mesh.shape["expert"]

@@ -1,13 +1,13 @@
 """Saving the train state with Orbax, and restoring it, in `checkpoints/` of the run directory; see docs/checkpoints.md.
 
-A checkpoint has one item for each part of the state, so that a reader takes only what it needs: `params`,
-`balancing`, `optimizer`, and `meta` (JSON: the fingerprints of data and tokenizer, the configuration, and where the
-run is). It is good once its manifests are written (integrity.py), which happens last.
+A checkpoint has one item for each part of the state, so that a reader takes only what it needs: `params`, one for each
+collection of the model's own state (such as `balancing`), `optimizer`, and `meta` (JSON: the fingerprints of data and
+tokenizer, the configuration, and where the run is). It is good once its manifests are written (integrity.py), which
+happens last.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -18,18 +18,15 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from dreamer_jax.config import Config, load_config
 from dreamer_jax.config.sections import CheckpointConfig
 from dreamer_jax.errors import UserError
-from dreamer_jax.model import initialise
 from dreamer_jax.parallel.distributed import is_primary, largest
 from dreamer_jax.runs.array_files import read_tree
-from dreamer_jax.runs.folders import config_of_text, folder_of, place_of
-from dreamer_jax.runs.integrity import problem_of, write_manifest
+from dreamer_jax.runs.folders import path_of
+from dreamer_jax.runs.integrity import write_manifest
 from dreamer_jax.runs.state import TrainState
 from dreamer_jax.runs.step_folders import StepFolders
 
-PARTS = ("params", "balancing", "optimizer")
 FINGERPRINTS = ("data", "tokenizer")
 CHUNK_BYTES = 1 << 24
 """Largest chunk of an array on disk: what a reader of a few rows has to read."""
@@ -61,7 +58,7 @@ class Checkpoints:
         meta: Mapping[str, Any],
         say: Callable[[str], None] = warn,
     ):
-        self.folders = StepFolders(place_of(directory))
+        self.folders = StepFolders(path_of(directory))
         self._config, self._meta, self._say = config, dict(meta), say
         # Orbax's threads would wait for a folder that can't be made until the time is over, also at exit.
         options = ocp.options.AsyncOptions(timeout_secs=SAVE_SECONDS, create_directories_asynchronously=False)
@@ -143,9 +140,10 @@ class Checkpoints:
                 f"the data or the tokenizer changed since checkpoint {step} was saved; resuming would train on "
                 "other batches. Bring the old files back, or start a new run with another --run.dir"
             )
-        restored = {name: read_tree(self.folders[step] / name, getattr(like, name)) for name in PARTS}
+        found = {name: read_tree(self.folders[step] / name, item) for name, item in items_of(like).items()}
         done = jax.device_put(jnp.asarray(step, jnp.int32), like.step.sharding)
-        return TrainState(step=done, **restored)
+        own = {name: found[name] for name in like.model_state}
+        return TrainState(done, found["params"], found["optimizer"], own)
 
     def close(self) -> None:
         """Wait until everything is on disk."""
@@ -163,9 +161,8 @@ class Checkpoints:
         if jax.default_backend() == "cpu":  # host arrays would alias buffers that the next step overwrites
             state = jax.tree.map(jnp.copy, state)
         items: dict[str, Any] = {"meta": ocp.args.JsonSave(meta)}
-        for name in PARTS:
-            part = getattr(state, name)
-            items[name] = ocp.args.StandardSave(part, save_args=jax.tree.map(_chunks, part))
+        for name, item in items_of(state).items():
+            items[name] = ocp.args.StandardSave(item, save_args=jax.tree.map(_chunks, item))
         try:  # force: what lies there is damaged, or was never finished
             self._writer.save(self.folders[self._step], args=ocp.args.Composite(**items), force=True)
         except jax.errors.JaxRuntimeError:
@@ -193,88 +190,9 @@ class Checkpoints:
             self._say(f"old checkpoints can't be removed: {_one_line(error)}")
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainedModel:
-    """What a run has learned.
-
-    Attributes:
-        config: the run's configuration.
-        step: optimizer steps done.
-        params: float32 parameters, as `Dreamer.apply` takes them.
-        balancing: router name -> balancing bias.
-        meta: what the checkpoint says of its data: `tokenizer` and `data` fingerprints.
-    """
-
-    config: Config
-    step: int
-    params: Any
-    balancing: dict[str, jax.Array]
-    meta: dict[str, str]
-
-    @property
-    def variables(self) -> dict[str, Any]:
-        """As `Dreamer.apply` takes them."""
-        return {"params": self.params, "balancing": {"bias": self.balancing}}
-
-
-def load_run(path: str | Path, step: int | None = None) -> TrainedModel:
-    """The model of a run directory, or of one checkpoint step in it (`runs/name/checkpoints/500`).
-
-    The optimizer's state is not read. Arrays lie on the default device.
-
-    Raises:
-        UserError: if there is no run, no good checkpoint, or not the step asked for.
-    """
-    directory, config, chosen = locate_run(path, step)
-    params, balancing = jax.eval_shape(lambda: initialise(config.model, jax.random.key(0)))
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    folders = StepFolders(place_of(directory))
-
-    def read(item: str, shapes: Any) -> Any:
-        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), shapes)
-        return read_tree(folders[chosen] / item, like)
-
-    meta = fingerprints(folders.meta(chosen))
-    return TrainedModel(config, chosen, read("params", params), read("balancing", balancing), meta)
-
-
-def locate_run(path: str | Path, step: int | None = None) -> tuple[Path, Config, int]:
-    """(run directory, its configuration, checkpoint step) of what `load_run` would load.
-
-    The checkpoint has been verified. Where no step is named, a damaged one is passed over with a warning.
-
-    Raises:
-        UserError: if there is no run, no good checkpoint, or not the step asked for.
-    """
-    directory = str(path).rstrip("/")
-    parent, _, name = directory.rpartition("/")
-    if parent.rpartition("/")[2] == "checkpoints" and name.isdigit():
-        directory, step = parent.rpartition("/")[0] or ".", int(name)
-    local = folder_of(directory).local
-    if not (local / "config.yaml").is_file():
-        raise UserError(f"{directory} is not a run directory: it has no config.yaml. Train one with `dreamer train`")
-    config = load_config(local / "config.yaml").config
-    folders = StepFolders(place_of(directory))
-    steps = folders.all()
-    if not steps:
-        raise UserError(f"{directory} has no checkpoint yet; it is saved every {config.checkpoint.every} steps")
-    if step is not None and step not in steps:
-        raise UserError(f"{directory} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
-    items = ("params", "balancing", "meta")
-    if step is None:
-        step = folders.newest_good(warn, items)
-        if step is None:
-            raise UserError(f"{directory} has no checkpoint that can be used; see `dreamer checkpoint verify`")
-    elif problem := problem_of(folders[step], items):
-        raise UserError(f"checkpoint {step} of {directory} can't be used: {problem}")
-    if text := folders.meta(step).get("config"):  # a run whose depth was changed has steps of both
-        config = dataclasses.replace(config, model=config_of_text(text).model)
-    return (Path(directory) if "://" not in directory else place_of(directory)), config, step  # type: ignore[return-value]
-
-
-def fingerprints(meta: Mapping[str, Any]) -> dict[str, str]:
-    """What identifies data and tokenizer in a checkpoint's meta."""
-    return {name: meta[name] for name in FINGERPRINTS}
+def items_of(state: TrainState) -> dict[str, Any]:
+    """Item of a checkpoint -> the part of the state that it holds."""
+    return {"params": state.params, **state.model_state, "optimizer": state.optimizer}
 
 
 def _one_line(error: Exception) -> str:

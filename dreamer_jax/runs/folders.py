@@ -18,6 +18,7 @@ from etils import epath
 
 from dreamer_jax.config import Config, LoadedConfig, difference, load_config, to_yaml
 from dreamer_jax.errors import UserError
+from dreamer_jax.families import build
 from dreamer_jax.parallel.distributed import is_primary, wait_for_all
 
 CHANGEABLE = (
@@ -32,14 +33,15 @@ CHANGEABLE = (
 )
 """Keys that may change when a run is resumed: they don't alter what a step computes."""
 
-ALLOWED = {"learning_rate": ("training.learning_rate", "training.warmup_steps"), "depth": ("model.depth",)}
+SCHEDULE = ("training.schedule", "training.cooldown_steps", "training.steps")
+ALLOWED = {"learning_rate": ("training.learning_rate", "training.warmup_steps", *SCHEDULE), "depth": ("model.depth",)}
 """Name of a change that `checkpoint.allow` permits -> the keys it is about."""
 
 SMALL_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "figures/*.png", "events.out.tfevents.*")
 """What is copied to a bucket, and back when the run goes on."""
 
 
-def place_of(directory: str | Path) -> epath.Path:
+def path_of(directory: str | Path) -> epath.Path:
     """A run's directory as an absolute path; also of a bucket.
 
     Raises:
@@ -56,6 +58,16 @@ def place_of(directory: str | Path) -> epath.Path:
             f"{text}: reading a bucket needs gcsfs; in the checkout: pip install -e '.[gcs]' ({error})"
         ) from None
     return path
+
+
+def run_and_step(path: str | Path) -> tuple[str, int | None]:
+    """(run directory, step) of what names a run or one checkpoint in it: RUN, where the step is None, or
+    RUN/checkpoints/500; also on a bucket."""
+    directory = os.fspath(path).rstrip("/")
+    parent, _, name = directory.rpartition("/")
+    if parent.rpartition("/")[2] == "checkpoints" and name.isdigit():
+        return parent.rpartition("/")[0] or ".", int(name)
+    return directory, None
 
 
 @dataclass(frozen=True)
@@ -87,7 +99,7 @@ class RunFolder:
 
 def folder_of(directory: str | Path) -> RunFolder:
     """The folder of a run; what is on a bucket is copied to a local one first."""
-    place = place_of(directory)
+    place = path_of(directory)
     if "://" not in os.fspath(place):
         return RunFolder(Path(directory), place)
     key = hashlib.sha256(os.fspath(place).encode()).hexdigest()[:16]
@@ -158,17 +170,21 @@ def config_of_text(text: str) -> Config:
 
 def _refuse_other(place: epath.Path, before: Config, now: Config) -> None:
     allowed = tuple(key for name in now.checkpoint.allowed for key in ALLOWED[name])
-    changed = [line for line in difference(before, now) if not line.startswith(CHANGEABLE)]
+    changeable = CHANGEABLE
+    if (before.training.schedule, now.training.schedule) != ("constant", "constant"):  # the rate depends on the end
+        changeable = tuple(key for key in CHANGEABLE if key != "training.steps")
+    changed = [line for line in difference(before, now) if not line.startswith(changeable)]
     refused = [line for line in changed if not line.startswith(allowed)] if allowed else changed
-    if "depth" in now.checkpoint.allowed and before.model.depth != now.model.depth and not now.model.recurrent:
+    recurrent = build(now.model).flags.recurrent
+    if "depth" in now.checkpoint.allowed and not recurrent and any(line.startswith("model.depth:") for line in changed):
         raise UserError(
-            f"model.depth: {place} holds an LA model of {before.model.depth} layers, which can't be given another "
-            "depth; only depth-recurrent models (DR) can"
+            f"model.depth: {place} holds a model of {build(before.model).depth} distinct layers, which can't be given "
+            "another depth; only depth-recurrent models can"
         )
     if not refused:
         return
     names = [name for name, keys in ALLOWED.items() if any(line.startswith(keys) for line in refused)]
-    names = [name for name in names if name != "depth" or now.model.recurrent]
+    names = [name for name in names if name != "depth" or recurrent]
     hint = f", or add --checkpoint.allow {','.join((*now.checkpoint.allowed, *names))} to change that" if names else ""
     raise UserError(
         f"{place} holds a run with another configuration:\n  "

@@ -5,6 +5,7 @@ This goes around Orbax to the store below it, because Orbax restores whole array
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
 from dreamer_jax.config import Config, LoadedConfig, to_yaml
 from dreamer_jax.runs.array_files import open_array
-from dreamer_jax.runs.checkpoints import Checkpoints, fingerprints, locate_run
-from dreamer_jax.runs.folders import place_of
+from dreamer_jax.runs.checkpoints import Checkpoints
+from dreamer_jax.runs.models import Located, averaged_steps, locate_run
 from dreamer_jax.runs.state import TrainState
-from dreamer_jax.runs.step_folders import StepFolders
 
 
 @dataclass(frozen=True)
@@ -27,51 +28,70 @@ class StoredModel:
     """A checkpoint whose arrays stay on disk.
 
     Attributes:
-        directory: the run directory.
-        config: the run's configuration.
-        step: optimizer steps done.
-        meta: `tokenizer` and `data` fingerprints.
+        found: where it is.
+        steps: the checkpoints whose parameters are averaged, the newest first.
     """
 
-    directory: Path
-    config: Config
-    step: int
-    meta: dict[str, str]
+    found: Located
+    steps: tuple[int, ...]
+
+    @property
+    def directory(self) -> epath.Path:
+        """The run directory."""
+        return self.found.directory
+
+    @property
+    def config(self) -> Config:
+        """The run's configuration."""
+        return self.found.config
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.found.step
+
+    @property
+    def meta(self) -> dict[str, str]:
+        """`tokenizer` and `data` fingerprints."""
+        return self.found.meta
 
     def leaf(self, item: str, path: str) -> Leaf:
-        """A float32 array of `params` or `balancing`.
+        """A float32 array of the parameters or of the model's own state.
 
         Args:
-            item: "params" or "balancing".
+            item: "params", or a collection such as "balancing".
             path: keys joined by dots, such as "layer.expert_attention.gate_up".
         """
-        return Leaf(open_array(StepFolders(place_of(self.directory))[self.step] / item, path))
+        steps = self.steps if item == "params" else (self.step,)
+        return Leaf(tuple(open_array(self.found.folders[step] / item, path) for step in steps))
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """An array on disk; indexing the leading axes reads what is asked for."""
+    """An array on disk, or the mean of several; indexing the leading axes reads what is asked for."""
 
-    store: Any
+    stores: tuple[Any, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape."""
-        return tuple(self.store.shape)
+        return tuple(self.stores[0].shape)
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        return np.asarray(self.store[index].read().result())
+        values = [np.asarray(store[index].read().result()) for store in self.stores]
+        if len(values) == 1:
+            return values[0]
+        return functools.reduce(np.add, values) / np.float32(len(values))
 
 
-def open_model(path: str | Path, step: int | None = None) -> StoredModel:
-    """The same checkpoint as `load_run`, without reading its arrays.
+def open_model(path: str | Path, step: int | None = None, average: int = 1) -> StoredModel:
+    """The same weights as `load_run`, without reading them.
 
     Raises:
-        UserError: if there is no run, no checkpoint, or not the step asked for.
+        UserError: if there is no run, no checkpoint, not the step asked for, or not so many to average.
     """
-    directory, config, chosen = locate_run(path, step)
-    meta = StepFolders(place_of(directory)).meta(chosen)
-    return StoredModel(directory, config, chosen, fingerprints(meta))
+    found = locate_run(path, step)
+    return StoredModel(found, tuple(averaged_steps(found, average)))
 
 
 def write_run(
@@ -79,7 +99,7 @@ def write_run(
     directory: Path,
     step: int,
     params: Any,
-    balancing: dict[str, np.ndarray],
+    model_state: dict[str, Any],
     meta: dict[str, str],
     start_optimizer: Callable[[Any], Any],
 ) -> None:
@@ -91,8 +111,8 @@ def write_run(
         loaded: the run's configuration.
         directory: an empty folder, which may later be moved to `run.dir`.
         step: optimizer steps done, which is also the place in the data.
-        params: float32, as `Dreamer.apply` takes them.
-        balancing: router name -> bias.
+        params: float32.
+        model_state: the model's own, by collection.
         meta: `tokenizer` and `data` fingerprints that a resumed run must have.
         start_optimizer: parameters -> the fresh state of their optimizer.
     """
@@ -101,7 +121,7 @@ def write_run(
     optimizer = jax.jit(start_optimizer)(params)
     checkpoints = Checkpoints(directory, loaded.config.checkpoint, meta)
     try:
-        bias = {name: jnp.asarray(b) for name, b in balancing.items()}
-        checkpoints.save(TrainState(jnp.asarray(step, jnp.int32), params, optimizer, bias))
+        own = jax.tree.map(jnp.asarray, model_state)
+        checkpoints.save(TrainState(jnp.asarray(step, jnp.int32), params, optimizer, own))
     finally:
         checkpoints.close()

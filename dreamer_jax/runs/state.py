@@ -15,10 +15,10 @@ class TrainState(flax.struct.PyTreeNode):
         step: scalar int32, optimizer steps done; also the position in the data, which is a function of it.
         params: float32 master weights.
         optimizer: optax state, float32.
-        balancing: router name -> balancing bias, float32 (Eq. 3).
+        model_state: the model's own state by collection, such as balancing biases (Eq. 3).
     """
 
     step: jax.Array
     params: Any
     optimizer: Any
-    balancing: dict[str, jax.Array]
+    model_state: dict[str, Any]

@@ -25,7 +25,7 @@ def evaluate(evaluation_step: Callable[..., Any], place: Callable, state: TrainS
     """
     metrics = {}
     for kind, batches in (("heldout", data.heldout_batches()), ("harder", data.harder_batches())):
-        sums = _sum(evaluation_step(state.params, state.balancing, place(batch)) for batch in batches)
+        sums = _sum(evaluation_step(state.params, state.model_state, place(batch)) for batch in batches)
         if sums.get("targets"):
             loss = sums["loss"] / sums["targets"]
             metrics[f"{kind}/loss"] = loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dreamer_jax.config.sections import Config
 from dreamer_jax.runs.metrics import read_metrics
 
 Curve = list[tuple[float, float]]
@@ -25,16 +26,11 @@ def draw_figures(directory: Path) -> list[Path]:
     return drawn
 
 
-def heldout_loss(directory: Path) -> Curve:
-    """(tokens trained on, held-out loss) of a run's evaluations."""
-    tokens = {}
-    curve = []
-    for record in read_metrics(directory):
-        if "tokens" in record:
-            tokens[record["step"]] = record["tokens"]
-        if "heldout/loss" in record and record["step"] in tokens:
-            curve.append((tokens[record["step"]], record["heldout/loss"]))
-    return curve
+def heldout_loss(directory: Path, config: Config) -> Curve:
+    """(tokens trained on, held-out loss) of a run's evaluations, also where no line of the log falls on their step."""
+    tokens_of_step = config.training.batch_size * config.data.sequence_length
+    steps = _curve(read_metrics(directory), "step", "heldout/loss")
+    return [(step * tokens_of_step, loss) for step, loss in steps]
 
 
 def draw_curves(curves: Mapping[str, Curve], x_label: str, y_label: str, path: Path, top: float | None = None) -> bool:

@@ -17,6 +17,7 @@ from dreamer_jax.config import LoadedConfig
 from dreamer_jax.config.sections import Config
 from dreamer_jax.data import Data, Record, open_data
 from dreamer_jax.errors import UserError
+from dreamer_jax.families import build
 from dreamer_jax.parallel import batch_spec, make_mesh
 from dreamer_jax.parallel.distributed import is_primary, place_rows, rows_of_devices
 from dreamer_jax.runs.checkpoints import Checkpoints
@@ -24,12 +25,13 @@ from dreamer_jax.runs.folders import RunFolder, open_run, save_configuration, wr
 from dreamer_jax.runs.metrics import MetricsWriter, read_metrics
 from dreamer_jax.runs.state import TrainState
 from dreamer_jax.training import metrics as measure
+from dreamer_jax.training.clock import Schedule, StepClock
 from dreamer_jax.training.console import Console
 from dreamer_jax.training.evaluation import evaluate
 from dreamer_jax.training.figures import draw_figures
 from dreamer_jax.training.heartbeat import Heartbeat
 from dreamer_jax.training.preemption import StopRequest
-from dreamer_jax.training.recovery import Place, Recovery, recorded_config
+from dreamer_jax.training.recovery import Recovery, RunCounters, recorded_config
 from dreamer_jax.training.stability import SkipCounter, Unstable
 from dreamer_jax.training.train_step import make_evaluation_step, make_train_step
 
@@ -40,7 +42,7 @@ class Probe(Protocol):
     """Looks into the model now and then, at a few rows of a training batch.
 
     Attributes:
-        observer: jitted, (params, balancing, rows) -> sums of what it saw.
+        observer: jitted, (params, model state, rows) -> sums of what it saw.
     """
 
     observer: Any
@@ -48,7 +50,7 @@ class Probe(Protocol):
     def sample(self, batch: Any) -> Any:
         """The rows of a batch that it looks at, one for every device: [devices, S]."""
 
-    def scalars(self, sums: Any, balancing: Any) -> dict[str, float]:
+    def scalars(self, sums: Any, model_state: Any) -> dict[str, float]:
         """Numbers to record."""
         ...
 
@@ -58,8 +60,8 @@ class Extras:
     """What runs beside training and needs rooms above this one; the command line hands it in.
 
     Attributes:
-        benchmarks: (step, params, balancing) -> numbers to record; run every `evaluation.tasks_every` steps, beside the
-            evaluation, and after the last step.
+        benchmarks: (step, params, model state) -> numbers to record; run every `evaluation.tasks_every` steps, beside
+            the evaluation, and after the last step.
         probe: (configuration, mesh) -> a probe, used every `analysis.every` steps.
         answer: (configuration, state, data, records) -> the model's answers to their prompts, shown at the end.
     """
@@ -88,11 +90,11 @@ def train(loaded: LoadedConfig, extras: Extras = Extras()) -> int:
             mesh = make_mesh(config.mesh)
             data = open_data(config)
             folder = open_run(loaded, recorded_config)
-        console.say(f"run {folder.place}: {config.model.variant}, depth {config.model.depth}; {data.summary}")
+        console.say(f"run {folder.place}: {build(config.model).headline()}; {data.summary}")
         recovery = Recovery(loaded, data, mesh, console.say)
         try:
             with heartbeat.suspended():
-                state, place = recovery.resume()
+                state, counters = recovery.resume()
             if is_primary():
                 save_configuration(loaded, folder)
             start = int(state.step)
@@ -100,7 +102,7 @@ def train(loaded: LoadedConfig, extras: Extras = Extras()) -> int:
                 console.say(f"the run is complete: {start} steps of {config.training.steps}")
             else:
                 loop = _Loop(config, console, mesh, data, folder, recovery, heartbeat, stop_request, extras)
-                state = loop.run(state, place)
+                state = loop.run(state, counters)
                 if loop.stopped:
                     return stop_request.exit_code
         finally:
@@ -132,17 +134,19 @@ class _Loop:
         self.sharding = NamedSharding(mesh, batch_spec(mesh))
         self.rows = rows_of_devices(config.training.batch_size, self.sharding)
         self.mesh = mesh
+        self.family = build(config.model)
         self.train_step: Any = make_train_step(config, mesh)
         self.evaluation_step: Any = make_evaluation_step(config, mesh)
         self.probe = extras.probe(config, mesh) if extras.probe and config.analysis.every else None
         self.chip = chip_of(mesh.devices.flat[0].device_kind)
         self.compiled = False
         self.benchmarks = extras.benchmarks
+        self.clock = StepClock(self.last_step, self._schedules())
         self.writer: MetricsWriter | None = None
         self.stopped = False
         """Whether the run was asked to stop, and did."""
 
-    def run(self, state: TrainState, place: Place) -> TrainState:
+    def run(self, state: TrainState, counters: RunCounters) -> TrainState:
         """Train from the state's step to the last one, or until the run is asked to stop; returns the state."""
         step = int(state.step)
         if is_primary():
@@ -150,11 +154,11 @@ class _Loop:
         try:
             while True:
                 try:
-                    return self._stretch(state, place)
+                    return self._stretch(state, counters)
                 except Unstable as failure:
                     del state  # the device may not have room for two
                     with self.heartbeat.suspended():
-                        state, place = self.recovery.roll_back(failure.step, self._here())
+                        state, counters = self.recovery.roll_back(failure.step, self._here())
                     if self.writer:
                         self.writer.rewind(int(state.step))
         finally:
@@ -162,17 +166,17 @@ class _Loop:
                 self.writer.close()
             self._publish()
 
-    def _stretch(self, state: TrainState, place: Place) -> TrainState:
+    def _stretch(self, state: TrainState, counters: RunCounters) -> TrainState:
         """Train on until the end, a request to stop, or `Unstable`."""
         start = int(state.step)
-        self.place = place
-        self.counter = SkipCounter(self.config.safety.skipped_in_a_row, place.skipped, place.streak)
-        offset = place.offset
+        self.counters = counters
+        self.counter = SkipCounter(self.config.safety.skipped_in_a_row, counters.skipped, counters.streak)
+        offset = counters.offset
         batches: Any = self.data.training_batches(start + offset, self.last_step + offset, self.rows)
         try:
             first = next(batches)
             self._compile_all(state, first[1])
-            since, seconds = start, time.perf_counter()
+            self.clock.start(start)
             for position, batch in _chain(first, batches):
                 state, step_metrics = self.train_step(state, self._place(batch))
                 done = position + 1 - offset
@@ -181,23 +185,24 @@ class _Loop:
                 last = done == self.last_step
                 self.stopped = self.stop_request.reached() and not last
                 if done % self.config.training.log_every == 0 or last or done == 1:
-                    self._log(done, step_metrics, state, (done - since), seconds)
+                    self._log(done, step_metrics, state)
                     self.checkpoints.settle()
-                    since, seconds = done, time.perf_counter()
+                    self.clock.start(done)
                 if self.probe and done % self.config.analysis.every == 0:
-                    seconds += self._analyze(done, state, batch)
+                    with self.clock.beside("analysis", state):
+                        self._analyze(done, state, batch)
                 if done % self.config.evaluation.every == 0 or last:
-                    self._evaluate(done, state)
-                    seconds = time.perf_counter()
+                    with self.clock.beside("evaluation", state):
+                        self._evaluate(done, state)
                 if self.benchmarks and (done % self._benchmarks_every == 0 or last):
-                    with self.heartbeat.suspended():
-                        self._write(done, dict(self.benchmarks(done, state.params, state.balancing)))
-                    seconds = time.perf_counter()
+                    with self.clock.beside("benchmarks", state), self.heartbeat.suspended():
+                        self._write(done, dict(self.benchmarks(done, state.params, state.model_state)))
                 if last or self.stopped:
                     self._save_at_the_end(state, done)
                     return state
                 if self.recovery.is_due(done):
-                    self._save(state, done)
+                    with self.clock.beside("saving", state):
+                        self._save(state, done)
         finally:
             batches.close()
         raise AssertionError("the data ended before the last step")
@@ -206,6 +211,15 @@ class _Loop:
     def _benchmarks_every(self) -> int:
         return self.config.evaluation.tasks_every or self.config.evaluation.every
 
+    def _schedules(self) -> dict[str, Schedule]:
+        """What is done between train steps."""
+        return {
+            "analysis": Schedule(self.config.analysis.every, at_end=False),
+            "evaluation": Schedule(self.config.evaluation.every, at_end=True),
+            "benchmarks": Schedule(self._benchmarks_every, at_end=True),
+            "saving": Schedule(self.config.checkpoint.every, at_end=True),
+        }
+
     def _compile_all(self, state: TrainState, batch: dict[str, np.ndarray]) -> None:
         if self.compiled:
             return
@@ -213,10 +227,10 @@ class _Loop:
         with self.heartbeat.suspended():
             self.train_step = self._compile("train step", self.train_step, state, placed)
             self.evaluation_step = self._compile(
-                "evaluation", self.evaluation_step, state.params, state.balancing, placed
+                "evaluation", self.evaluation_step, state.params, state.model_state, placed
             )
             if self.probe:
-                observer = (self.probe.observer, state.params, state.balancing, self._sample(batch))
+                observer = (self.probe.observer, state.params, state.model_state, self._sample(batch))
                 self.probe.observer = self._compile("analysis", *observer)
         self.compiled = True
 
@@ -244,37 +258,33 @@ class _Loop:
         rows = range(self.rows.start // share, self.rows.stop // share)
         return place_rows(self.probe.sample(batch), rows, self.mesh.size, self.sharding)
 
-    def _log(self, step: int, step_metrics: dict[str, Any], state: TrainState, steps: int, since: float) -> None:
-        values = jax.device_get({**step_metrics, "balancing": state.balancing})  # waits for the step
-        elapsed = time.perf_counter() - since
+    def _log(self, step: int, step_metrics: dict[str, Any], state: TrainState) -> None:
+        values = jax.device_get({**step_metrics, "model_state": state.model_state})  # waits for the step
+        seconds = self.clock.seconds_per_step(step)
         self.counter.catch_up()
-        counts, balancing = values.pop("counts"), values.pop("balancing")
+        counts, model_state = values.pop("counts"), values.pop("model_state")
         record = {name: float(value) for name, value in values.items()}
-        record |= measure.expert_use(counts, self.config.model.recurrent)
-        record |= measure.bias_range(balancing)
+        record |= self.family.log(model_state, counts)
         tokens = self.config.training.batch_size * self.config.data.sequence_length
         record["tokens"] = step * tokens
         record["skipped"] = self.counter.total
-        record["rollbacks"] = self.place.rollbacks
-        record["time/tokens_per_second"] = rate = tokens * steps / elapsed
+        record["rollbacks"] = self.counters.rollbacks
+        record["time/tokens_per_second"] = rate = tokens / seconds
         utilisation = measure.model_flop_utilisation(self.config, rate, self.chip)
         if utilisation is not None:
             record["time/model_flop_utilisation"] = utilisation
         self._write(step, record)
-        self.console.progress(step, record, elapsed / steps * (self.last_step - step))
+        self.console.progress(step, record, self.clock.seconds_left(step, seconds))
 
     def _write(self, step: int, record: dict[str, float]) -> None:
         if self.writer:
             self.writer.write(step, record)
 
-    def _analyze(self, step: int, state: TrainState, batch: dict[str, np.ndarray]) -> float:
-        """Write the statistics of a few rows; returns the seconds that took, which are not the train step's."""
+    def _analyze(self, step: int, state: TrainState, batch: dict[str, np.ndarray]) -> None:
+        """Write the statistics of a few rows."""
         assert self.probe is not None
-        jax.block_until_ready(state)
-        began = time.perf_counter()
-        sums = self.probe.observer(state.params, state.balancing, self._sample(batch))
-        self._write(step, self.probe.scalars(sums, state.balancing))
-        return time.perf_counter() - began
+        sums = self.probe.observer(state.params, state.model_state, self._sample(batch))
+        self._write(step, self.probe.scalars(sums, state.model_state))
 
     def _evaluate(self, step: int, state: TrainState) -> None:
         self.counter.catch_up()
@@ -304,13 +314,13 @@ class _Loop:
             except UserError as error:
                 if not self.stopped:
                     raise
-                self.console.say(f"asked to stop, but {error}")  # a restart repeats the steps; nobody need act
+                self.console.say(f"asked to stop, but {error}")  # nothing is lost: a restart repeats the steps
                 return
         if self.stopped:
             self.console.say(f"asked to stop: saved step {self.checkpoints.saved}; start the same command to go on")
 
-    def _here(self) -> Place:
-        return dataclasses.replace(self.place, skipped=self.counter.total, streak=self.counter.streak)
+    def _here(self) -> RunCounters:
+        return dataclasses.replace(self.counters, skipped=self.counter.total, streak=self.counter.streak)
 
     def _publish(self) -> None:
         """Copy the small files to the bucket, where the run lies on one; failure is only said."""

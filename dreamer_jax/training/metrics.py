@@ -2,55 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import numpy as np
-
 from dreamer_jax.budget import analytic
 from dreamer_jax.chips import Chip
 from dreamer_jax.config.sections import Config
-
-
-def gini(counts: np.ndarray) -> float:
-    """Gini coefficient of non-negative counts [E]: 0 if all are equal, (E-1)/E if one has everything."""
-    n = np.sort(np.asarray(counts, np.float64))
-    if n.sum() == 0:
-        return 0.0
-    rank = np.arange(1, n.size + 1)
-    return float(np.sum((2 * rank - n.size - 1) * n) / (n.size * n.sum()))
-
-
-def expert_use(counts: Mapping[str, np.ndarray], recurrent: bool) -> dict[str, float]:
-    """How evenly each router uses its experts in one step.
-
-    Args:
-        counts: router name -> [L, E].
-        recurrent: DR's depths share one set of experts, so their counts are summed; LA's layers are averaged.
-
-    Returns:
-        `experts/<router>/used` (share of the experts selected at least once), `.../gini`, `.../max_over_median`
-        (infinite medians, where half the experts are idle, are given as 0).
-    """
-    result = {}
-    for router, table in counts.items():
-        rows = np.asarray(table, np.int64)
-        rows = rows.sum(axis=0, keepdims=True) if recurrent else rows
-        medians = np.median(rows, axis=1)
-        load = np.where(medians > 0, rows.max(axis=1) / np.maximum(medians, 1), 0.0)
-        prefix = f"experts/{router}"
-        result[f"{prefix}/used"] = float(np.mean(rows > 0))
-        result[f"{prefix}/gini"] = float(np.mean([gini(row) for row in rows]))
-        result[f"{prefix}/max_over_median"] = float(np.mean(load))
-    return result
-
-
-def bias_range(balancing: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """`bias/<router>/min` and `.../max` of the balancing biases."""
-    result = {}
-    for router, bias in balancing.items():
-        result[f"bias/{router}/min"] = float(np.min(bias))
-        result[f"bias/{router}/max"] = float(np.max(bias))
-    return result
+from dreamer_jax.families import build
 
 
 def model_flop_utilisation(config: Config, tokens_per_second: float, chip: Chip | None) -> float | None:
@@ -62,5 +17,5 @@ def model_flop_utilisation(config: Config, tokens_per_second: float, chip: Chip 
     """
     if chip is None:
         return None
-    flops, _ = analytic.training_flops(config.model, config.data.sequence_length)
+    flops, _ = analytic.training_flops(build(config.model), config.data.sequence_length)
     return flops * tokens_per_second / (chip.peak_flops * config.mesh.size)

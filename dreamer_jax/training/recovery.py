@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from dreamer_jax.config import Config, LoadedConfig, to_yaml
 from dreamer_jax.data import Data
 from dreamer_jax.errors import UserError
+from dreamer_jax.families import build
 from dreamer_jax.parallel.distributed import is_primary, wait_for_all
 from dreamer_jax.runs.checkpoints import Checkpoints
 from dreamer_jax.runs.folders import config_of_text
@@ -27,7 +28,7 @@ SECONDS_BETWEEN_TRIES = (1.0, 5.0, 15.0, 30.0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class RunCounters:
     """Where a run is, beside its step and its arrays.
 
     Attributes:
@@ -65,7 +66,7 @@ class Recovery:
         self._retry_at: int | None = None
         self._retry_after = 0
 
-    def resume(self) -> tuple[TrainState, Place]:
+    def resume(self) -> tuple[TrainState, RunCounters]:
         """The state of the newest good checkpoint, or a fresh one if none was ever saved to its end.
 
         Raises:
@@ -79,7 +80,7 @@ class Recovery:
                     f"all checkpoints in {folders.path} are damaged. Bring them back from a copy, or remove that "
                     "folder to start from step 0"
                 )
-            return create_state(self._config, self._mesh), Place()
+            return create_state(self._config, self._mesh), RunCounters()
         wait_for_all("chosen")
         if is_primary():  # else a damaged step would count as one that is kept
             for damaged in folders.all():
@@ -87,7 +88,7 @@ class Recovery:
                     folders.disqualify(damaged)
         state = self._restore(step)
         self._say(f"resumed from checkpoint {step}")
-        return state, self._place_at(step)
+        return state, self._counters_at(step)
 
     def is_due(self, done: int) -> bool:
         """Whether a checkpoint should be started after this step: it is time, or the last one failed a while ago."""
@@ -96,21 +97,21 @@ class Recovery:
             self._retry_at = done + self._retry_after
         return done % self._every == 0 or (self._retry_at is not None and done >= self._retry_at)
 
-    def save(self, state: TrainState, done: int, place: Place) -> None:
+    def save(self, state: TrainState, done: int, counters: RunCounters) -> None:
         """Save in the background. A failure is said and tried again some steps later."""
         self._retry_at = None
         if not self.checkpoints.failed:
             self._retry_after = 0
-        self.checkpoints.save(state, self._notes(done, place))
+        self.checkpoints.save(state, self._notes(done, counters))
 
-    def save_now(self, state: TrainState, done: int, place: Place, tries: int) -> None:
+    def save_now(self, state: TrainState, done: int, counters: RunCounters, tries: int) -> None:
         """Save and wait.
 
         Raises:
             UserError: no attempt succeeded.
         """
         for number in range(tries):
-            self.checkpoints.save(state, self._notes(done, place))
+            self.checkpoints.save(state, self._notes(done, counters))
             self.checkpoints.settle(wait=True)
             if self.checkpoints.saved == done:
                 return
@@ -122,61 +123,62 @@ class Recovery:
             f"run the same command again, which repeats everything after {before}"
         )
 
-    def roll_back(self, failed: int, place: Place) -> tuple[TrainState, Place]:
+    def roll_back(self, failed: int, counters: RunCounters) -> tuple[TrainState, RunCounters]:
         """The last good state; it goes on with the batches after those it has diverged on.
 
         Args:
             failed: the step at which too many in a row had been skipped.
-            place: where the run was then.
+            counters: where the run was then.
         Raises:
             UserError: it has gone back often enough.
         """
         in_a_row = self._config.safety.skipped_in_a_row
         what = f"{in_a_row} steps in a row, up to step {failed}, had no finite loss and gradient"
-        if place.rollbacks >= self._config.safety.rollbacks:
+        if counters.rollbacks >= self._config.safety.rollbacks:
             raise UserError(
-                f"{what}, and the run had gone back {place.rollbacks} times already: training has diverged; start "
+                f"{what}, and the run had gone back {counters.rollbacks} times already: training has diverged; start "
                 "again with a lower --training.learning_rate and another --run.dir"
             )
         self.checkpoints.settle(wait=True)
-        step = self.checkpoints.newest_good(lambda step: self._place_at(step).streak == 0)
+        step = self.checkpoints.newest_good(lambda step: self._counters_at(step).streak == 0)
         state = create_state(self._config, self._mesh) if step is None else self._restore(step)
         step = step or 0
         if is_primary():  # else a restart before the next checkpoint would resume from one of them
             self.checkpoints.folders.remove_after(step)
         wait_for_all("later checkpoints")
-        offset = place.offset + failed - step
+        offset = counters.offset + failed - step
         self._say(f"{what}: going back to step {step}, which goes on with batch {step + offset} of the data")
-        return state, dataclasses.replace(place, offset=offset, streak=0, rollbacks=place.rollbacks + 1)
+        return state, dataclasses.replace(counters, offset=offset, streak=0, rollbacks=counters.rollbacks + 1)
 
-    def _notes(self, done: int, place: Place) -> dict[str, Any]:
+    def _notes(self, done: int, counters: RunCounters) -> dict[str, Any]:
         # All randomness is a function of the seed, the step and the position in the data.
-        notes = dataclasses.asdict(place) | {"position": done + place.offset, "seed": self._config.run.seed}
+        notes = dataclasses.asdict(counters) | {"position": done + counters.offset, "seed": self._config.run.seed}
         del notes["offset"]
         return notes
 
-    def _place_at(self, step: int) -> Place:
+    def _counters_at(self, step: int) -> RunCounters:
         notes = self.checkpoints.folders.meta(step).get("run", {})
         kept = {name: notes[name] for name in ("skipped", "streak", "rollbacks") if name in notes}
-        return Place(offset=notes.get("position", step) - step, **kept)
+        return RunCounters(offset=notes.get("position", step) - step, **kept)
 
     def _restore(self, step: int) -> TrainState:
         like = abstract_state(self._config, self._mesh)
         text = self.checkpoints.folders.meta(step).get("config")
         saved = config_of_text(text) if text else self._config
-        if saved.model.depth == self._config.model.depth or not self._config.model.recurrent:
+        before, now = build(saved.model), build(self._config.model)
+        if before.depth == now.depth or not now.flags.recurrent:
             return self.checkpoints.restore(like, step)
-        model = dataclasses.replace(self._config.model, depth=saved.model.depth)
+        model = dataclasses.replace(self._config.model, depth=before.depth)
         old = self.checkpoints.restore(abstract_state(dataclasses.replace(self._config, model=model), self._mesh), step)
-        self._say(f"depth {saved.model.depth} of checkpoint {step} becomes {self._config.model.depth}")
+        self._say(f"depth {before.depth} of checkpoint {step} becomes {now.depth}")
         return with_other_depth(old, create_state(self._config, self._mesh))
 
 
 def with_other_depth(old: TrainState, fresh: TrainState) -> TrainState:
-    """The state of a DR model at another depth.
+    """The state of a depth-recurrent model at another depth.
 
-    Depth decides how many experts the attention MoEs have, and nothing else. The ones that both have keep what they
-    learned; further ones come from `fresh`, with empty moments.
+    Depth decides how long some first axes are (Dreamer's attention MoEs have an expert a depth), and nothing else. What
+    both have keeps what it learned; the rest comes from `fresh`, with empty moments.
 
     Args:
         old: at its own depth.
@@ -186,8 +188,8 @@ def with_other_depth(old: TrainState, fresh: TrainState) -> TrainState:
     def fit(ours: jax.Array, new: jax.Array) -> jax.Array:
         if ours.shape == new.shape:
             return ours
-        experts = min(ours.shape[0], new.shape[0])
-        put = jax.jit(lambda ours, new: new.at[:experts].set(ours[:experts]), out_shardings=new.sharding)
+        both = min(ours.shape[0], new.shape[0])
+        put = jax.jit(lambda ours, new: new.at[:both].set(ours[:both]), out_shardings=new.sharding)
         return put(ours, new)
 
     return jax.tree.map(fit, old, fresh)

@@ -11,19 +11,40 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dreamer_jax.config.sections import Config
-from dreamer_jax.model import initialise
+from dreamer_jax.errors import UserError
+from dreamer_jax.families import build, initialise
 from dreamer_jax.parallel.layout import parameter_layouts
+from dreamer_jax.runs.array_files import read_tree
+from dreamer_jax.runs.models import locate_run
 from dreamer_jax.runs.state import TrainState
 from dreamer_jax.training.optimizer import make_optimizer
 
 
 def create_state(config: Config, mesh: Mesh) -> TrainState:
-    """A fresh state from `run.seed`, divided over the devices; its numbers don't depend on the mesh."""
+    """A fresh state, divided over the devices; its numbers don't depend on the mesh.
+
+    It is drawn from `run.seed`, or its weights are those of the run that `training.initial_weights` names.
+
+    Raises:
+        UserError: there is no such run, or it holds another model.
+    """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
     # Drawing every matrix takes the CPU backend seconds to compile at full effort; this little gives the same bits.
     quick = mesh.devices.flat[0].platform == "cpu"
     options = {"xla_backend_optimization_level": 1} if quick else None
-    return jax.jit(lambda: _fresh(config), out_shardings=shardings, compiler_options=options)()
+    state = jax.jit(lambda: _fresh(config), out_shardings=shardings, compiler_options=options)()
+    return _with_weights_of(config.training.initial_weights, state) if config.training.initial_weights else state
+
+
+def _with_weights_of(run: str, state: TrainState) -> TrainState:
+    """The state with the parameters and the model's own state of a run's checkpoint."""
+    try:
+        found = locate_run(run)
+        params = read_tree(found.item("params"), state.params)
+        model_state = {name: read_tree(found.item(name), its) for name, its in state.model_state.items()}
+    except UserError as error:
+        raise UserError(f"training.initial_weights: {error}") from None
+    return state.replace(params=params, model_state=model_state)
 
 
 def abstract_state(config: Config, mesh: Mesh) -> TrainState:
@@ -42,17 +63,28 @@ def abstract_state(config: Config, mesh: Mesh) -> TrainState:
 
 def state_specs(config: Config, mesh: Mesh) -> TrainState:
     """The tree of PartitionSpecs of the state."""
-    layouts = parameter_layouts(config.model, mesh)
+    layouts = parameter_layouts(build(config.model).boxed, mesh)
     specs = jax.tree.map(lambda layout: layout.spec, layouts)
     state = jax.eval_shape(lambda: _fresh(config))
-    recipe = make_optimizer(config.training)
+    recipe = make_optimizer(config.training, build(config.model).roles)
+
+    def untrained(leaf: Any) -> bool:
+        return isinstance(leaf, optax.MaskedNode)
+
     optimizer = optax.tree_utils.tree_map_params(
-        recipe, lambda _, spec: spec, state.optimizer, specs, transform_non_params=lambda _: P()
+        recipe,
+        lambda leaf, spec: leaf if untrained(leaf) else spec,
+        state.optimizer,
+        specs,
+        transform_non_params=lambda _: P(),
+        is_leaf=untrained,
     )
     everywhere: Any = P()
-    return TrainState(everywhere, specs, optimizer, jax.tree.map(lambda _: P(), state.balancing))
+    return TrainState(everywhere, specs, optimizer, jax.tree.map(lambda _: P(), state.model_state))
 
 
 def _fresh(config: Config) -> TrainState:
-    params, balancing = initialise(config.model, jax.random.key(config.run.seed))
-    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config.training).init(params), balancing)
+    family = build(config.model)
+    params, model_state = initialise(family, jax.random.key(config.run.seed))
+    optimizer = make_optimizer(config.training, family.roles)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), model_state)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def expert_linear(x: jax.Array, index: jax.Array, score: jax.Array, routed: jax.Array, shared: jax.Array) -> jax.Array:
-    """Same contract as `pallas_kernels.attention_moe.expert_linear`."""
+    """Same contract as `ExpertLinear`."""
     score = score.astype(x.dtype)[:, None]
     chosen = jnp.einsum("ta,tab->tb", x, routed[index])
     return score * chosen + jax.lax.stop_gradient(score) * (x @ shared)

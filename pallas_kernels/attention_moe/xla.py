@@ -10,7 +10,7 @@ from pallas_kernels.dispatch.api import Dispatch, block_size_for, blocks_of, pla
 
 
 def expert_linear(x: jax.Array, index: jax.Array, score: jax.Array, routed: jax.Array, shared: jax.Array) -> jax.Array:
-    """Same contract as `pallas_kernels.attention_moe.expert_linear`, without a tape."""
+    """Same contract as `ExpertLinear`, without a tape."""
     num_experts = routed.shape[0]
     plan = plan_dispatch(index[:, None], num_experts, block_size_for(index.size, num_experts))
     return _expert_linear(x, score, routed, shared, plan)

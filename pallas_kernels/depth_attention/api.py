@@ -2,65 +2,80 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import jax
 
+from dreamer_jax.config.values import Implementation
+from pallas_kernels.backend import backend
 from pallas_kernels.depth_attention import pull, tpu, xla
 from pallas_kernels.depth_attention.cache import DepthCache, write_slot
 from pallas_kernels.depth_attention.layout import head_size
 from pallas_kernels.depth_attention.shapes import unsupported
-from pallas_kernels.fallback import no_kernels_here, say_once
 from pallas_kernels.kept import keep
-
-Tape = Any
-"""What `start_tape` makes: of a kernel, or of the XLA form where no kernel takes the shapes."""
+from pallas_kernels.tape import Tape
 
 
-def depth_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, cache: DepthCache, depth: jax.Array, tape: Tape | None = None
-) -> tuple[jax.Array, DepthCache]:
+@dataclass(frozen=True)
+class DepthAttention:
     """Attention of each token over its own depths 0 .. depth (Algorithm 1); softmax in float32.
 
-    Differentiable in q, k, v and the cache. In the depth scan (model/recurrence.py) a tape is given where there will
-    be a backward pass: then the cache gets no gradient, and the tape's gradient is the tape's new value.
-
-    Args:
-        q: [T, n, d], depth-encoded.
-        k, v: [T, kv, d], the keys (depth-encoded) and values of this depth; head i of q attends with i // (n // kv).
-        cache: filled below `depth`.
-        depth: scalar int32.
-        tape: see `start_tape`.
-
-    Returns:
-        [T, n, d], and the cache with slot `depth` filled.
+    Attributes:
+        implementation: see `pallas_kernels.backend`.
     """
-    reason = no_kernels_here() or unsupported(q.shape, q.dtype, cache)
-    if reason:
-        say_once(f"depth attention without a kernel: {reason}")
-        return xla.depth_attention(q, k, v, cache, depth, tape)
-    flat = [part.reshape(part.shape[0], -1).astype(q.dtype) for part in (q, k, v)]
-    if tape is None:
-        out, cache = _attend(*flat, cache, depth)
-    else:
-        out = _attend_taped(*flat, cache, depth, tape)
-        # The tape has the gradient of the cache. Dead code where, as on the way back, nobody asks for it.
-        cache = write_slot(cache, jax.lax.stop_gradient(k), jax.lax.stop_gradient(v), depth)
-    return out.reshape(q.shape), cache
 
+    implementation: Implementation = "auto"
 
-def start_tape(cache: DepthCache, heads: int, size: int) -> Tape:
-    """The empty tape for the backward pass of a depth scan over this cache.
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: DepthCache,
+        depth: jax.Array,
+        tape: Tape | None = None,
+    ) -> tuple[jax.Array, DepthCache]:
+        """One depth.
 
-    Args:
-        cache: only its shape and dtype matter.
-        heads: query heads n.
-        size: head size d.
-    """
-    shape = (cache.keys.shape[1], heads, size)
-    if no_kernels_here() or unsupported(shape, cache.keys.dtype, cache):
-        return xla.start_tape(cache, heads, size)
-    return pull.start_tape(cache, heads, size)
+        Differentiable in q, k, v and the cache. In the depth scan a tape is given where there will be a backward pass:
+        then the cache gets no gradient, and the tape's gradient is the tape's new value.
+
+        Args:
+            q: [T, n, d], depth-encoded.
+            k, v: [T, kv, d], the keys (depth-encoded) and values of this depth; head i of q attends with i // (n //
+                kv).
+            cache: filled below `depth`.
+            depth: int32, [] or, in inference, of each token [T].
+            tape: see `start_tape`.
+
+        Returns:
+            [T, n, d], and the cache with slot `depth` filled.
+        """
+        if depth.ndim or self._backend(q.shape, q.dtype, cache) != "pallas":
+            return xla.depth_attention(q, k, v, cache, depth, tape)
+        flat = [part.reshape(part.shape[0], -1).astype(q.dtype) for part in (q, k, v)]
+        if tape is None:
+            out, cache = _attend(*flat, cache, depth)
+        else:
+            out = _attend_taped(*flat, cache, depth, tape)
+            # The tape has the gradient of the cache. Dead code where, as on the way back, nobody asks for it.
+            cache = write_slot(cache, jax.lax.stop_gradient(k), jax.lax.stop_gradient(v), depth)
+        return out.reshape(q.shape), cache
+
+    def start_tape(self, cache: DepthCache, heads: int, size: int) -> Tape:
+        """The empty tape for the backward pass of a depth scan over this cache.
+
+        Args:
+            cache: only its shape and dtype matter.
+            heads: query heads n.
+            size: head size d.
+        """
+        shape = (cache.keys.shape[1], heads, size)
+        kernel = self._backend(shape, cache.keys.dtype, cache) == "pallas"
+        return pull.start_tape(cache, heads, size) if kernel else xla.start_tape(cache)
+
+    def _backend(self, shape, dtype, cache):
+        return backend("depth attention", self.implementation, lambda: unsupported(shape, dtype, cache))
 
 
 @jax.custom_vjp

@@ -31,7 +31,11 @@ def empty_cache(slots: int, tokens: int, kv_heads: int, size: int, dtype: jnp.dt
 
 
 def write_slot(cache: DepthCache, k: jax.Array, v: jax.Array, depth: jax.Array) -> DepthCache:
-    """The cache with k and v, each [T, kv, d], in slot `depth`."""
+    """The cache with k and v, each [T, kv, d], in slot `depth`, [] or of each token [T]."""
+    if depth.ndim:
+        here = (jnp.arange(cache.keys.shape[0])[:, None] == depth)[..., None]  # [L, T, 1]
+        new = (part.reshape(cache.keys.shape[1:]).astype(cache.keys.dtype) for part in (k, v))
+        return DepthCache(*(jnp.where(here, part, slots) for slots, part in zip(cache, new, strict=True)))
     return DepthCache(
         *(
             jax.lax.dynamic_update_index_in_dim(slots, new.reshape(slots.shape[1:]).astype(slots.dtype), depth, 0)

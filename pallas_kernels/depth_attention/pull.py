@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -16,24 +17,39 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.depth_attention.cache import DepthCache
 from pallas_kernels.depth_attention.layout import F32, Layout, for_rows, for_slots, head_of, row_dot, row_to_column
 from pallas_kernels.depth_attention.shapes import Blocks, statistics_lanes
+from pallas_kernels.tape import Tape
 
 
-def start_tape(cache: DepthCache, heads: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+class Queries(flax.struct.PyTreeNode, Tape):
+    """What deeper depths have asked of their keys, and what came of it; filled above the present depth.
+
+    Attributes:
+        queries, d_outs: queries and output gradients, [L, T, n d], compute dtype.
+        statistics: [kv, T, W] float32; of slot s and head g of a group, in lane 2 (s n/kv + g) the logarithm of the
+            softmax's denominator, in the next the product of out and d_out.
+    """
+
+    queries: jax.Array
+    d_outs: jax.Array
+    statistics: jax.Array
+
+
+def start_tape(cache: DepthCache, heads: int, size: int) -> Queries:
     """The empty tape of `pull_gradients` for `heads` query heads of `size`."""
     slots, tokens, width = cache.keys.shape
     kv_heads = width // size
     rows = jnp.zeros((slots, tokens, heads * size), cache.keys.dtype)
     lanes = statistics_lanes(slots, heads // kv_heads)
-    return rows, rows, jnp.zeros((kv_heads, tokens, lanes), F32)
+    return Queries(rows, rows, jnp.zeros((kv_heads, tokens, lanes), F32))
 
 
 def pull_gradients(
     rows: tuple[jax.Array, ...],
     logs: jax.Array,
     cache: DepthCache,
-    tape: tuple[jax.Array, jax.Array, jax.Array],
+    tape: Queries,
     depth: jax.Array,
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, jax.Array, jax.Array]]:
+) -> tuple[tuple[jax.Array, ...], Queries]:
     """The gradient of one depth, in descending order of depths, in pull form.
 
     What a key gets from deeper queries is summed here from the queries and output gradients those left on the tape,
@@ -43,9 +59,7 @@ def pull_gradients(
         rows: q [T, n d], k, v [T, kv d], out, d_out [T, n d] of this depth.
         logs: as `attend` returned them.
         cache: filled below `depth`.
-        tape: queries and output gradients, each [L, T, n d], and statistics [kv, T, W] float32 (of slot s and head g
-            of a group: in lane 2 (s n/kv + g) the logarithm, in the next the product of out and d_out); filled above
-            `depth`.
+        tape: filled above `depth`.
         depth: scalar int32.
 
     Returns:
@@ -54,6 +68,7 @@ def pull_gradients(
     q, k = rows[:2]
     slots = cache.keys.shape[0]
     layout = Layout(q, k, cache, backward=True)
+    left = tape.queries, tape.d_outs, tape.statistics
     group, size, tokens, of_slots = layout.group, layout.size, layout.blocks.tokens, layout.blocks.slots
     below = pl.cdiv(depth, of_slots)
     first_above = jax.lax.div(depth + 1, of_slots)
@@ -68,7 +83,7 @@ def pull_gradients(
 
     wide, narrow = layout.rows(group * size), layout.rows(size)
     filled, taped = layout.slots_of(size, lower), layout.slots_of(group * size, upper)
-    slot, statistics = layout.slot(group * size), layout.statistics(tape[2].shape[-1])
+    slot, statistics = layout.slot(group * size), layout.statistics(tape.statistics.shape[-1])
     of_heads, sums = pltpu.VMEM((group, tokens, size), F32), pltpu.VMEM((tokens, size), F32)
     results = pl.pallas_call(
         functools.partial(_pull_kernel, blocks=layout.blocks, size=size, group=group, slots=slots),
@@ -79,12 +94,12 @@ def pull_gradients(
             out_specs=[wide, narrow, narrow, slot, slot, statistics],
             scratch_shapes=[of_heads, of_heads, of_heads, sums, sums],
         ),
-        out_shape=[jax.ShapeDtypeStruct(part.shape, part.dtype) for part in (q, k, k, *tape)],
+        out_shape=[jax.ShapeDtypeStruct(part.shape, part.dtype) for part in (q, k, k, *left)],
         input_output_aliases={9: 3, 10: 4, 11: 5},
         name="depth_attention_backward",
         **layout.compile(),
-    )(jnp.stack([depth, below, first_above]).astype(jnp.int32), *rows, logs, *cache, *tape)
-    return tuple(results[:3]), tuple(results[3:])
+    )(jnp.stack([depth, below, first_above]).astype(jnp.int32), *rows, logs, *cache, *left)
+    return tuple(results[:3]), Queries(*results[3:])
 
 
 def _pull_kernel(scalars_ref, *refs, blocks, size, group, slots):

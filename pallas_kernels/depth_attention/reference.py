@@ -11,7 +11,7 @@ from pallas_kernels.depth_attention.cache import DepthCache, write_slot
 def depth_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, cache: DepthCache, depth: jax.Array
 ) -> tuple[jax.Array, DepthCache]:
-    """Same contract as `pallas_kernels.depth_attention.depth_attention`, without a tape."""
+    """Same contract as `DepthAttention`, without a tape."""
     cache = write_slot(cache, k, v, depth)
     keys, values = cache.heads(q.shape[-1])  # [L, T, kv, d]
     queries = q.reshape(q.shape[0], keys.shape[2], -1, q.shape[-1]).astype(jnp.float32)

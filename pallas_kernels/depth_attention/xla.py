@@ -7,10 +7,23 @@ from __future__ import annotations
 
 import functools
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.depth_attention.cache import DepthCache, write_slot
+from pallas_kernels.tape import Tape
+
+
+class CacheGradient(flax.struct.PyTreeNode, Tape):
+    """The float32 gradient of the cache: deeper depths add theirs to the slots of the shallower ones.
+
+    Attributes:
+        keys, values: [L, T, kv d].
+    """
+
+    keys: jax.Array
+    values: jax.Array
 
 
 def depth_attention(
@@ -19,9 +32,9 @@ def depth_attention(
     v: jax.Array,
     cache: DepthCache,
     depth: jax.Array,
-    tape: DepthCache | None = None,
+    tape: Tape | None = None,
 ) -> tuple[jax.Array, DepthCache]:
-    """Same contract as `pallas_kernels.depth_attention.depth_attention`; the tape is that of `start_tape` here."""
+    """Same contract as `DepthAttention`; the tape is that of `start_tape` here."""
     if tape is None:
         cache = write_slot(cache, k, v, depth)
         return _attend(q, cache, depth), cache
@@ -29,10 +42,9 @@ def depth_attention(
     return _attend_taped(q, k, v, cache, depth, tape), cache
 
 
-def start_tape(cache: DepthCache, heads: int, size: int) -> DepthCache:
-    """The float32 gradient of the cache, zero: deeper depths add theirs to the slots of the shallower ones."""
-    del heads, size  # however many heads share a slot, its gradient is one
-    return DepthCache(*(jnp.zeros(slots.shape, jnp.float32) for slots in cache))
+def start_tape(cache: DepthCache) -> CacheGradient:
+    """The empty tape for a cache of this shape."""
+    return CacheGradient(*(jnp.zeros(slots.shape, jnp.float32) for slots in cache))
 
 
 @jax.custom_vjp
@@ -43,7 +55,8 @@ def _attend(q: jax.Array, cache: DepthCache, depth: jax.Array) -> jax.Array:
 def _forward(q, cache, depth):
     queries, keys, values = _by_group(q, cache)
     logits = _dot(queries, keys) * q.shape[-1] ** -0.5  # [L, T, kv, n/kv]
-    visible = (jnp.arange(keys.shape[0]) <= depth)[:, None, None, None]
+    visible = jnp.expand_dims(jnp.arange(keys.shape[0]), tuple(range(1, 1 + depth.ndim))) <= depth  # [L] or [L, T]
+    visible = visible.reshape(*visible.shape, *[1] * (4 - visible.ndim))
     weights = jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), axis=0)
     out = _sum_over_depths(weights[..., None], values)
     return out.reshape(q.shape).astype(q.dtype), (q, cache, weights)
@@ -85,10 +98,10 @@ def _forward_taped(q, k, v, cache, depth, tape):
 def _backward_taped(residuals, d_out):
     q, cache, weights, depth, tape = residuals
     d_q, d_cache = _gradients(q, cache, weights, d_out)
-    tape = jax.tree.map(jnp.add, tape, d_cache)
+    tape = CacheGradient(tape.keys + d_cache.keys, tape.values + d_cache.values)
     d_k, d_v = (
         jax.lax.dynamic_index_in_dim(total, depth, 0, keepdims=False).reshape(q.shape[0], -1, q.shape[-1])
-        for total in tape
+        for total in (tape.keys, tape.values)
     )
     return d_q, d_k.astype(q.dtype), d_v.astype(q.dtype), None, None, tape
 

@@ -1,6 +1,6 @@
 """Expert attention's values: the SwiGLU experts a token selected, weighted and summed."""
 
-from pallas_kernels.expert_mlp.api import expert_mlp, settle, start_tape
-from pallas_kernels.expert_mlp.tape import Tape
+from pallas_kernels.expert_mlp.api import ExpertMLP
+from pallas_kernels.expert_mlp.tape import ExpertTape
 
-__all__ = ["Tape", "expert_mlp", "settle", "start_tape"]
+__all__ = ["ExpertMLP", "ExpertTape"]

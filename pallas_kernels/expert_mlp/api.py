@@ -2,98 +2,132 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import tiles
+from dreamer_jax.config.values import Implementation
+from pallas_kernels.backend import backend, on_cpu, target
 from pallas_kernels.dispatch.api import Dispatch, filled_blocks_of, plan_blocks, plan_dispatch
-from pallas_kernels.expert_mlp import tpu, xla
+from pallas_kernels.expert_mlp import in_place, tpu, xla
 from pallas_kernels.expert_mlp.shapes import Tiles, depths_aside, unsupported
-from pallas_kernels.expert_mlp.tape import Tape
-from pallas_kernels.fallback import no_kernels_here, say_once
+from pallas_kernels.expert_mlp.tape import ExpertTape
 from pallas_kernels.kept import keep
+from pallas_kernels.weights import OutputRows, Stacked, transposed
 
 
-def expert_mlp(
-    x: jax.Array,
-    indices: jax.Array,
-    weights: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
-    tape: Tape | None = None,
-) -> jax.Array:
+@dataclass(frozen=True)
+class ExpertMLP:
     """Sum of the selected experts' SwiGLU outputs, weighted: sum_j w_j W_down(silu(W_gate x) * (W_up x)).
 
-    Dropless and deterministic. Differentiable in x, weights, gate_up and down. In the backward pass of the depth scan
-    (model/recurrence.py) a tape may be given: then gate_up and down get no gradient, and the tape's gradient is the
-    tape's new value.
+    Dropless and deterministic.
 
-    Args:
-        x: [T, h], compute dtype.
-        indices: [T, k] int32, selected experts, different within a token. E stands for no expert here: the pair adds
-            nothing, gets no gradient and takes no block (expert parallelism: it is another device's).
-        weights: [T, k] float32.
-        gate_up: [E, 2F, h], W_gate's F rows, then W_up's; compute dtype.
-        down: [E, F, h], compute dtype.
-        tape: see `start_tape`.
-
-    Returns:
-        [T, h], compute dtype.
+    Attributes:
+        implementation: see `pallas_kernels.backend`.
+        gradient_depths: depths whose rows the tape keeps aside and adds to the totals in one pass; 1 adds at every
+            depth and keeps none. A depth kept costs about (3F + 2h) T k elements of memory and saves
+            24 E F h (1 - 1 / gradient_depths) bytes of traffic. 0 chooses, see `shapes.depths_aside`.
+        total_depth: L, for that choice.
     """
-    reason = _no_kernel(indices.shape, gate_up.shape, x.dtype)
-    if reason:
-        say_once(f"expert MLP without a kernel: {reason}")
-        return xla.expert_mlp(x, indices, weights, gate_up, down)
-    target = _target()
-    experts = gate_up.shape[0]
-    block = _tiles(indices.size, gate_up.shape, x.dtype).block
-    plan = plan_dispatch(indices, experts, block, multiple=target.cores)
-    # A pair without an expert has a padding slot: finite values, weighted by nothing, and exactly zero gradients.
-    return _expert_mlp(x, jnp.where(indices < experts, weights, 0), gate_up, down, plan, tape)
+
+    implementation: Implementation = "auto"
+    gradient_depths: int = 1
+    total_depth: int = 1
+
+    def __call__(
+        self,
+        x: jax.Array,
+        indices: jax.Array,
+        weights: jax.Array,
+        gate_up: Any,
+        down: Any,
+        tape: ExpertTape | None = None,
+    ) -> jax.Array:
+        """What the experts make of tokens.
+
+        Differentiable in x, weights, gate_up and down. In the backward pass of the depth scan a tape may be given: then
+        gate_up and down get no gradient, and the tape's gradient is the tape's new value.
+
+        Args:
+            x: [T, h], compute dtype.
+            indices: [T, k] int32, selected experts, different within a token. E stands for no expert here: the pair
+                adds nothing, gets no gradient and takes no block (expert parallelism: it is another device's).
+            weights: [T, k] float32.
+            gate_up: [E, 2F, h], W_gate's F rows, then W_up's; compute dtype.
+            down: [E, F, h], compute dtype; or `arrange`d, which is for inference.
+            tape: see `start_tape`.
+
+        gate_up and down may be `Stacked`: then each depth has E experts of its own.
+
+        Returns:
+            [T, h], compute dtype.
+        """
+        among = None
+        if isinstance(gate_up, Stacked):
+            among, (indices, gate_up, down) = _one_row(indices, gate_up, down)
+        if isinstance(down, OutputRows):
+            return in_place.expert_mlp(x, indices, weights, gate_up, down.matrices, among)
+        if self._backend(indices.shape, gate_up.shape, x.dtype) != "pallas":
+            return xla.expert_mlp(x, indices, weights, gate_up, down)
+        experts = gate_up.shape[0]
+        block = _tiles(indices.size, gate_up.shape, x.dtype).block
+        plan = plan_dispatch(indices, experts, block, multiple=target().cores)
+        # A pair without an expert has a padding slot: finite values, weighted by nothing, and exactly zero gradients.
+        return _expert_mlp(x, jnp.where(indices < experts, weights, 0), gate_up, down, plan, tape)
+
+    def start_tape(
+        self, indices: tuple[int, ...], gate_up: tuple[int, ...], dtype: jnp.dtype | str
+    ) -> ExpertTape | None:
+        """The empty tape for the backward pass of a depth scan; None where no kernel runs, and autodiff must do.
+
+        Args:
+            indices: shape (T, k) of the selection at each depth.
+            gate_up: shape (E, 2F, h).
+            dtype: compute dtype.
+        """
+        dtype = jnp.dtype(dtype)
+        if self._backend(indices, gate_up, dtype) != "pallas":
+            return None
+        pairs, experts = indices[0] * indices[1], gate_up[0]
+        chosen = _tiles(pairs, gate_up, dtype)
+        rows = plan_blocks(pairs, experts, chosen.block, multiple=target().cores) * chosen.block
+        sizes = gate_up[1] // 2, gate_up[2]
+        depths = self.gradient_depths or depths_aside(rows, *sizes, dtype, self.total_depth, target())
+        return ExpertTape.empty(gate_up, chosen, depths, rows, dtype)
+
+    def arrange(self, down: jax.Array) -> Any:
+        """`down`, [.., E, F, h], as decoding wants it on this platform."""
+        return transposed(down) if self.implementation != "pallas" and on_cpu() else down
+
+    def _backend(self, indices, gate_up, dtype):
+        return backend("expert MLP", self.implementation, lambda: unsupported(indices, gate_up, dtype, target()))
 
 
-def start_tape(
-    indices: tuple[int, ...], gate_up: tuple[int, ...], dtype: jnp.dtype, depths: int = 1, total: int = 1
-) -> Tape | None:
-    """The empty tape for the backward pass of a depth scan; None where no kernel runs, and autodiff must do.
-
-    Args:
-        indices: shape (T, k) of the selection at each depth.
-        gate_up: shape (E, 2F, h).
-        dtype: compute dtype.
-        depths: depths whose rows are kept aside and added to the totals in one pass; 1 adds at every depth and keeps
-            none. A depth kept costs about (3F + 2h) T k elements of memory and saves 24 E F h (1 - 1 / depths) bytes
-            of traffic. 0 chooses, see `shapes.depths_aside`.
-        total: L, for that choice.
-    """
-    if _no_kernel(indices, gate_up, dtype):
-        return None
-    pairs, experts = indices[0] * indices[1], gate_up[0]
-    chosen = _tiles(pairs, gate_up, dtype)
-    blocks = plan_blocks(pairs, experts, chosen.block, multiple=_target().cores)
-    rows = blocks * chosen.block
-    depths = depths or depths_aside(rows, gate_up[1] // 2, gate_up[2], dtype, total, _target())
-    return Tape.empty(gate_up, chosen, depths, rows, dtype)
-
-
-def settle(tape: Tape) -> Tape:
-    """The tape, as `expert_mlp` returned it, with the rows kept aside added to its totals.
-
-    To be called after every `tape.depths` depths and after the last; where every depth is added at once, nothing to do.
-    """
-    return tape.settle(_target())
+def _one_row(
+    indices: jax.Array, gate_up: Stacked, down: Stacked
+) -> tuple[int | None, tuple[jax.Array, jax.Array, Any]]:
+    """Stacked experts as N E of them in a row: how many tokens choose among, then indices there, gate_up, down."""
+    stacks, experts = gate_up.values.shape[:2]
+    row = gate_up.row[:, None] if gate_up.row.ndim else gate_up.row
+    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), (gate_up.values, down.values))
+    return None if gate_up.row.ndim else experts, (
+        jnp.where(indices < experts, row * experts + indices, stacks * experts),
+        *flat,
+    )
 
 
 @jax.custom_vjp
 def _expert_mlp(x, weights, gate_up, down, plan: Dispatch, tape):
     del tape
-    values = tpu.forward(filled_blocks_of(x, plan), gate_up, down, plan, keep=False, target=_target())[0]
+    values = tpu.forward(filled_blocks_of(x, plan), gate_up, down, plan, keep=False, target=target())[0]
     return _combine(values, plan, weights).astype(x.dtype)
 
 
 def _forward(x, weights, gate_up, down, plan, tape):
     rows = filled_blocks_of(x, plan)
-    values, gate_and_up = tpu.forward(rows, gate_up, down, plan, keep=True, target=_target())
+    values, gate_and_up = tpu.forward(rows, gate_up, down, plan, keep=True, target=target())
     gate_and_up = keep(gate_and_up)
     out = _combine(values, plan, weights).astype(x.dtype)
     return out, (x, weights, gate_up, down, plan, gate_and_up, tape)
@@ -108,14 +142,14 @@ def _backward(residuals, d_out):
         first, places = aside.depth.astype(jnp.int32) * plan.source.shape[0], aside[:3]
     x_rows, d_rows = filled_blocks_of(x, plan, places[1], first), filled_blocks_of(d_out, plan, places[2], first)
     d_x_rows, d_slot_weights, factors = tpu.input_gradient(
-        d_rows, gate_and_up, slot_weights, gate_up, down, plan, places[0], first, target=_target()
+        d_rows, gate_and_up, slot_weights, gate_up, down, plan, places[0], first, target=target()
     )
     d_x = _combine(d_x_rows, plan, None).astype(x.dtype)
     d_weights = d_slot_weights.reshape(-1).at[plan.slot].get(mode="promise_in_bounds").astype(weights.dtype)
     if tape is not None and aside is not None:
         return d_x, d_weights, None, None, None, tape.keep(factors, x_rows, d_rows, plan.num_blocks)
-    totals = tape or Tape.empty(gate_up.shape, _tiles(plan.slot.size, gate_up.shape, x.dtype), 1, 0, x.dtype)
-    totals = totals.add(factors, x_rows, d_rows, plan.num_blocks[None], _target())
+    totals = tape or ExpertTape.empty(gate_up.shape, _tiles(plan.slot.size, gate_up.shape, x.dtype), 1, 0, x.dtype)
+    totals = totals.add(factors, x_rows, d_rows, plan.num_blocks[None], target())
     if tape is not None:
         return d_x, d_weights, None, None, None, totals
     return d_x, d_weights, totals.gate_up.astype(gate_up.dtype), totals.down.astype(down.dtype), None, None
@@ -133,15 +167,7 @@ def _combine(rows, plan, weights):
     return out
 
 
-def _target() -> tiles.Generation:
-    return tiles.generation() or tiles.INTERPRETED
-
-
-def _no_kernel(indices, gate_up, dtype) -> str | None:
-    return no_kernels_here() or unsupported(indices, gate_up, dtype, _target())
-
-
-def _tiles(pairs, gate_up, dtype) -> Tiles:
-    chosen = Tiles.of(pairs, gate_up[0], gate_up[1] // 2, gate_up[2], dtype, _target())
+def _tiles(pairs: int, gate_up: tuple[int, ...], dtype: Any) -> Tiles:
+    chosen = Tiles.of(pairs, gate_up[0], gate_up[1] // 2, gate_up[2], dtype, target())
     assert chosen is not None  # `unsupported` has been asked
     return chosen

@@ -13,8 +13,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.backend import target
 from pallas_kernels.dispatch.accumulate import accumulate, visits_of
 from pallas_kernels.expert_mlp.shapes import Tiles
+from pallas_kernels.tape import Tape
 from pallas_kernels.tiles import Generation
 
 
@@ -37,7 +39,7 @@ class Rows(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Tape:
+class ExpertTape(Tape):
     """Totals of the gradients, and the rows still to be added; all leaves float, so that a tape can be a gradient.
 
     Attributes:
@@ -54,12 +56,12 @@ class Tape:
     columns: int = field(metadata={"static": True})
 
     @property
-    def depths(self) -> int:
-        """Depths between two calls of `settle`."""
+    def every(self) -> int:
+        """Depths between two calls of `settle`: those whose rows there is room for."""
         return 1 if self.rows is None else self.rows.num_blocks.shape[0]
 
     @classmethod
-    def empty(cls, gate_up: tuple[int, ...], tiles: Tiles, depths: int, rows: int, dtype: jnp.dtype) -> Tape:
+    def empty(cls, gate_up: tuple[int, ...], tiles: Tiles, depths: int, rows: int, dtype: jnp.dtype) -> ExpertTape:
         """A tape of zeros for matrices [E, 2F, h]; `rows` is R."""
         experts, doubled, hidden = gate_up
         size = doubled // 2
@@ -77,7 +79,7 @@ class Tape:
 
     def add(
         self, factors: jax.Array, x: jax.Array, d_out: jax.Array, num_blocks: jax.Array, target: Generation
-    ) -> Tape:
+    ) -> ExpertTape:
         """The totals with the gradient of n depths added: num_blocks [n, E] int32, the rest as of `Rows`."""
         experts, size, hidden = self.down.shape
         totals = self.gate_up.reshape(experts, 2, size, hidden), self.down[:, None]
@@ -85,18 +87,22 @@ class Tape:
         totals = accumulate(totals, factors, (x, d_out), visits, block=self.block, tile=self.columns, target=target)
         return replace(self, gate_up=totals[0].reshape(self.gate_up.shape), down=totals[1][:, 0])
 
-    def keep(self, factors: jax.Array, x: jax.Array, d_out: jax.Array, num_blocks: jax.Array) -> Tape:
+    def keep(self, factors: jax.Array, x: jax.Array, d_out: jax.Array, num_blocks: jax.Array) -> ExpertTape:
         """The tape with one more depth kept aside: the new `Rows` arrays, and the blocks of each expert [E] there."""
         assert self.rows is not None
         place = self.rows.depth.astype(jnp.int32)
         blocks = jax.lax.dynamic_update_index_in_dim(self.rows.num_blocks, num_blocks.astype(jnp.float32), place, 0)
         return replace(self, rows=Rows(factors, x, d_out, blocks, self.rows.depth + 1))
 
-    def settle(self, target: Generation) -> Tape:
-        """The tape with the rows kept aside added to the totals."""
+    def settle(self) -> ExpertTape:
+        """The tape with the rows kept aside added to its totals; where every depth is added at once, nothing to do."""
         rows = self.rows
         if rows is None:
             return self
-        settled = self.add(rows.factors, rows.x, rows.d_out, rows.num_blocks.astype(jnp.int32), target)
+        settled = self.add(rows.factors, rows.x, rows.d_out, rows.num_blocks.astype(jnp.int32), target())
         empty = rows._replace(num_blocks=jnp.zeros_like(rows.num_blocks), depth=jnp.float32(0))
         return replace(settled, rows=empty)
+
+    def gradients(self) -> dict[str, jax.Array]:
+        """Of both matrices."""
+        return {"gate_up": self.gate_up, "down": self.down}

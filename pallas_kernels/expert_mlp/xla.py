@@ -11,7 +11,7 @@ from pallas_kernels.kept import keep
 
 
 def expert_mlp(x: jax.Array, indices: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-    """Same contract as `pallas_kernels.expert_mlp.expert_mlp`, without a tape."""
+    """Same contract as `ExpertMLP`, without a tape."""
     num_experts = gate_up.shape[0]
     plan = plan_dispatch(indices, num_experts, block_size_for(indices.size, num_experts))
     # A pair without an expert has a padding slot: finite values, weighted by nothing, and exactly zero gradients.

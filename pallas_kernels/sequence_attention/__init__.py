@@ -1,5 +1,5 @@
-"""Sequence attention: a token over the earlier ones of its document."""
+"""Sequence attention: tokens over earlier tokens of their document."""
 
-from pallas_kernels.sequence_attention.api import sequence_attention
+from pallas_kernels.sequence_attention.api import SequenceAttention
 
-__all__ = ["sequence_attention"]
+__all__ = ["SequenceAttention"]

@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 
-from pallas_kernels.fallback import no_kernels_here, say_once
-from pallas_kernels.sequence_attention import gpu, tpu, xla
+from dreamer_jax.config.values import Implementation
+from pallas_kernels.backend import backend
+from pallas_kernels.sequence_attention import gpu, slots, tpu, xla
 from pallas_kernels.sequence_attention.shapes import unsupported
 
 
-def sequence_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+@dataclass(frozen=True)
+class SequenceAttention:
     """Causal attention within each document of a row (Eq. 1); softmax in float32.
 
-    Args:
-        q: [B, S, n, d], position-encoded.
-        k, v: [B, S, kv, d]; head i of q attends with head i // (n // kv).
-        segment_ids: [B, S] int32; tokens see only their own document.
-
-    Returns:
-        [B, S, n, d].
+    Attributes:
+        implementation: see `pallas_kernels.backend`.
     """
-    reason = no_kernels_here() or unsupported(q.shape, k.shape[2])
-    if reason:
-        say_once(f"sequence attention without a kernel: {reason}")
-        form = gpu if jax.default_backend() == "gpu" else xla
-        return form.sequence_attention(q, k, v, segment_ids)
-    return tpu.sequence_attention(q, k.astype(q.dtype), v.astype(q.dtype), segment_ids)
+
+    implementation: Implementation = "auto"
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        """Whole rows over themselves; differentiable in q, k and v.
+
+        Args:
+            q: [B, S, n, d], position-encoded.
+            k, v: [B, S, kv, d]; head i of q attends with head i // (n // kv).
+            segment_ids: [B, S] int32; tokens see only their own document.
+
+        Returns:
+            [B, S, n, d].
+        """
+        chosen = backend("sequence attention", self.implementation, lambda: unsupported(q.shape, k.shape[2]))
+        if chosen == "pallas":
+            return tpu.sequence_attention(q, k.astype(q.dtype), v.astype(q.dtype), segment_ids)
+        return (gpu if chosen == "gpu" else xla).sequence_attention(q, k, v, segment_ids)
+
+    def over_slots(
+        self, q: jax.Array, keys: jax.Array, values: jax.Array, depths: jax.Array, positions: jax.Array
+    ) -> jax.Array:
+        """Positions in flight over the cache of their row; see `slots.sequence_attention`, which runs everywhere."""
+        return slots.sequence_attention(q, keys, values, depths, positions)

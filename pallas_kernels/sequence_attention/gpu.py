@@ -8,7 +8,7 @@ from pallas_kernels.sequence_attention.shapes import fits_cudnn
 
 
 def sequence_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """Same contract as `pallas_kernels.sequence_attention.sequence_attention`.
+    """Same contract as `SequenceAttention`.
 
     Documents are told apart by a mask [B, 1, S, S]: jax's public interface to cuDNN has none for packed rows.
     """

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def sequence_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """Same contract as `pallas_kernels.sequence_attention.sequence_attention`."""
+    """Same contract as `SequenceAttention`."""
     batch, length, _, size = q.shape
     queries = q.reshape(batch, length, k.shape[2], -1, size).astype(jnp.float32)
     logits = jnp.einsum("bqgnd,bkgd->bgnqk", queries, k.astype(jnp.float32), precision="highest") * size**-0.5

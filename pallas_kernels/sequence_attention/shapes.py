@@ -13,11 +13,17 @@ def unsupported(shape: tuple[int, ...], kv_heads: int) -> str | None:
     _, length, heads, size = shape
     if length % LANES:
         return f"a sequence of {length} is not a multiple of {LANES}"
-    if size % 64:
-        return f"a head size of {size} is not a multiple of 64"
+    if 2 * padded_head(size) > 3 * size:
+        return f"a head size of {size} would have to be padded to {padded_head(size)}"
     if heads % kv_heads:
         return f"{kv_heads} key heads don't divide {heads} heads"
     return None
+
+
+def padded_head(size: int) -> int:
+    """The head size that splash attention computes with: the next multiple of half a register's lanes."""
+    half = LANES // 2
+    return -(-size // half) * half
 
 
 def block_of(length: int, largest: int) -> int:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 from pallas_kernels.kept import KEPT
-from pallas_kernels.sequence_attention.shapes import block_of
+from pallas_kernels.sequence_attention.shapes import block_of, padded_head
 from pallas_kernels.tiles import INTERPRETED, generation
 
 
 def sequence_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """Same contract as `pallas_kernels.sequence_attention.sequence_attention`, for shapes that `unsupported` allows."""
+    """Same contract as `SequenceAttention`, for shapes that `unsupported` allows."""
     target = generation()
     length, heads, size = q.shape[1:]
     block = block_of(length, (target or INTERPRETED).sequence_block)
@@ -37,5 +38,7 @@ def sequence_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: ja
         return kernel(q * size**-0.5, k, v, segment_ids=splash.SegmentIds(ids, ids))
 
     q, k, v = (part.swapaxes(1, 2) for part in (q, k, v))  # [B, n, S, d]
+    if missing := padded_head(size) - size:  # zeros change neither scores nor the values that are kept
+        q, k, v = (jnp.pad(part, ((0, 0), (0, 0), (0, 0), (0, missing))) for part in (q, k, v))
     out: Any = jax.vmap(of_row)(q, k, v, segment_ids)
-    return out.swapaxes(1, 2)
+    return out[..., :size].swapaxes(1, 2)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from dreamer_jax.config.models.dreamer import DreamerConfig
-from tests.model import numpy_reference as reference
+from tests.families import numpy_reference as reference
 
 BINS = 20
 

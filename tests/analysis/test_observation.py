@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -14,10 +15,9 @@ from dreamer_jax.analysis.distributions import depth_map
 from dreamer_jax.analysis.summary import summarise
 from dreamer_jax.config.sections import MeshConfig
 from dreamer_jax.errors import UserError
-from dreamer_jax.model import Dreamer
 from dreamer_jax.parallel import make_mesh
 from tests.analysis.brute_force import statistics
-from tests.model.cases import POSITIONS, SEGMENT_IDS, random_tokens, random_weights, small_config
+from tests.families.cases import POSITIONS, SEGMENT_IDS, apply, random_tokens, random_weights, small_config
 
 ONE, EIGHT = make_mesh(MeshConfig(data=(1,))), make_mesh(MeshConfig(data=(8,)))
 
@@ -69,7 +69,7 @@ def test_equal_to_brute_force(case):
     chosen = chosen_targets(batch)
     expected, margin = statistics(config, params, bias, batch, chosen)
     assert margin > 1e-5  # no selection hangs on rounding
-    sums = make_observer(config, ONE)(params, bias, batch)
+    sums = make_observer(config, ONE)(params, {"balancing": bias}, batch)
     tokens = int((SEGMENT_IDS > 0).sum())
     assert int(sums["tokens"]) == tokens
     assert int(sums["lens_targets"]) == chosen.sum() == batch["loss_mask"].sum()
@@ -82,9 +82,8 @@ def test_model_is_not_changed_by_being_observed():
     config = small_config()
     params, bias = random_weights(config)
     batch = make_batch(config)
-    sums = make_observer(config, ONE)(params, bias, batch)
-    variables = {"params": params, "balancing": {"bias": bias}}
-    output = jax.jit(Dreamer(config).apply)(variables, batch["tokens"], SEGMENT_IDS, POSITIONS)
+    sums = make_observer(config, ONE)(params, {"balancing": bias}, batch)
+    output = jax.jit(functools.partial(apply, config))(params, bias, batch["tokens"], SEGMENT_IDS, POSITIONS)
     for name, counts in output.counts.items():
         np.testing.assert_array_equal(sums["counts"][name], counts)
 
@@ -106,8 +105,9 @@ def test_a_model_forced_to_look_at_depth_0_has_a_map_of_one_column():
     qkv[:, 0, 1 : keys.start : size] = 1
     qkv[0, 0, keys.start + 1 : keys.stop : size] = 1
     layers["depth_attention"]["q_norm"]["scale"][:] = 20
-    sums = collect(config, params, bias, [make_batch(config)], ONE)
-    scores = summarise(config, sums, bias)["depth_attention"]["scores"]
+    state = {"balancing": bias}
+    sums = collect(config, params, state, [make_batch(config)], ONE)
+    scores = summarise(config, sums, state)["depth_attention"]["scores"]
     nan = np.nan
     expected = [[1, nan, nan], [1, 0, nan], [1, 0, 0]]
     np.testing.assert_allclose(depth_map(np.array(scores)), expected, atol=1e-6)
@@ -118,11 +118,12 @@ def test_eight_devices_equal_one():
     params, bias = random_weights(config)
     parts = [make_batch(config, seed) for seed in range(3)]
     batch = {name: np.concatenate([part[name] for part in parts])[:8] for name in parts[0]}
-    one = collect(config, params, bias, [batch], ONE)
-    eight = collect(config, params, bias, [batch], EIGHT)
+    state = {"balancing": bias}
+    one = collect(config, params, state, [batch], ONE)
+    eight = collect(config, params, state, [batch], EIGHT)
     assert_equal(eight, one, int(one["tokens"]))
     halves = [{name: values[half] for name, values in batch.items()} for half in (slice(0, 4), slice(4, 8))]
-    assert_equal(collect(config, params, bias, halves, ONE), one, int(one["tokens"]))
+    assert_equal(collect(config, params, state, halves, ONE), one, int(one["tokens"]))
 
 
 def test_sums_are_kept_wide():
@@ -133,8 +134,9 @@ def test_sums_are_kept_wide():
 
 def test_no_batch_is_a_clear_error():
     config = small_config()
+    params, bias = random_weights(config)
     with pytest.raises(UserError, match="--data"):
-        collect(config, *random_weights(config), [], ONE)
+        collect(config, params, {"balancing": bias}, [], ONE)
 
 
 def test_lens_targets_are_spread_over_a_row(monkeypatch):

@@ -2,12 +2,13 @@
 
 import sys
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dreamer_jax.config.models.dreamer import DreamerConfig
-from dreamer_jax.model import Dreamer, initialise
+from dreamer_jax.families import build, forward
 from dreamer_jax.planning.topology import devices_of, parse_topology
 
 CONFIG = DreamerConfig(
@@ -26,20 +27,19 @@ CONFIG = DreamerConfig(
 )
 
 
-def loss(params, bias, tokens):
+def loss(params, model_state, tokens):
     """Any scalar of the final hidden states."""
-    variables = {"params": params, "balancing": {"bias": bias}}
-    return jnp.sum(Dreamer(CONFIG).apply(variables, tokens, method="trunk")[0].astype(jnp.float32))  # type: ignore
+    family = build(CONFIG)
+    passed = forward(family, params, model_state, {"tokens": tokens})
+    hidden, _ = family.readout(params, passed.state, passed.memory, passed.context)
+    return jnp.sum(hidden.astype(jnp.float32))
 
 
 def main(topology: str) -> None:
     """Compile for one device of it."""
     device = devices_of(parse_topology(topology))[0]
     place = jax.sharding.SingleDeviceSharding(device)
-    shapes = (
-        *jax.eval_shape(lambda: initialise(CONFIG, jax.random.key(0))),
-        jax.ShapeDtypeStruct((4, 2048), jnp.int32),
-    )
+    shapes = *nn.meta.unbox(build(CONFIG).shapes), jax.ShapeDtypeStruct((4, 2048), jnp.int32)
     arguments = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes)
     mesh = jax.sharding.Mesh(np.array([device]), ("chip",))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

@@ -17,8 +17,10 @@ import numpy as np
 from dreamer_jax.benchmarks.expert_cases import CHOICES, HIDDEN, LINEAR, PAPER, TOKENS
 from dreamer_jax.planning.memory import reserved_bytes
 from dreamer_jax.planning.topology import devices_of, parse_topology
-from pallas_kernels import attention_moe, expert_mlp
+from pallas_kernels.attention_moe import ExpertLinear
+from pallas_kernels.expert_mlp import ExpertMLP
 
+EXPERTS, PROJECTIONS = ExpertMLP("pallas"), ExpertLinear("pallas")
 KERNELS = (
     r"expert_mlp_forward|expert_mlp_input_gradient|expert_weight_gradient|dispatch_slots|expert_linear_[a-z_]*[a-z]"
 )
@@ -28,7 +30,7 @@ def mlp_step(x, indices, weights, gate_up, down, d_out, tape):
     """Value and gradients; the weights' go to the tape."""
 
     def operation(x, weights, tape):
-        return expert_mlp.expert_mlp(x, indices, weights, gate_up, down, tape)
+        return EXPERTS(x, indices, weights, gate_up, down, tape)
 
     out, vjp = jax.vjp(operation, x, weights, tape)
     return out, vjp(d_out)
@@ -38,7 +40,7 @@ def linear_step(x, index, score, routed, shared, d_out, tape):
     """The same of the attention MoE."""
 
     def operation(x, score, tape):
-        return attention_moe.expert_linear(x, index, score, routed, shared, tape)
+        return PROJECTIONS(x, index, score, routed, shared, tape)
 
     out, vjp = jax.vjp(operation, x, score, tape)
     return out, vjp(d_out)
@@ -76,13 +78,13 @@ def main(topology: str, folder: Path) -> None:
             x, matrices = of(TOKENS, HIDDEN), (of(experts, 2 * size, HIDDEN), of(experts, size, HIDDEN))
             pairs = TOKENS, CHOICES
             chosen = of(*pairs, dtype=jnp.int32), of(*pairs, dtype=jnp.float32)
-            tape = jax.eval_shape(lambda: expert_mlp.start_tape(pairs, matrices[0].shape, x.dtype))  # noqa: B023
+            tape = jax.eval_shape(lambda: EXPERTS.start_tape(pairs, matrices[0].shape, x.dtype))  # noqa: B023
             arguments = x, *chosen, *matrices, x, like(tape)
             report(f"mlp {experts} {size}", mlp_step, arguments, rf"{experts},[\d,]*{HIDDEN}")
         for experts, inward, outward in LINEAR:
             x, routed, shared = of(TOKENS, inward), of(experts, inward, outward), of(inward, outward)
             chosen = of(TOKENS, dtype=jnp.int32), of(TOKENS, dtype=jnp.float32)
-            tape = jax.eval_shape(lambda: attention_moe.start_tape(TOKENS, routed.shape, x.dtype))  # noqa: B023
+            tape = jax.eval_shape(lambda: PROJECTIONS.start_tape(TOKENS, routed.shape, x.dtype))  # noqa: B023
             arguments = x, *chosen, routed, shared, of(TOKENS, outward), like(tape)
             name = f"linear {experts} {inward} {outward}"
             report(name, linear_step, arguments, rf"{experts},(1,)?{inward},{outward}")

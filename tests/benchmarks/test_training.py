@@ -6,10 +6,10 @@ import json
 import numpy as np
 import pytest
 
+from dreamer_jax.benchmarks import qwen3, training
 from dreamer_jax.cli import bench
 from dreamer_jax.cli.main import main
 from dreamer_jax.config import to_yaml
-from dreamer_jax.training import benchmark, peer
 from tests.training.cases import tiny_config
 
 
@@ -44,7 +44,7 @@ def test_sides_take_turns_on_the_same_tokens():
     sides = {
         name: lambda tokens, targets, name=name: seen.append((name, tokens.tobytes())) for name in ("ours", "theirs")
     }
-    blocks = benchmark._interleave(config, sides, 10, lambda line: None)
+    blocks = training._interleave(config, sides, 10, lambda line: None)
     assert [name for name, _ in seen[:4]] == ["ours", "theirs"] * 2
     order = ["ours"] * 4 + ["theirs"] * 8 + ["ours"] * 4 + ["ours"] * 2 + ["theirs"] * 2
     assert [name for name, _ in seen[4:]] == order
@@ -57,7 +57,7 @@ def test_ratio_by_hand():
     """Median over blocks of their median time over ours."""
     ours = [[(1.0, 2.0), (1.0, 2.0), (9.0, 9.0)], [(2.0, 4.0)], [(1.0, 1.0)]]
     theirs = [[(1.5, 2.0), (1.5, 2.0), (0.1, 0.1)], [(2.0, 2.0)], [(3.0, 4.0)]]
-    assert benchmark._ratio(ours, theirs) == {
+    assert training._ratio(ours, theirs) == {
         "wall": {"median": 1.5, "least": 1.0, "most": 3.0},
         "cpu": {"median": 1.0, "least": 0.5, "most": 4.0},
         "blocks": 3,
@@ -66,11 +66,11 @@ def test_ratio_by_hand():
 
 def test_batches_are_random_text_shifted_by_one():
     config = tiny_config()
-    tokens, targets = benchmark.random_batch(config, 3)
+    tokens, targets = training.random_batch(config, 3)
     assert tokens.shape == targets.shape == (8, 12) and tokens.dtype == np.int32
     np.testing.assert_array_equal(tokens[:, 1:], targets[:, :-1])
     assert tokens.min() >= 0 and tokens.max() < config.model.vocab_size
-    assert not np.array_equal(tokens, benchmark.random_batch(config, 4)[0])
+    assert not np.array_equal(tokens, training.random_batch(config, 4)[0])
 
 
 @pytest.mark.parametrize(
@@ -105,10 +105,10 @@ def test_peer_has_our_sizes_and_learns():
     pytest.importorskip("transformers", minversion="5")
     config = tiny_config(model__variant="LA", training__learning_rate=1e-2)
     model = config.model
-    tokens, targets = benchmark.random_batch(config, 0)
+    tokens, targets = training.random_batch(config, 0)
     losses = {}
-    for experts in peer.EXPERTS:
-        step = peer.QwenStep(config, experts)
+    for experts in qwen3.EXPERTS:
+        step = qwen3.QwenStep(config, experts)
         losses[experts] = [step(tokens, targets) for _ in range(30)]
         attention = 16 * (2 + 2 * 1) * 8 + 2 * 8 * 16 + 2 * 8  # projections, and the norms of q and k
         layer = attention + 2 * 16 + model.num_experts * (16 + 3 * 8 * 16)

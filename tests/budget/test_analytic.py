@@ -9,6 +9,7 @@ import pytest
 from dreamer_jax.budget import analytic, memory
 from dreamer_jax.config import load_config
 from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.families import Family, build
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = ROOT.parent / "shared" / "paper_tables.json"
@@ -26,12 +27,12 @@ SA_WEIGHTS = 8 * (4 + 2 * 2) * 6 + 4 * 6 * 8
 DA_WEIGHTS = 8 * (2 + 2 * 1) * 12 + 2 * 12 * 8
 
 
-def paper_model(name: str) -> DreamerConfig:
-    return load_config(ROOT / "configs" / "models" / f"{name}.yaml").config.model
+def paper_model(name: str) -> Family:
+    return build(load_config(ROOT / "configs" / "models" / f"{name}.yaml").config.model)
 
 
-def small(variant: str) -> DreamerConfig:
-    return dataclasses.replace(SMALL, variant=variant)
+def small(variant: str, **changes) -> Family:
+    return build(dataclasses.replace(SMALL, variant=variant, **changes))
 
 
 @pytest.mark.parametrize(("name", "billions"), list(zip(SIX, PARAMETERS, strict=True)))
@@ -103,7 +104,7 @@ def test_active_parameters() -> None:
     )
     dr = analytic.active_parameters(small("DR"))
     assert dr["EA"] == 6 * expert + 8  # 2 at each of 3 depths, of 7
-    few = dataclasses.replace(small("DR"), num_experts=4)
+    few = small("DR", num_experts=4)
     assert analytic.active_parameters(few)["EA"] == 4 * expert + 8  # there are no more
 
 
@@ -136,7 +137,7 @@ def test_caches_grow_with_the_context_but_for_depth_attention() -> None:
 
 def test_remat_makes_activations_grow_slowly_with_depth() -> None:
     def activations(depth: int, remat: memory.Remat) -> int:
-        return memory.activations(dataclasses.replace(SMALL, variant="DR+DA", depth=depth), 32, 2, remat)
+        return memory.activations(small("DR+DA", depth=depth), 32, 2, remat)
 
     assert activations(64, "full") < activations(64, "none") / 4
     # Linear under every policy: the depth cache is kept once, not at every depth.
@@ -146,12 +147,12 @@ def test_remat_makes_activations_grow_slowly_with_depth() -> None:
 
 
 def test_training_memory_is_sixteen_bytes_a_parameter_before_activations() -> None:
-    model = dataclasses.replace(SMALL, dtype="float32")
+    model = small("DR+DA", dtype="float32")
     count = analytic.total(analytic.parameters(model))
     held = memory.training(model, 32, 2, "full")
     assert held["weights"] + held["gradients"] + held["optimizer"] == 16 * count
     assert held["weights, compute copy"] == 0
-    assert memory.training(SMALL, 32, 2, "full")["weights, compute copy"] == 2 * count
-    kernels = dataclasses.replace(model, implementation="pallas")
+    assert memory.training(small("DR+DA"), 32, 2, "full")["weights, compute copy"] == 2 * count
+    kernels = small("DR+DA", dtype="float32", implementation="pallas")
     assert memory.training(kernels, 32, 2, "none")["attention scores"] == 0
     assert memory.training(model, 32, 2, "none")["attention scores"] == 3 * 2 * 32 * 4 * 32 * 4

@@ -6,30 +6,30 @@ from pathlib import Path
 
 import pytest
 
-from dreamer_jax.budget import family, matching
+from dreamer_jax.budget import matching, members
 from dreamer_jax.config import load_config
-from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.errors import UserError
+from dreamer_jax.families import Family, build
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
 TABLE_3 = {"dr_16": (517, 504), "dr_32": (1039, 504), "dr_da_16": (537, 480), "dr_da_32": (1097, 472)}
 
 
-def shipped(name: str) -> DreamerConfig:
-    return load_config(MODELS / f"{name}.yaml").config.model
+def shipped(name: str, **changes) -> Family:
+    return build(dataclasses.replace(load_config(MODELS / f"{name}.yaml").config.model, **changes))
 
 
 def ends_at(found: matching.Match) -> tuple[int, int]:
-    return found.model.num_experts, found.model.expert_size
+    return found.family.config.num_experts, found.family.config.expert_size
 
 
 @pytest.mark.parametrize("name", TABLE_3)
 @pytest.mark.parametrize("start", [(8, 8), (77, 13), (40000, 9999)])
 def test_table_3_whatever_the_file_says(name: str, start: tuple[int, int]) -> None:
-    model = dataclasses.replace(shipped(name), num_experts=start[0], expert_size=start[1])
+    model = shipped(name, num_experts=start[0], expert_size=start[1])
     baseline = shipped("la_" + name[-2:])
     began = time.process_time()
-    found = matching.match(model, matching.target_of(baseline, recurrent=True, context=1024), 1024)
+    found = matching.match(model, matching.target_of(baseline, model, context=1024), 1024)
     assert time.process_time() - began < 2
     assert ends_at(found) == TABLE_3[name]
     assert abs(found.gaps_percent["params"]) < 0.05
@@ -38,18 +38,18 @@ def test_table_3_whatever_the_file_says(name: str, start: tuple[int, int]) -> No
 
 
 def test_the_descent_itself_does_not_depend_on_its_start() -> None:
-    target = matching.target_of(shipped("la_16"), recurrent=True, context=1024)
+    target = matching.target_of(shipped("la_16"), shipped("dr_da_16"), context=1024)
     for experts, size in ((8, 8), (100, 5000), (10_000, 64)):
-        start = dataclasses.replace(target, num_experts=experts, expert_size=size)
+        start = dataclasses.replace(target, starts={"num_experts": experts, "expert_size": size})
         assert ends_at(matching.match(shipped("dr_da_16"), start, 1024)) == TABLE_3["dr_da_16"]
 
 
 def test_nothing_near_the_result_is_closer() -> None:
-    target = matching.target_of(shipped("la_tiny"), recurrent=True, context=1024)
+    target = matching.target_of(shipped("la_tiny"), shipped("dr_da_tiny"), context=1024)
     found = matching.match(shipped("dr_da_tiny"), target, 1024)
 
     def gap(quantity: str, **changes: int) -> float:
-        cost = matching.cost(dataclasses.replace(found.model, **changes), 1024)
+        cost = matching.cost(matching.changed(found.family, changes), 1024)
         return abs(matching.gaps(cost, target)[quantity])
 
     experts, size = ends_at(found)
@@ -62,33 +62,33 @@ def test_nothing_near_the_result_is_closer() -> None:
 @pytest.mark.parametrize("name", ["dr_tiny", "dr_da_tiny", "dr_small", "dr_da_small", *TABLE_3])
 def test_the_shipped_models_are_matched(name: str) -> None:
     baseline = shipped("la_" + name.rpartition("_")[2])
-    found = matching.match(shipped(name), matching.target_of(baseline, recurrent=True, context=1024), 1024)
-    assert found.model == shipped(name)
+    found = matching.match(shipped(name), matching.target_of(baseline, shipped(name), context=1024), 1024)
+    assert found.family == shipped(name)
 
 
 def test_a_layered_model_can_be_matched_to_a_recurrent_one() -> None:
-    target = matching.target_of(shipped("dr_16"), recurrent=False, context=1024)
+    target = matching.target_of(shipped("dr_16"), shipped("la_16"), context=1024)
     found = matching.match(shipped("la_16"), target, 1024)
     assert ends_at(found) == (32, 512)
 
 
 def test_hold_moves_one_quantity_only() -> None:
-    target = matching.target_of(shipped("la_16"), recurrent=True, context=1024)
-    start = dataclasses.replace(shipped("dr_16"), num_experts=100, expert_size=104)
+    start = shipped("dr_16", num_experts=100, expert_size=104)
+    target = matching.target_of(shipped("la_16"), start, context=1024)
     flops = matching.match(start, target, 1024, hold="flops")
-    assert flops.model.num_experts == 100
+    assert flops.family.config.num_experts == 100
     assert abs(flops.gaps_percent["flops_per_token"]) < 0.3
     params = matching.match(start, target, 1024, hold="params")
-    assert params.model.expert_size == 104
+    assert params.family.config.expert_size == 104
     assert abs(params.gaps_percent["params"]) < 0.05
 
 
 def test_a_finer_granularity_comes_closer() -> None:
-    target = matching.target_of(shipped("la_16"), recurrent=True, context=1024)
+    target = matching.target_of(shipped("la_16"), shipped("dr_da_16"), context=1024)
     gaps = {}
     for granularity in (1, 8, 64):
         found = matching.match(shipped("dr_da_16"), target, 1024, granularity)
-        assert found.model.expert_size % granularity == 0
+        assert found.family.config.expert_size % granularity == 0
         gaps[granularity] = abs(found.gaps_percent["flops_per_token"])
     assert gaps[1] < gaps[8] < gaps[64]
 
@@ -96,7 +96,7 @@ def test_a_finer_granularity_comes_closer() -> None:
 def test_the_context_is_that_of_both() -> None:
     gaps = []
     for context in (1024, 65536):
-        target = matching.target_of(shipped("la_16"), recurrent=True, context=context)
+        target = matching.target_of(shipped("la_16"), shipped("dr_16"), context=context)
         found = matching.match(shipped("dr_16"), target, context)
         assert ends_at(found) == TABLE_3["dr_16"]  # DR has no overhead that grows with the context
         gaps.append(found.gaps_percent["flops_per_token"] * (target.flops_per_token or 0))
@@ -104,25 +104,25 @@ def test_the_context_is_that_of_both() -> None:
 
 
 def test_a_target_out_of_reach_names_the_part_and_the_excess() -> None:
-    model = shipped("dr_16")
+    model, starts = shipped("dr_16"), {"num_experts": 8, "expert_size": 8}
     with pytest.raises(UserError, match=r"the parameters .* 369\.8\d+ M, 269\.8\d+ M more .* largest is embedding"):
-        matching.match(model, matching.Target(100_000_000, 1e9, 8, 8), 1024)
+        matching.match(model, matching.Target(100_000_000, 1e9, starts), 1024)
     with pytest.raises(UserError, match=r"the FLOPs per token .* largest is SA with 268\.\d+ M.*sa_heads"):
-        matching.match(model, matching.Target(1_000_000_000, 2e8, 8, 8), 1024)
+        matching.match(model, matching.Target(1_000_000_000, 2e8, starts), 1024)
 
 
 def test_a_family_is_written_as_configurations_that_load_back(tmp_path: Path) -> None:
     base = MODELS / "la_16.yaml"
-    baseline = shipped("la_16")
-    members = family.build(baseline, baseline, [8, 32], ["LA", "DR", "DR+DA"], 1024, 8)
-    assert [member.name for member in members] == ["la_8", "dr_8", "dr_da_8", "la_32", "dr_32", "dr_da_32"]
-    for member in members:
+    baseline = shipped("la_16").config
+    found = members.build(baseline, baseline, [8, 32], ["LA", "DR", "DR+DA"], 1024, 8)
+    assert [member.name for member in found] == ["la_8", "dr_8", "dr_da_8", "la_32", "dr_32", "dr_da_32"]
+    for member in found:
         out = tmp_path / "some" / f"{member.name}.yaml"
-        family.write(member.match.model, base, out, "A member.")
-        assert load_config(out).config.model == member.match.model
+        members.write(member.match.family.config, base, out, "A member.")
+        assert load_config(out).config.model == member.match.family.config
         assert load_config(out).config.data == load_config(base).config.data
         assert abs(member.match.gaps_percent["params"]) < 0.15
-    by_name = {member.name: member.match for member in members}
+    by_name = {member.name: member.match for member in found}
     assert ends_at(by_name["la_32"]) == (32, 512)
     assert by_name["la_32"].gaps_percent["params"] == 0
     assert ends_at(by_name["dr_da_32"]) == TABLE_3["dr_da_32"]
@@ -131,10 +131,10 @@ def test_a_family_is_written_as_configurations_that_load_back(tmp_path: Path) ->
 def test_a_file_is_never_written_over_what_it_is_made_of() -> None:
     before = (MODELS / "paper.yaml").read_text()
     with pytest.raises(UserError, match="made of this file"):
-        family.write(shipped("dr_16"), MODELS / "la_16.yaml", MODELS / "paper.yaml", "Never.")
+        members.write(shipped("dr_16").config, MODELS / "la_16.yaml", MODELS / "paper.yaml", "Never.")
     assert (MODELS / "paper.yaml").read_text() == before
 
 
 def test_an_unknown_variant_is_refused() -> None:
     with pytest.raises(UserError, match=r"unknown variant 'DA'; use some of LA,LA\+DA,DR,DR\+DA"):
-        family.build(shipped("la_tiny"), shipped("la_tiny"), [4], ["DA"], 1024, 8)
+        members.build(shipped("la_tiny").config, shipped("la_tiny").config, [4], ["DA"], 1024, 8)

@@ -2,6 +2,7 @@
 
 from typing import get_args
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from dreamer_jax.blocks.operations import operations_of
 from dreamer_jax.budget import analytic, lowered, program
 from dreamer_jax.config.models.dreamer import DreamerConfig, Mixing, Variant
 from dreamer_jax.errors import UserError
-from dreamer_jax.model import Dreamer, resolve_operations
+from dreamer_jax.families import build
 from pallas_kernels.depth_attention import DepthCache
+from tests.families.cases import apply
 
 
 def array(*shape: int) -> jax.ShapeDtypeStruct:
@@ -98,7 +101,7 @@ def test_the_counted_operations_compute_what_the_shipped_ones_do() -> None:
         "expert_linear": (normal(5, 8), choices[:, 0], normal(5), normal(4, 8, 6), normal(8, 6)),
     }
     for name, values in arguments.items():
-        both = (program.COUNTING, resolve_operations("xla"))
+        both = (program.COUNTING, operations_of("xla"))
         counted, shipped = (jax.jit(getattr(operations, name))(*values) for operations in both)
         for ours, theirs in zip(jax.tree.leaves(counted), jax.tree.leaves(shipped), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5, err_msg=name)
@@ -107,16 +110,15 @@ def test_the_counted_operations_compute_what_the_shipped_ones_do() -> None:
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_the_gradient_takes_the_factors_of_the_training_count(remat: str) -> None:
     model = DreamerConfig(variant="LA", depth=3, hidden_size=24, num_experts=8, expert_size=16, dtype="float32")
-    module = Dreamer(model, operations=program.COUNTING, remat=remat)
     tokens = jax.ShapeDtypeStruct((1, 6), jnp.int32)
-    variables = jax.eval_shape(module.init, jax.random.key(0), tokens)
+    params, state = nn.meta.unbox(build(model).shapes)
 
-    def loss(params, balancing, tokens):
-        output = module.apply({"params": params, "balancing": balancing}, tokens)
-        return jnp.sum(output.logits**2)  # pyright: ignore[reportAttributeAccessIssue]
+    def loss(params, bias, tokens):
+        output = apply(model, params, bias, tokens, remat=remat, operations=program.COUNTING)
+        return jnp.sum(output.logits**2)
 
-    step = flops(jax.grad(loss), variables["params"], variables["balancing"], tokens) / 6
-    forward = analytic.matmul_flops(model, context=6)
+    step = flops(jax.grad(loss), params, state["balancing"], tokens) / 6
+    forward = analytic.matmul_flops(build(model), context=6)
     again = analytic.total(forward) - forward["head"] if remat == "full" else 0
     assert step == pytest.approx(3 * analytic.total(forward) + again, rel=1e-3)
 

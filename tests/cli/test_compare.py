@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from dreamer_jax.cli import compare
 from dreamer_jax.cli.main import main
 from dreamer_jax.config import load_config, to_yaml
 
@@ -18,7 +19,7 @@ def runs(tmp_path):
         directory = tmp_path / variant
         directory.mkdir()
         source = tmp_path / f"{variant}.yaml"
-        source.write_text(f"model:\n  variant: {variant}\n")
+        source.write_text(f"model: {{variant: {variant}}}\ntraining: {{batch_size: 2}}\ndata: {{sequence_length: 5}}\n")
         (directory / "config.yaml").write_text(to_yaml(load_config(source)))
         records = [{"step": 5, "tokens": 50, "loss": 3.0}, {"step": 5, "heldout/loss": loss, "heldout/perplexity": 7.0}]
         (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -39,6 +40,17 @@ def test_table_and_figure(runs, tmp_path, capsys):
     assert main(["compare", *runs, "--figure", str(tmp_path / "loss.png")]) == 0
     assert "1.5000" in capsys.readouterr().out
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_evaluation_is_drawn(runs, tmp_path, monkeypatch):
+    """Tokens follow from the step, whether or not a line of the log falls on it."""
+    with open(f"{runs[1]}/metrics.jsonl", "a") as file:
+        file.writelines(json.dumps({"step": step, "heldout/loss": step / 10}) + "\n" for step in (7, 11))
+    drawn = {}
+    monkeypatch.setattr(compare, "draw", lambda panels, *_: drawn.update(panels) or True)
+    assert main(["compare", *runs, "--figure", str(tmp_path / "loss.png")]) == 0
+    curve = next(curve for name, curve in drawn[compare.LOSS].items() if name.startswith("DR"))
+    assert curve == [(50, 1.5), (70, 0.7), (110, 1.1)]
 
 
 def test_data_efficiency_against_a_baseline(runs, capsys):

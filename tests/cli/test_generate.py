@@ -1,4 +1,4 @@
-"""What `dreamer generate` and `dreamer chat` print, with a writer that repeats its prompt."""
+"""What `dreamer generate` and `dreamer chat` print, with a model that repeats its prompt."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from dreamer_jax.inference import Text
 class Echo:
     """Answers a prompt with `<prompt>`."""
 
-    def write(self, prompts, max_tokens, sampling, stop, batch_size, first_number):
-        assert batch_size == len(prompts)
-        return [Text(f"<{prompt}>{first_number + i}", 3, "stop", 2.5) for i, prompt in enumerate(prompts)]
+    def generate(self, prompts, max_tokens, sampling, stop, first_number):
+        return [Text(f"<{prompt}>{first_number + i}", [7, 8, 9], "stop", 2.5) for i, prompt in enumerate(prompts)]
 
     def stream(self, prompts, max_tokens, sampling, stop):
         answer = f"<{prompts[0]}>"
         for end in range(1, len(answer) + 1):
-            yield [Text(answer[:end], end, "length", 2.0)]
+            yield [Text(answer[:end], [7] * end, "length", 2.0)]
 
 
 @pytest.fixture(autouse=True)
 def run(monkeypatch):
     config = SimpleNamespace(data=SimpleNamespace(prompt="Q: {question}\nA: "))
     for command in (generate, chat):
-        monkeypatch.setattr(command, "open_writer", lambda options: (Echo(), config))
+        monkeypatch.setattr(command, "open_model", lambda options: (Echo(), config))
 
 
 def test_a_prompt_is_continued_once(capsys):
@@ -57,7 +56,7 @@ def test_chat_fills_the_prompt_of_the_run_and_keeps_the_history_when_asked(monke
 
 def test_ctrl_c_stops_an_answer_on_a_terminal_and_the_chat_goes_on(monkeypatch, capsys):
     def stream(self, prompts, max_tokens, sampling, stop):
-        yield [Text("half an", 2, "length", 2.0)]
+        yield [Text("half an", [7, 8], "length", 2.0)]
         if "long" in prompts[0]:
             raise KeyboardInterrupt
         yield [Text("half an answer", 3, "length", 2.0)]

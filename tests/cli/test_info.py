@@ -8,6 +8,7 @@ import pytest
 
 from dreamer_jax.cli import extras
 from dreamer_jax.cli.main import main
+from dreamer_jax.config.models import VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,6 +42,29 @@ def test_info_says_how_to_install_what_is_missing(
     assert "no-such-thing" in row and "pip install -e '.[eval]'" in row
     (base,) = [line for line in lines if line.startswith("base: ")]
     assert "PyYAML 6" in base and "missing" not in base
+
+
+def test_info_lists_the_families(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv(VARIABLE, "")
+
+    def rows() -> dict[str, str]:
+        lines = capsys.readouterr().out.splitlines()
+        return {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line.strip()}
+
+    assert main(["info"]) == 0
+    found = rows()
+    assert found["dreamer"] == "Depth-recurrent attention mixtures and their layered baseline. built in"
+    assert "toy" not in found
+    toy = ROOT / "tests" / "config" / "toy_family.py"
+    assert main(["info", "--family-module", str(toy)]) == 0
+    assert rows()["toy"] == f"Toys, which go round and round. --family-module {toy}"
+    clash = tmp_path / "clash.py"
+    clash.write_text(toy.read_text().replace('"toy"', '"dreamer"'))
+    assert main(["info", f"--family-module={clash}"]) == 0
+    assert rows()["dreamer"].startswith("model.family: family 'dreamer' is there twice: built in and --family-module")
 
 
 def test_an_extra_of_a_dependency_counts_by_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:

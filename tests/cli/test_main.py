@@ -13,10 +13,18 @@ from dreamer_jax import __version__
 from dreamer_jax.cli import main as entry
 from dreamer_jax.cli.main import COMMANDS, main
 from dreamer_jax.config import load_config
+from dreamer_jax.config.models import VARIABLE
 from dreamer_jax.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = str(ROOT / "configs" / "models" / "la_tiny.yaml")
+TOY = str(ROOT / "tests" / "config" / "toy_family.py")
+
+
+@pytest.fixture(autouse=True)
+def no_family_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`main` leaves it in the environment; put back after each test."""
+    monkeypatch.setenv(VARIABLE, "")
 
 
 def dreamer(*words: str, **options) -> subprocess.CompletedProcess:
@@ -78,6 +86,16 @@ def test_bad_option_through_the_process() -> None:
             "command line: data.path: no such file 'no.jsonl'",
         ),
         (["info", "--all"], "info: unexpected '--all'"),
+        (["info", "--family-module"], "--family-module needs a value: toy.py or package.module"),
+        (["info", "--family-module="], "--family-module needs a value: toy.py or package.module"),
+        (["--family-module", "--version"], "--family-module needs a value: toy.py or package.module"),
+        (["info", "--family-module", "a.py", "--family-module=b.py"], "--family-module is given twice; name one"),
+        (["data", "show", "--family-module", "no.py"], "--family-module no.py: no such file; name a .py file"),
+        (["train", TINY, "--model.family", "toy"], "command line: model.family: unknown family 'toy' (known: "),
+        (
+            ["train", TINY, "--model.family", "toy", "--family-module", TOY],
+            "la_tiny.yaml:3: 'model.variant' is a setting of famil",
+        ),
     ],
 )
 def test_mistakes(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,6 +132,83 @@ def test_train_help_shows_docstrings_and_the_values_of_the_file(capsys: pytest.C
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "--data.on_error {stop,skip}" in text
     assert "h: size of the residual stream. (default: 256)" in text
+
+
+def settings_in_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[set[str], str]:
+    """(the settings that a help names, its text on one line)."""
+    assert main([*words, "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    return {word.removeprefix("--") for word in text.split() if word.startswith("--") and "." in word}, text
+
+
+def test_help_is_that_of_the_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dreamer_keys, text = settings_in_help(["train"], capsys)
+    assert {"model.family", "model.num_experts", "run.seed"} <= dreamer_keys and "model.laps" not in dreamer_keys
+    families = text.partition("Families of models: ")[2].partition(".")[0].split(", ")
+    assert "dreamer" in families and "toy" not in families
+    toy_file = tmp_path / "toy.yaml"
+    toy_file.write_text("model: {family: toy, laps: 77}\nrun: {seed: 13}\n")
+    for words, laps, seed in [
+        (["config", "show", "--model.family", "toy"], 4, 0),
+        (["train", "--model.family=toy", "--run.seed", "5"], 4, 0),
+        (["train", TINY, "--model.family", "toy"], 4, 0),
+        (["train", str(toy_file)], 77, 13),
+    ]:
+        keys, text = settings_in_help(["--family-module", TOY, *words], capsys)
+        assert {"model.family", "model.laps", "run.seed"} <= keys and "model.num_experts" not in keys
+        assert f"How often a toy goes round. (default: {laps})" in text and f"metrics. (default: {seed})" in text
+        assert "Toys, which go round and round." in text
+        listed = text.partition("Families of models: ")[2].partition(".")[0].split(", ")
+        assert {"dreamer", "toy"} <= set(listed)
+    other_keys, _ = settings_in_help(["train", str(toy_file), "--model.family", "dreamer"], capsys)
+    assert other_keys == dreamer_keys
+
+
+def test_help_of_an_option_after_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help", "--family-module", TOY, "--model.family", "toy"]) == 0
+    assert "--model.laps" in capsys.readouterr().out
+    assert main(["train", "--help", "--model.family", "draemer"]) == 2
+    assert "command line: model.family: unknown family 'draemer'; did you mean" in capsys.readouterr().err
+
+
+def test_family_module_is_handed_to_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(Path(TOY).read_text())
+    for given, left in (("mine.py", str(tmp_path / "mine.py")), ("tests.config.toy_family", "tests.config.toy_family")):
+        for words in (["info", "--family-module", given], [f"--family-module={given}", "info"]):
+            seen = []
+            monkeypatch.setenv(VARIABLE, "")
+            with monkeypatch.context() as patch:
+                replace_command(patch, lambda arguments, seen=seen: seen.append(arguments) or 0)
+                assert main(words) == 0
+            assert seen == [[]] and os.environ[VARIABLE] == left
+
+
+def test_a_family_from_outside_through_the_process(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("")
+    words = ["config", "show", str(empty), "--model.family", "toy"]
+    done = dreamer(*words, "--family-module", "tests/config/toy_family.py")
+    assert done.stdout.startswith("model:\n  family: toy  # command line\n  laps: 4  # default\n")
+    saved = tmp_path / "config.yaml"
+    saved.write_text(done.stdout)
+    again = dreamer("config", "check", str(saved), env=os.environ | {VARIABLE: TOY})
+    assert again.stdout.startswith("ok\n  model    toy, hidden size 8, vocabulary 512, float32\n")
+    without = dreamer("config", "check", str(saved))
+    assert without.returncode == 2
+    assert without.stderr.startswith(f"dreamer: error: {saved}:2: model.family: unknown family 'toy' (known: ")
+
+
+def test_the_second_start_keeps_the_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--family-module", TOY, "train", TINY]
+    started = []
+    monkeypatch.setattr(sys, "argv", ["dreamer", *words])
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("GLIBC_TUNABLES", "")
+    monkeypatch.setattr(os, "execv", lambda program, arguments: started.append(arguments))
+    monkeypatch.setattr(entry, "main", lambda: 0)
+    entry.entry()
+    assert [arguments[3:] for arguments in started] == [words]
 
 
 def test_show_prints_a_configuration_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

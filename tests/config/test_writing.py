@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 
 from dreamer_jax.config import Config, LoadedConfig, difference, load_config, to_yaml
 from dreamer_jax.config.keys import key_types, sections, values_of
+from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.errors import ConfigError
+
+SECTIONS, KEYS = sections(DreamerConfig), key_types(DreamerConfig)
 
 
 def value_strategy(annotation: Any) -> st.SearchStrategy:
@@ -29,13 +32,13 @@ def value_strategy(annotation: Any) -> st.SearchStrategy:
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
     """A valid configuration: a random set of keys has random values, and those that clash are left at the default."""
-    values: dict[str, dict[str, Any]] = {section: {} for section in sections()}
+    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     config = Config()
-    for key in draw(st.lists(st.sampled_from(list(key_types())), unique=True)):
+    for key in draw(st.lists(st.sampled_from(list(KEYS)), unique=True)):
         section, _, name = key.partition(".")
-        values[section][name] = draw(value_strategy(key_types()[key]))
+        values[section][name] = draw(value_strategy(KEYS[key]))
         try:
-            config = Config(**{s: sections()[s](**values[s]) for s in values})
+            config = Config(**{s: SECTIONS[s](**values[s]) for s in values})
         except ConfigError:
             del values[section][name]
     return config

@@ -60,6 +60,23 @@ def test_the_first_benchmark_counts() -> None:
     assert index.sizes() == {"b": 1, "a": 1}
 
 
+@pytest.mark.parametrize(
+    ("question", "text", "kind"),
+    [  # words in the question, how many of them stand in the text
+        (12, 12, "contained"),
+        (13, 13, "overlap"),
+        (25, 12, None),
+        (25, 13, "overlap"),
+    ],
+)
+def test_long_questions_are_compared_by_runs_of_thirteen_words(question: int, text: int, kind: str | None) -> None:
+    """A question of fewer words is found only whole; of longer ones every shared run counts here."""
+    words = [f"word{chr(97 + i)}" for i in range(question)]
+    index = BenchmarkIndex({"one": [" ".join(words)]}, 0.01)
+    (match,) = index.find([index.hashes(" ".join(["first", *words[:text], "last"]))])
+    assert (match and match.kind) == kind
+
+
 def test_nothing_matches_an_empty_index() -> None:
     index = BenchmarkIndex({}, 0.5)
     assert index.find([index.hashes(LONG), []]) == [None, None]

@@ -15,10 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dreamer_jax.config import load_config
 from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.config.sections import Config, DataConfig, EvaluationConfig, RunConfig, TrainingConfig
 from dreamer_jax.data import Batch, Data, Record, open_data
 from dreamer_jax.data.tasks import is_heldout
+from dreamer_jax.data.tokenizers import encode_pair
 from dreamer_jax.errors import ConfigError, UserError
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
@@ -311,3 +313,16 @@ def test_gsm8k_with_llama3() -> None:
     heldout = set(data.heldout_records(20))
     train = set(documents(data, data.batch_at(123)))
     assert train <= everything and heldout <= everything and not train & heldout
+
+
+@pytest.mark.skipif(not (GSM8K.exists() and LLAMA3.exists()), reason="GSM8K and the Llama-3 rank file are not here")
+def test_the_shipped_configuration_reads_what_it_always_read() -> None:
+    """Prompt and completion are encoded apart. With another fingerprint, runs made before couldn't be gone on with."""
+    config = load_config(Path(__file__).resolve().parents[2] / "configs/gsm8k_dr_da.yaml").config
+    section = dataclasses.replace(config.data, path=str(GSM8K), tokenizer=str(LLAMA3))
+    data = open_data(dataclasses.replace(config, data=section))
+    assert data.fingerprint == "a5cf3644eaf065098c80b67c7fb1f7b2b45e24f939b5f2809f65f496a38bf107"
+    for record in data.heldout_records(5):
+        prompt, completion = encode_pair(data.tokenizer, *record)
+        assert record.prompt.endswith("\nAnswer: ") and data.tokenizer.decode(prompt[-1:]) == " "
+        assert prompt + completion != data.tokenizer.encode(record.prompt + record.completion)

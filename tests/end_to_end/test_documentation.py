@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import dreamer_jax
 from dreamer_jax.cli.main import main
+from dreamer_jax.config.models import VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -47,6 +49,8 @@ def documented_commands() -> list[tuple[str, str]]:
 
 COMMANDS = documented_commands()
 DREAMER = sorted({command for _, command in COMMANDS if command.startswith("dreamer ")})
+EXAMPLE = "looped.py"
+"""The worked example of docs/architecture.md, as its commands name it."""
 SCRIPTS = sorted({command for _, command in COMMANDS if command.startswith("bash launch/")})
 OWN_TESTS = ("analyze", "data", "eval", "export", "import", "plan")
 ELSEWHERE = ("pip install ", "source ", "tensorboard ")
@@ -97,6 +101,10 @@ def test_documented_command(command, workplace, trained, capsys):
     words = shlex.split(command)[1:]
     if words[0] in ("checkpoint", "compare", "generate"):
         words = [trained if word.startswith("runs/") else word for word in words]
+    if "--training.initial_weights" in words:
+        words = with_options(words, {"training.initial_weights": trained})
+    if EXAMPLE in words:
+        pytest.skip("run in order by the test of the worked example")
     if words[0] in OWN_TESTS or "prepared" in words:
         pytest.skip("run by that command's own tests: needs prepared data, an exported folder or a run with Chromium")
     if words[0] == "train" or words[:2] in (["bench", "train"], ["bench", "generate"], ["bench", "export"]):
@@ -117,6 +125,48 @@ def test_documented_command(command, workplace, trained, capsys):
         words[words.index("--write") + 1] = str(workplace / "family")
     assert main(words) == 0
     assert capsys.readouterr().out
+
+
+def documented_python(page: str) -> list[str]:
+    """The ```python blocks of a page."""
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/inference.md"])
+def test_documented_python(page, workplace, trained, capsys):
+    """The blocks of a page, one after the other, as in a notebook."""
+    (workplace / "runs").mkdir()
+    (workplace / "runs" / "quickstart").symlink_to(trained)
+    names: dict = {}
+    blocks = documented_python(page)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
+    assert names["logits"].shape[-1] == 259 and names["states"].shape[0] == 3
+
+
+def test_the_worked_example_of_a_family(workplace, monkeypatch, capsys):
+    """The module and the commands of docs/architecture.md, as they stand there: counted twice with one result, trained,
+    generating what its whole pass says."""
+    monkeypatch.setenv(VARIABLE, "")
+    (module,) = documented_python("docs/architecture.md")
+    (workplace / EXAMPLE).write_text(module)
+    (workplace / "looped.yaml").write_text(
+        "model:\n  family: looped\n  depth: 3\ndata:\n  sequence_length: 32\n  difficulty: 2\n  heldout_records: 4\n"
+        "training:\n  steps: 2\n  batch_size: 2\n  warmup_steps: 1\n"
+    )
+    said = {}
+    for command in [command for _, command in COMMANDS if EXAMPLE in command]:
+        words = shlex.split(command)[1:]
+        assert main(words) == 0
+        said[words[0]] = capsys.readouterr().out
+    assert list(said) == ["budget", "train", "generate"]
+    assert "parameters (+0)" in said["budget"] and "(+0.0000 %)" in said["budget"]
+    model = dreamer_jax.load("runs/looped")
+    row = model.encode("not True =")
+    for token in model.generate([row], max_tokens=4)[0].tokens:
+        assert token == int(model.logits([row])[0, -1].argmax())
+        row.append(token)
 
 
 def test_quickstart_script_trains_and_is_safe_to_repeat(tmp_path):

@@ -14,8 +14,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from dreamer_jax.cli.main import main
 from dreamer_jax.errors import RESTART_EXIT_CODE, UserError
-from dreamer_jax.runs.checkpoints import load_run
 from dreamer_jax.runs.metrics import read_metrics
+from dreamer_jax.runs.models import load_run
 from dreamer_jax.training.stability import SkipCounter
 from tests.end_to_end.cases import TINY
 
@@ -136,7 +136,7 @@ def test_a_resumed_run_is_the_undisturbed_one(finished, interrupted):
     one, other = load_run(finished), load_run(directory)
     assert one.step == other.step == 12 and one.meta == other.meta
     jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
-    jax.tree.map(np.testing.assert_array_equal, one.balancing, other.balancing)
+    jax.tree.map(np.testing.assert_array_equal, one.model_state, other.model_state)
 
 
 def test_the_step_compiles_once(interrupted):
@@ -233,8 +233,8 @@ def test_changes_that_are_allowed_by_name(config, tmp_path, capsys):
     assert "depth 2 of checkpoint 6 becomes 3" in capsys.readouterr().out
     before, after = load_run(directory, step=6), load_run(directory)
     assert (before.config.model.depth, after.config.model.depth) == (2, 3)
-    router = "sequence_attention"
-    assert before.balancing[router].shape == (2,) and after.balancing[router].shape == (3,)
+    biases = [model.model_state["balancing"]["sequence_attention"] for model in (before, after)]
+    assert [bias.shape for bias in biases] == [(2,), (3,)]
     assert after.step == 9 and len([r for r in read_metrics(directory) if "loss" in r]) == 7
 
 

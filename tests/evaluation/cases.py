@@ -14,7 +14,7 @@ import numpy as np
 
 from dreamer_jax.data.tokenizers import ByteTokenizer
 from dreamer_jax.evaluation.benchmarks import MMLU_SUBJECTS
-from dreamer_jax.evaluation.language_model import LanguageModel
+from dreamer_jax.inference import Generated, LanguageModel
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
 
@@ -74,7 +74,7 @@ class Scripted:
         self.prompts: list[str] = []
         """All that was asked."""
 
-    def generate(self, prompts, max_tokens, sampling=None, *, stop_ids, finished, batch_size):
+    def generate(self, prompts, max_tokens, sampling, *, stop_ids, finished, batch_size, first_number):
         """The reply's bytes, in blocks of eight as the engine hands them out."""
         found = []
         for number, prompt in enumerate(prompts):
@@ -86,7 +86,7 @@ class Scripted:
                 if finished is not None and finished(number, shown[:end]):
                     shown, finish = shown[:end], "stop"
                     break
-            found.append(SimpleNamespace(tokens=shown, finish=finish))
+            found.append(Generated(shown, [1] * len(shown), finish))
         return found
 
     def score(self, rows, batch_size):

@@ -12,7 +12,7 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.evaluation import Settings, evaluate
 from dreamer_jax.evaluation.report import table
 from dreamer_jax.evaluation.runner import choose_tasks
-from dreamer_jax.runs.checkpoints import load_run
+from dreamer_jax.runs.models import load_run
 from tests.evaluation.cases import GSM8K, MATH, MATHQA, Scripted, Successor, model_of, write_benchmarks, write_jsonl
 from tests.export.cases import make_run
 

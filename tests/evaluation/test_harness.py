@@ -10,7 +10,7 @@ import pytest
 
 from dreamer_jax.evaluation import Settings, evaluate
 from dreamer_jax.evaluation.benchmarks import MMLU_SUBJECTS, mmlu_math
-from dreamer_jax.evaluation.language_model import load_language_model
+from dreamer_jax.evaluation.opening import load_language_model
 from dreamer_jax.evaluation.runner import choose_tasks
 from tests.evaluation.cases import SHARED, Scripted, model_of, write_benchmarks, write_jsonl
 from tests.export.cases import make_run

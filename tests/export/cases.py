@@ -13,11 +13,13 @@ from dreamer_jax.config.loading import LoadedConfig
 from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.config.sections import Config, DataConfig, RunConfig
 from dreamer_jax.data import open_data
+from dreamer_jax.export.description import NOT_DESCRIBED
 from dreamer_jax.export.names import FOLDED, names_of
 from dreamer_jax.export.writing import fold
+from dreamer_jax.families import build
 from dreamer_jax.runs.leaves import write_run
 from dreamer_jax.training.optimizer import make_optimizer
-from tests.model.cases import random_weights, small_config
+from tests.families.cases import random_weights, small_config
 
 WHY_SKIPPED = "needs the extra export: pip install -e '.[export]'"
 
@@ -46,7 +48,8 @@ def torch_model(model: DreamerConfig, keep_shared: bool = False, weights: tuple[
     torch.set_num_threads(1)  # the models are far too small for more
     params, bias = random_weights(model) if weights is None else weights
     fields = dataclasses.asdict(model)
-    del fields["dtype"], fields["implementation"]
+    for name in NOT_DESCRIBED:
+        del fields[name]
     dreamer = Dreamer(DreamerConfig(**fields, keep_shared=keep_shared))
     named = torch_weights(params, bias, model, keep_shared)
     dreamer.load_state_dict({name: torch.tensor(values) for name, values in named.items()})
@@ -60,13 +63,16 @@ def run_config(directory: Path, variant: str = "DR+DA", **changes: Any) -> Confi
     return Config(model=model, data=data, run=RunConfig(dir=str(directory)))
 
 
-def make_run(directory: Path, variant: str = "DR+DA", step: int = 7, **changes: Any) -> Path:
-    """A run directory with random weights."""
+def make_run(
+    directory: Path, variant: str = "DR+DA", step: int = 7, tokenizer: str | None = None, **changes: Any
+) -> Path:
+    """A run directory with random weights; the fingerprint of its tokenizer may be another's."""
     config = run_config(directory, variant, **changes)
     params, bias = random_weights(config.model)
     data = open_data(config)
-    meta = {"data": data.fingerprint, "tokenizer": data.tokenizer.fingerprint}
+    meta = {"data": data.fingerprint, "tokenizer": tokenizer or data.tokenizer.fingerprint}
     directory.mkdir()
-    start = make_optimizer(config.training).init
-    write_run(LoadedConfig(config, {}), directory, step, params, jax.tree.map(np.asarray, bias), meta, start)
+    start = make_optimizer(config.training, build(config.model).roles).init
+    state = {"balancing": jax.tree.map(np.asarray, bias)}
+    write_run(LoadedConfig(config, {}), directory, step, params, state, meta, start)
     return directory

@@ -19,8 +19,9 @@ from dreamer_jax.export.description import read_description
 from dreamer_jax.export.reading import import_run
 from dreamer_jax.export.writing import export
 from dreamer_jax.parallel import make_mesh
-from dreamer_jax.runs.checkpoints import Checkpoints, load_run
+from dreamer_jax.runs.checkpoints import Checkpoints
 from dreamer_jax.runs.leaves import open_model
+from dreamer_jax.runs.models import load_run
 from dreamer_jax.training.state import create_state
 from tests.export.cases import WHY_SKIPPED, make_run
 
@@ -298,14 +299,13 @@ def test_training_goes_on_after_an_import(tmp_path: Path) -> None:
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    model = open_model(make_run(tmp_path / "run", "LA"))
-    other = dataclasses.replace(model, meta={**model.meta, "tokenizer": "0" * 64})
+    other = open_model(make_run(tmp_path / "run", "LA", tokenizer="0" * 64))
     with pytest.raises(UserError, match="not the tokenizer the run was trained with"):
         export(other, tmp_path / "out", "float32", False, lambda folder: None)
 
 
 def test_no_pickle_and_no_dependency_beyond_torch(exported: Path) -> None:
-    sources = [*(ROOT / "dreamer_jax" / "export").glob("*.py"), ROOT / "dreamer_jax" / "training" / "leaves.py"]
+    sources = [*(ROOT / "dreamer_jax" / "export").glob("*.py"), ROOT / "dreamer_jax" / "runs" / "leaves.py"]
     for path in sources:
         text = path.read_text()
         for word in ("pickle", "torch.load", "torch.save", "eval(", "exec("):

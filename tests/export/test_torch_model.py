@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dreamer_jax.model import Dreamer as JaxDreamer
-from dreamer_jax.model import update_balancing
+from dreamer_jax.families import build
 from tests.export.cases import WHY_SKIPPED, torch_model, torch_weights
-from tests.model.cases import (
+from tests.families.cases import (
     POSITIONS,
     REAL,
     SEGMENT_IDS,
+    apply,
     cross_entropy,
     jitted_forward,
     random_tokens,
@@ -66,8 +66,7 @@ def test_deeper_than_trained() -> None:
     config = small_config()
     params, bias = random_weights(config)
     tokens = random_tokens(config, shape=(2, 5))
-    variables = {"params": params, "balancing": {"bias": bias}}
-    expected = jax.jit(lambda variables: JaxDreamer(config).apply(variables, tokens, depth=7).logits)(variables)
+    expected = jax.jit(lambda params: apply(config, params, bias, tokens, depth=7).logits)(params)
     assert relative_error(logits_of(torch_model(config), tokens, depth=7), expected) < TOLERANCE
 
 
@@ -96,8 +95,7 @@ def jax_gradients(config):
     @jax.jit
     def gradient(params, bias):
         def loss(params):
-            variables = {"params": params, "balancing": {"bias": bias}}
-            out = JaxDreamer(config).apply(variables, TOKENS, SEGMENT_IDS, POSITIONS)
+            out = apply(config, params, bias, TOKENS, SEGMENT_IDS, POSITIONS)
             return cross_entropy(out.logits, TARGETS, jnp.asarray(REAL)), out.counts
 
         return jax.grad(loss, has_aux=True)(params)
@@ -134,7 +132,8 @@ def test_gradients_counts_and_balancing(variant: str, keep_shared: bool) -> None
     for name, gradient in torch_gradients(dreamer).items():
         torch.testing.assert_close(gradient, found[name], rtol=1e-5, atol=1e-7)
     dreamer.update_balancing()
-    moved = by_tensor(params, update_balancing(bias, counts, config), config, keep_shared)
+    state = build(config).update({"balancing": bias}, counts)
+    moved = by_tensor(params, state["balancing"], config, keep_shared)
     before = by_tensor(params, bias, config, keep_shared)
     for name, buffer in dreamer.named_buffers():
         np.testing.assert_allclose(buffer.numpy(), moved[name], atol=1e-7, err_msg=name)

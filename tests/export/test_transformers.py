@@ -14,8 +14,8 @@ from dreamer_jax.data.tokenizers import ByteTokenizer, RankTokenizer, Tokenizer,
 from dreamer_jax.export.reading import import_run
 from dreamer_jax.export.tokenizer_files import merges, write_tokenizer
 from dreamer_jax.export.writing import export
-from dreamer_jax.runs.checkpoints import load_run
 from dreamer_jax.runs.leaves import open_model
+from dreamer_jax.runs.models import load_run
 from tests.export.cases import WHY_SKIPPED, make_run
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -120,7 +120,7 @@ def test_fine_tuning_saving_and_the_way_back(folder: Path, tmp_path: Path) -> No
     gate_up = back.params["layer"]["expert_attention"]["gate_up"]
     np.testing.assert_array_equal(gate_up, before["model.layers.0.expert_attention.gate_up"].numpy())
     bias = before["model.layers.0.expert_attention.router.bias"].numpy()
-    np.testing.assert_array_equal(back.balancing["expert_attention"], bias)
+    np.testing.assert_array_equal(back.model_state["balancing"]["expert_attention"], bias)
     assert back.step == 7 and back.config.data.task == "boolean"
 
 

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dreamer_jax.blocks.memory import Slots
 from dreamer_jax.errors import UserError
-from dreamer_jax.inference import FoldedModel, fold
-from dreamer_jax.inference.caches import Caches, State
-from dreamer_jax.inference.experts import arrange
-from dreamer_jax.model import Dreamer
-from tests.model.cases import (
+from dreamer_jax.inference import Flight, FoldedModel, fold
+from pallas_kernels.weights import OutputRows
+from tests.families.cases import (
     MIXINGS,
     VARIANTS,
+    apply,
     jitted_forward,
     random_tokens,
     random_weights,
@@ -32,7 +32,8 @@ TOLERANCE = 1e-5
 @functools.cache
 def model_of(variant: str, mixing: str = "parallel_attention", depth: int | None = None) -> FoldedModel:
     config = small_config(variant, mixing)
-    return fold(config, *random_weights(config), depth=depth)
+    params, bias = random_weights(config)
+    return fold(config, params, {"balancing": bias}, depth=depth)
 
 
 def full_logits(model: FoldedModel, tokens: np.ndarray) -> np.ndarray:
@@ -45,38 +46,40 @@ def full_logits(model: FoldedModel, tokens: np.ndarray) -> np.ndarray:
 
 
 @jax.jit
-def advance(model: FoldedModel, tokens: jax.Array, positions: jax.Array, caches: Caches) -> tuple[jax.Array, Caches]:
-    """Tokens [B, P] at these positions through all depths: logits and caches."""
+def advance(model: FoldedModel, tokens: jax.Array, positions: jax.Array, slots: Slots) -> tuple[jax.Array, Slots]:
+    """Tokens [B, P] at these positions through all depths: logits and slots."""
 
-    def body(l: jax.Array, carry: tuple[State, Caches]) -> tuple[State, Caches]:
+    def body(l: jax.Array, carry: tuple[Flight, Slots]) -> tuple[Flight, Slots]:
         return model.step(carry[0], positions, l, carry[1])
 
-    state, caches = jax.lax.fori_loop(0, model.total_depth, body, (model.embed(tokens), caches))
-    return model.readout(state), caches
+    flight, slots = jax.lax.fori_loop(0, model.total_depth, body, model.enter(tokens, positions, slots))
+    hidden, slots = model.leave(flight, positions, slots)
+    return model.logits(hidden), slots
 
 
 @jax.jit
-def one_step(model: FoldedModel, state: State, positions: Any, depths: Any, caches: Caches) -> tuple[State, Caches]:
-    return model.step(state, positions, depths, caches)
+def one_step(model: FoldedModel, flight: Flight, positions: Any, depths: Any, slots: Slots) -> tuple[Flight, Slots]:
+    return model.step(flight, positions, depths, slots)
 
 
-def select_positions(chosen: np.ndarray, new: State, old: State) -> State:
-    """The new state where `chosen` [B, P], else the old one."""
+def select_positions(chosen: np.ndarray, new: Flight, old: Flight) -> Flight:
+    """The new flight where `chosen` [B, P], else the old one."""
 
-    def pick(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.where(chosen[..., None] if a.ndim == 3 else chosen[None, ..., None, None], a, b)
+    def pick(flags: np.ndarray, a: Any, b: Any) -> Any:
+        return jax.tree.map(lambda a, b: jnp.where(flags, a, b), a, b)
 
-    return jax.tree.map(pick, new, old)
+    of_tokens = chosen.reshape(1, -1, 1)  # [L, B P, kv d]
+    return Flight(pick(chosen[..., None], new.state, old.state), old.inputs, pick(of_tokens, new.depths, old.depths))
 
 
 def chunked_logits(
     model: FoldedModel, tokens: np.ndarray, chunks: list[int], capacity: int | None = None
 ) -> np.ndarray:
-    caches = model.empty_caches(len(tokens), capacity or tokens.shape[1])
+    slots = model.empty_slots(len(tokens), capacity or tokens.shape[1])
     parts, start = [], 0
     for size in chunks:
         positions = np.broadcast_to(np.arange(start, start + size), (len(tokens), size))
-        logits, caches = advance(model, tokens[:, start : start + size], positions, caches)
+        logits, slots = advance(model, tokens[:, start : start + size], positions, slots)
         parts.append(np.asarray(logits))
         start += size
     assert start == tokens.shape[1]
@@ -132,8 +135,7 @@ def test_another_depth_at_run_time_equals_the_full_forward_at_that_depth(variant
     model = model_of(variant, depth=depth)
     tokens = random_tokens(model.config, 4, (2, 4))
     params, bias = random_weights(model.config)
-    variables = {"params": params, "balancing": {"bias": bias}}
-    output: Any = jax.jit(functools.partial(Dreamer(model.config).apply, depth=depth))(variables, tokens)
+    output = jax.jit(functools.partial(apply, model.config, depth=depth))(params, bias, tokens)
     assert np.abs(chunked_logits(model, tokens, [3, 1]) - np.asarray(output.logits)).max() < TOLERANCE
 
 
@@ -149,47 +151,75 @@ def test_a_depth_that_layers_do_not_have_is_refused():
 def test_positions_at_different_depths_in_one_batch_give_what_each_gives_alone(variant, mixing):
     """A diagonal front: position p starts p + row steps late, so that one step holds many depths."""
     model = model_of(variant, mixing)
-    tokens = random_tokens(model.config, 5, (2, 4))
+    tokens = random_tokens(model.config, 8, (2, 4))
     positions = np.broadcast_to(np.arange(4), tokens.shape)
     outside = tokens.shape[1]  # where positions that rest in a step leave nothing
 
-    together, caches = model.embed(jnp.asarray(tokens)), model.empty_caches(2, 4)
+    together, slots = model.enter(jnp.asarray(tokens), positions, model.empty_slots(2, 4))
     delay = positions + np.arange(2)[:, None]
     for tick in range(model.total_depth + delay.max()):
         depths = tick - delay
         active = (depths >= 0) & (depths < model.total_depth)
-        stepped, caches = one_step(
-            model, together, np.where(active, positions, outside), np.clip(depths, 0, model.total_depth - 1), caches
+        stepped, slots = one_step(
+            model, together, np.where(active, positions, outside), np.clip(depths, 0, model.total_depth - 1), slots
         )
         together = select_positions(active, stepped, together)
-    alone_caches = model.empty_caches(2, 4)
+    alone_slots = model.empty_slots(2, 4)
     for p in range(4):
-        alone = model.embed(jnp.asarray(tokens[:, p : p + 1]))
+        own = positions[:, p : p + 1]
+        alone, alone_slots = model.enter(jnp.asarray(tokens[:, p : p + 1]), own, alone_slots)
         for l in range(model.total_depth):
-            alone, alone_caches = one_step(model, alone, positions[:, p : p + 1], np.int32(l), alone_caches)
-        assert relative_error(together.hidden[:, p : p + 1], alone.hidden) < 1e-6
-    assert relative_error(caches.keys, alone_caches.keys) < 1e-6
-    assert relative_error(caches.values, alone_caches.values) < 1e-6
+            alone, alone_slots = one_step(model, alone, own, np.int32(l), alone_slots)
+        assert relative_error(together.state[:, p : p + 1], alone.state) < 1e-6
+    assert relative_error(slots.keys, alone_slots.keys) < 1e-6
+    assert relative_error(slots.values, alone_slots.values) < 1e-6
+
+
+@pytest.mark.parametrize("variant", ["DR+DA", "LA+DA"])
+def test_weights_that_are_not_arranged_for_a_cpu_equal_the_full_forward(variant, monkeypatch):
+    """As elsewhere: the experts' operations of training, given the layers' weights where they lie."""
+    for operation in ("expert_mlp", "attention_moe"):
+        monkeypatch.setattr(f"pallas_kernels.{operation}.api.on_cpu", lambda: False)
+    config = small_config(variant)
+    params, bias = random_weights(config)
+    model = fold(config, params, {"balancing": bias})
+    assert not any(map(is_rows, jax.tree.leaves(model.params, is_leaf=is_rows)))
+    tokens = random_tokens(config, 9, (2, 6))
+    expected = full_logits(model, tokens)
+    assert np.abs(chunked_logits(model, tokens, [4, 1, 1]) - expected).max() < TOLERANCE
+    positions = np.broadcast_to(np.arange(6), (2, 6))
+    flight, slots = model.enter(jnp.asarray(tokens), positions, model.empty_slots(2, 6))
+    for tick in range(model.total_depth + 5):  # position p starts p steps late: many depths in a step
+        depths = tick - positions
+        active = (depths >= 0) & (depths < model.total_depth)
+        places, depths = np.where(active, positions, 6), np.clip(depths, 0, model.total_depth - 1)
+        stepped, slots = one_step(model, flight, places, depths, slots)
+        flight = select_positions(active, stepped, flight)
+    hidden, _ = model.leave(flight, positions, slots)
+    assert np.abs(model.logits(hidden) - expected).max() < TOLERANCE
 
 
 def test_the_depth_cache_does_not_grow_with_the_sequence_and_the_sequence_cache_has_its_shape():
     model = model_of("DR+DA")
     config = model.config
-    caches = model.empty_caches(2, 64)
-    assert caches.keys.shape == (config.depth, 2, 64, config.sa_kv_heads, config.sa_head_size)
-    state = model.embed(jnp.zeros((2, 1), jnp.int32))
-    after, _ = jax.eval_shape(model.step, state, np.zeros((2, 1), np.int32), 0, caches)
-    assert state.keys is not None and after.keys is not None
-    assert after.keys.shape == state.keys.shape == (config.depth, 2, 1, config.da_kv_heads, config.da_head_size)
+    slots = model.empty_slots(2, 64)
+    assert slots.keys.shape == (config.depth, 2, 64, config.sa_kv_heads, config.sa_head_size)
+    zeros = jnp.zeros((2, 1), jnp.int32)
+    flight, _ = model.enter(zeros, zeros, slots)
+    after, _ = jax.eval_shape(model.step, flight, zeros, 0, slots)
+    assert after.depths.keys.shape == flight.depths.keys.shape
+    assert flight.depths.keys.shape == (config.depth, 2 * 1, config.da_kv_heads * config.da_head_size)
 
 
 def test_bfloat16_stays_near_float32():
     config = small_config("DR+DA", depth=2, num_experts=2)  # all experts are selected: no choice to flip
     params, bias = random_weights(config)
     tokens = random_tokens(config, 6, (2, 6))
-    exact = chunked_logits(fold(config, params, bias), tokens, [6])
-    half = fold(config, params, bias, dtype="bfloat16")
-    assert half.weights.experts.gate_up.dtype == half.empty_caches(1, 1).keys.dtype == jnp.bfloat16
+    state = {"balancing": bias}
+    exact = chunked_logits(fold(config, params, state), tokens, [6])
+    half = fold(config, params, state, dtype="bfloat16")
+    gate_up = half.params["layer"]["expert_attention"]["gate_up"]
+    assert gate_up.dtype == half.empty_slots(1, 1).keys.dtype == jnp.bfloat16
     found = chunked_logits(half, tokens, [5, 1])
     assert 1e-4 < relative_error(found, exact) < 0.1
 
@@ -197,7 +227,29 @@ def test_bfloat16_stays_near_float32():
 def test_folding_adds_the_shared_expert_to_every_routed_one():
     config = small_config("DR+DA")
     params, bias = random_weights(config)
-    weights = fold(config, params, bias).weights
-    projections = params["layer"]["sequence_attention"]["projections"]
-    assert np.array_equal(weights.sequence.qkv, arrange(projections["qkv"] + projections["qkv_shared"]))
-    assert np.array_equal(weights.sequence.out, arrange(projections["out"] + projections["out_shared"]))
+    folded = fold(config, params, {"balancing": bias}).params
+    for name in ("sequence_attention", "depth_attention"):
+        apart, together = (tree["layer"][name]["projections"] for tree in (params, folded))
+        for matrix in ("qkv", "out"):
+            whole = apart[matrix] + apart[f"{matrix}_shared"]
+            assert f"{matrix}_shared" not in together
+            assert isinstance(together[matrix], OutputRows)  # as a CPU wants it
+            assert np.array_equal(together[matrix].matrices, np.swapaxes(whole, 1, 2))
+
+
+@pytest.mark.parametrize("variant", ["DR+DA", "LA+DA"])
+def test_folding_keeps_the_tree_and_the_precision_of_training(variant):
+    """Less what is folded into the rest; every other leaf is of the compute copy's dtype, routers' queries too."""
+    config = small_config(variant, dtype="bfloat16")
+    params, bias = random_weights(small_config(variant))
+    model = fold(config, params, {"balancing": bias})
+    cast = jax.eval_shape(model.family.cast, params)
+    folded = jax.tree.map(lambda leaf: getattr(leaf, "matrices", leaf), model.params, is_leaf=is_rows)
+    wanted = {jax.tree_util.keystr(path): leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(cast)}
+    found = {jax.tree_util.keystr(path): leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(folded)}
+    gone = {path for path in wanted if "_shared" in path or "keys_norm" in path}
+    assert gone and found == {path: dtype for path, dtype in wanted.items() if path not in gone}
+
+
+def is_rows(leaf: Any) -> bool:
+    return isinstance(leaf, OutputRows)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from dreamer_jax.blocks.memory import Slots
 from dreamer_jax.errors import UserError
-from dreamer_jax.inference import Caches, Engine, FoldedModel, Sampling, engine, fold, parts
-from dreamer_jax.inference.caches import fill_deeper
+from dreamer_jax.inference import Engine, FoldedModel, Sampling, batches, engine, fold
 from dreamer_jax.inference.programs import programs_for
-from tests.model.cases import jitted_forward, random_weights, small_config
+from tests.families.cases import jitted_forward, random_weights, small_config
 
 PROMPTS = [[1, 2, 3], [4] * 20, [5, 6], [7, 8, 9, 10, 11], [12]]
 LONGEST = 48
@@ -24,7 +24,8 @@ LONGEST = 48
 @functools.cache
 def model_of(variant: str = "DR+DA") -> FoldedModel:
     config = small_config(variant)
-    return fold(config, *random_weights(config))
+    params, bias = random_weights(config)
+    return fold(config, params, {"balancing": bias})
 
 
 def full_logits(row: list[int], variant: str = "DR+DA") -> np.ndarray:
@@ -56,7 +57,7 @@ def test_ragged_greedy_generation_is_that_of_the_full_forward(variant):
 
 def test_batches_and_chunks_of_the_prompts_change_nothing(monkeypatch):
     expected = [greedy(tuple(prompt), 5, "DR+DA") for prompt in PROMPTS]
-    monkeypatch.setattr(parts, "CHUNK_TOKENS", 16)  # the prompt of 20 in two chunks
+    monkeypatch.setattr(batches, "CHUNK_TOKENS", 16)  # the prompt of 20 in two chunks
     found = Engine(model_of()).generate(PROMPTS, 5, batch_size=2)
     assert [row.tokens for row in found] == expected
 
@@ -65,13 +66,13 @@ def test_batches_and_chunks_of_the_prompts_change_nothing(monkeypatch):
 def test_parts_of_a_batch_in_threads_change_nothing(monkeypatch, cores):
     monkeypatch.setattr(engine, "_cores", lambda: cores)
     threads = set()
-    advance = parts.Part.advance
+    advance = batches.RowBatch.advance
 
-    def noted(part: parts.Part, block: int) -> None:
+    def noted(part: batches.RowBatch, block: int) -> None:
         threads.add(threading.get_ident())
         advance(part, block)
 
-    monkeypatch.setattr(parts.Part, "advance", noted)
+    monkeypatch.setattr(batches.RowBatch, "advance", noted)
     found = Engine(model_of()).generate(PROMPTS, 5)
     assert [row.tokens for row in found] == [greedy(tuple(prompt), 5, "DR+DA") for prompt in PROMPTS]
     assert (threads == {threading.get_ident()}) == (cores == 1)
@@ -137,7 +138,7 @@ def test_draws_are_the_same_in_any_batch():
 
 
 def test_scores_are_the_log_probabilities_of_the_full_forward(monkeypatch):
-    monkeypatch.setattr(parts, "CHUNK_TOKENS", 32)  # chunks of 16 and fewer rows at once
+    monkeypatch.setattr(batches, "CHUNK_TOKENS", 32)  # chunks of 16 and fewer rows at once
     rows = [*PROMPTS, list(np.random.default_rng(0).integers(0, 23, 40))]
     for row, scores in zip(rows, Engine(model_of()).score(rows, batch_size=2), strict=True):
         logits = full_logits(row)[:-1]
@@ -159,7 +160,7 @@ def test_a_mesh_changes_nothing(variant, shape):
     spread = Engine(model_of(variant), mesh=mesh)
     found = spread.generate(PROMPTS, 4)
     assert [row.tokens for row in found] == [greedy(tuple(prompt), 4, variant) for prompt in PROMPTS]
-    gate_up = spread.model.weights.experts.gate_up
+    gate_up = spread.model.params["layers" if variant == "LA" else "layer"]["expert_attention"]["gate_up"]
     assert gate_up.addressable_shards[0].data.size == gate_up.size // shape.get("expert", 1)
     alone, scores = Engine(model_of(variant)).score(PROMPTS), spread.score(PROMPTS)
     for a, b in zip(alone, scores, strict=True):
@@ -194,7 +195,7 @@ def test_early_exit_needs_one_layer_for_all_depths_and_a_distance():
 
 def test_deeper_slots_get_what_was_last_computed():
     keys = jnp.arange(3 * 2 * 4, dtype=jnp.float32).reshape(3, 2, 4, 1, 1)
-    filled = fill_deeper(Caches(keys, -keys), jnp.array([0, 1]), jnp.array([2, 3]))
+    filled = Slots(keys, -keys).fill_deeper(jnp.array([0, 1]), jnp.array([2, 3]))
     expected = np.array(keys)
     expected[1:, 0, 2] = expected[0, 0, 2]
     expected[2, 1, 3] = expected[1, 1, 3]

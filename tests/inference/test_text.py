@@ -10,7 +10,7 @@ import pytest
 
 from dreamer_jax.data.tokenizers import ByteTokenizer
 from dreamer_jax.errors import UserError
-from dreamer_jax.inference import Engine, Generated, Writer
+from dreamer_jax.inference import Engine, Generated, LanguageModel
 
 TOKENIZER = ByteTokenizer()
 
@@ -42,24 +42,26 @@ class Says(Engine):
 
 def test_prompts_begin_with_the_begin_of_text_token():
     engine = Says("x")
-    Writer(engine, TOKENIZER).write(["ab"], 5)
+    LanguageModel(engine, TOKENIZER).generate(["ab"], 5)
     assert engine.prompts == [[TOKENIZER.bos, 97, 98]]
 
 
 def test_a_text_is_cut_before_its_first_stop_string():
-    text = Writer(Says("one two\nthree STOP", ends=False), TOKENIZER).write(["a"], 99, stop=["STOP", "\n"])[0]
+    text = LanguageModel(Says("one two\nthree STOP", ends=False), TOKENIZER).generate(["a"], 99, stop=["STOP", "\n"])[0]
     assert (text.text, text.finish, text.mean_depth) == ("one two", "stop", 2.0)
 
 
 def test_a_text_without_a_stop_string_is_whole():
-    text = Writer(Says("plain", ends=False), TOKENIZER).write(["a"], 5, stop=["STOP"])[0]
-    assert (text.text, text.finish, text.tokens) == ("plain", "length", 5)
+    text = LanguageModel(Says("plain", ends=False), TOKENIZER).generate(["a"], 5, stop=["STOP"])[0]
+    assert (text.text, text.finish, len(text.tokens)) == ("plain", "length", 5)
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 5])
 def test_what_is_shown_only_grows_and_never_shows_part_of_a_stop_string(block):
     said = "über 1#2## three 🎉 done###rest"
-    shown = [texts[0].text for texts in Writer(Says(said), TOKENIZER).stream(["a"], 99, stop=["###"], block=block)]
+    shown = [
+        texts[0].text for texts in LanguageModel(Says(said), TOKENIZER).stream(["a"], 99, stop=["###"], block=block)
+    ]
     for before, after in itertools.pairwise(shown):
         assert after.startswith(before)
     assert shown[-1] == "über 1#2## three 🎉 done"
@@ -69,4 +71,4 @@ def test_what_is_shown_only_grows_and_never_shows_part_of_a_stop_string(block):
 
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(UserError, match="empty"):
-        Writer(Says("x"), TOKENIZER).write(["a"], 5, stop=[""])
+        LanguageModel(Says("x"), TOKENIZER).generate(["a"], 5, stop=[""])

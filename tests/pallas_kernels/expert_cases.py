@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels.expert_mlp.reference as mlp_reference
-from pallas_kernels import expert_mlp
+from pallas_kernels.attention_moe import ExpertLinear
+from pallas_kernels.expert_mlp import ExpertMLP
 
 TOKENS, CHOICES, EXPERTS, SIZE, HIDDEN = 23, 3, 6, 24, 128  # 69 rows in blocks of 16: no multiple of one
 SELECTIONS = ("random", "one hot", "some elsewhere", "all elsewhere")
 TOLERANCE = 1e-5
+MLP, LINEAR = ExpertMLP("pallas"), ExpertLinear("pallas")
 
 
 def normal(seed, *shape):
@@ -69,7 +71,7 @@ def on_tape():
         x, weights, gate_up, down = floats
 
         def operation(x, weights, tape):
-            return expert_mlp.expert_mlp(x, indices, weights, gate_up, down, tape)
+            return MLP(x, indices, weights, gate_up, down, tape)
 
         return jax.vjp(operation, x, weights, tape)[1](cotangent)
 

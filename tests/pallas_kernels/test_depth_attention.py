@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import depth_attention, tiles
-from pallas_kernels.depth_attention import DepthCache, api, empty_cache, reference, xla
+from pallas_kernels import backend, tiles
+from pallas_kernels.depth_attention import DepthAttention, DepthCache, empty_cache, reference, xla
 from pallas_kernels.depth_attention.shapes import Blocks
 from tests.pallas_kernels.interpreting import on_two_cores
 
+KERNEL = DepthAttention("pallas")
 FLOAT32 = 1e-5  # of the largest element
 BFLOAT16 = 2.0**-7  # two roundings of it
 SMALL = tiles.Generation("small", cores=2, vmem=1 << 40, depth_forward=(128, 128), depth_backward=(128, 128))
@@ -56,11 +57,11 @@ def scanned(q, k, v, d_out, unwritten=0.0):
 
     @jax.jit
     def forward(q, k, v, cache, depth):
-        return depth_attention.depth_attention(q, k, v, cache, depth)
+        return KERNEL(q, k, v, cache, depth)
 
     @jax.jit
     def backward(q, k, v, cache, depth, tape, d_out):
-        attend = lambda q, k, v, tape: depth_attention.depth_attention(q, k, v, cache, depth, tape)[0]  # noqa: E731
+        attend = lambda q, k, v, tape: KERNEL(q, k, v, cache, depth, tape)[0]  # noqa: E731
         return jax.vjp(attend, q, k, v, tape)[1](d_out)
 
     outs = []
@@ -69,7 +70,7 @@ def scanned(q, k, v, d_out, unwritten=0.0):
         outs.append(out)
     np.testing.assert_array_equal(cache.keys.reshape(k.shape), k)
     np.testing.assert_array_equal(cache.values.reshape(v.shape), v)
-    tape = depth_attention.start_tape(cache, q.shape[2], size)
+    tape = KERNEL.start_tape(cache, q.shape[2], size)
     tape = jax.tree.map(lambda part: part + jnp.asarray(unwritten, part.dtype), tape)
     gradients = []
     for depth in reversed(range(slots)):
@@ -171,7 +172,7 @@ def test_gradient_without_a_tape():
     def gradient(operation):
         return jax.vjp(lambda *a: operation(*a, jnp.int32(2)), q, k, v, cache)[1]((d_out, d_cache))
 
-    actual = gradient(depth_attention.depth_attention)
+    actual = gradient(KERNEL)
     for got, want in zip(*map(jax.tree.leaves, (actual, gradient(reference.depth_attention))), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=FLOAT32 * float(jnp.abs(want).max()))
 
@@ -179,7 +180,7 @@ def test_gradient_without_a_tape():
 @pytest.mark.parametrize("shape", [(3, 100, 1, 1, 128), (3, 128, 2, 1, 64)], ids=str)
 def test_other_shapes_take_xla_and_say_so(shape, caplog):
     """One line that names the reason, however often; results are the definition's."""
-    api.say_once.cache_clear()
+    backend._say_once.cache_clear()
     arguments = inputs(*shape, jnp.float32)
     assert_close(scanned(*arguments), defined(*arguments), FLOAT32)
     lines = [record.message for record in caplog.records if record.name == "pallas_kernels"]
@@ -190,9 +191,9 @@ def test_xla_tape_holds_the_float32_gradient_of_the_cache():
     """In bfloat16 nothing is rounded between depths."""
     q, k, v, d_out = (part[0] for part in inputs(1, 8, 2, 1, 16, jnp.bfloat16))
     cache = DepthCache(*(part.reshape(1, 8, 16) for part in (k, v)))
-    tape = xla.start_tape(cache, 2, 16)
+    tape = xla.start_tape(cache)
     attend = functools.partial(xla.depth_attention, q, k, v, cache, jnp.int32(0))
     tape = jax.vjp(lambda tape: attend(tape)[0], tape)[1](d_out)[0]
-    assert {part.dtype for part in tape} == {jnp.dtype(jnp.float32)}
+    assert {part.dtype for part in jax.tree.leaves(tape)} == {jnp.dtype(jnp.float32)}
     wide = [part.astype(jnp.float32) for part in (q, k, v, d_out)]
     np.testing.assert_allclose(tape.values[0], wide[3].sum(1), rtol=1e-6)  # one slot: its weight is 1

@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 
 import pallas_kernels.attention_moe.reference as linear_reference
 import pallas_kernels.expert_mlp.reference as mlp_reference
-from pallas_kernels import expert_mlp as mlp
-from pallas_kernels import tiles
-from pallas_kernels.attention_moe import expert_linear
+from pallas_kernels import backend, tiles
 from pallas_kernels.attention_moe.shapes import Tiles as LinearTiles
 from pallas_kernels.dispatch import api as dispatch
+from pallas_kernels.expert_mlp import ExpertMLP
 from pallas_kernels.expert_mlp.shapes import Tiles, unsupported
 from tests.pallas_kernels.expert_cases import (
     CHOICES,
     EXPERTS,
     HIDDEN,
+    LINEAR,
+    MLP,
     SELECTIONS,
     TOKENS,
     assert_close,
@@ -38,7 +39,7 @@ from tests.pallas_kernels.interpreting import operations_outside_kernels
 def test_mlp(kind):
     """Value and gradients; pairs without an expert add nothing and get nothing; empty experts get exactly zero."""
     indices, floats, cotangent = mlp_case(kind)
-    value, gradients = compiled(mlp.expert_mlp)(indices, floats, cotangent)
+    value, gradients = compiled(MLP)(indices, floats, cotangent)
     jax.tree.map(assert_close, (value, gradients), compiled(with_an_empty_expert)(indices, floats, cotangent))
     unused = np.setdiff1d(np.arange(EXPERTS), indices)
     assert not np.any(np.asarray(gradients[2])[unused]) and (kind != "one hot" or len(unused) == 3)
@@ -48,14 +49,14 @@ def test_mlp(kind):
 def test_linear(kind):
     """Value and gradients, with Eq. 7's gradient of the score."""
     case = linear_case(kind)
-    jax.tree.map(assert_close, compiled(expert_linear)(*case), compiled(linear_reference.expert_linear)(*case))
+    jax.tree.map(assert_close, compiled(LINEAR)(*case), compiled(linear_reference.expert_linear)(*case))
 
 
 @pytest.mark.parametrize(
     ("operation", "reference", "case"),
     [
-        (mlp.expert_mlp, mlp_reference.expert_mlp, mlp_case),
-        (expert_linear, linear_reference.expert_linear, linear_case),
+        (MLP, mlp_reference.expert_mlp, mlp_case),
+        (LINEAR, linear_reference.expert_linear, linear_case),
     ],
     ids=["mlp", "linear"],
 )
@@ -76,7 +77,7 @@ def test_bfloat16(operation, reference, case, kind):
 def test_tape(depths):
     """The sum over several depths, added at every one or a few at a time, the last time fewer."""
     one_depth, floats = on_tape(), mlp_case("random")[1]
-    tape = mlp.start_tape((TOKENS, CHOICES), floats[2].shape, jnp.float32, depths)
+    tape = ExpertMLP("pallas", depths).start_tape((TOKENS, CHOICES), floats[2].shape, jnp.float32)
     sums = [0, 0]
     for depth in range(4):
         indices, _, cotangent = mlp_case("some elsewhere", seed=depth)
@@ -85,11 +86,11 @@ def test_tape(depths):
         assert_close(d_x, expected[0])
         assert_close(d_weights, expected[1])
         sums = [total + d for total, d in zip(sums, expected[2:], strict=True)]
-        if depth % tape.depths == tape.depths - 1 or depth == 3:
-            tape = jax.jit(mlp.settle)(tape)
-    assert tape.depths == depths
-    assert_close(tape.gate_up, sums[0])
-    assert_close(tape.down, sums[1])
+        if depth % tape.every == tape.every - 1 or depth == 3:
+            tape = jax.jit(lambda tape: tape.settle())(tape)
+    assert tape.every == depths
+    assert_close(tape.gradients()["gate_up"], sums[0])
+    assert_close(tape.gradients()["down"], sums[1])
 
 
 def test_counting_sort():
@@ -109,20 +110,20 @@ def test_counting_sort():
 def test_tiles_of_columns(kind):
     """Columns in two tiles, as chips with little vector memory need them: every tile walks all blocks again."""
     case = mlp_case(kind, hidden=512)
-    jax.tree.map(assert_close, fresh(mlp.expert_mlp)(*case), compiled(with_an_empty_expert)(*case))
+    jax.tree.map(assert_close, fresh(MLP)(*case), compiled(with_an_empty_expert)(*case))
     case = linear_case("one hot" if kind == "one hot" else "random", inward=256)
-    jax.tree.map(assert_close, fresh(expert_linear)(*case), compiled(linear_reference.expert_linear)(*case))
+    jax.tree.map(assert_close, fresh(LINEAR)(*case), compiled(linear_reference.expert_linear)(*case))
 
 
 def test_rows_move_by_gathers():
     """Forward and backward, on the tape or without: only integers are scattered, no row is."""
     indices, floats, cotangent = mlp_case("some elsewhere")
-    tape = mlp.start_tape((TOKENS, CHOICES), floats[2].shape, jnp.float32, 2)
+    tape = ExpertMLP("pallas", 2).start_tape((TOKENS, CHOICES), floats[2].shape, jnp.float32)
     index, linear, d_out = linear_case("random")
     programs = [
-        jax.make_jaxpr(fresh(mlp.expert_mlp))(indices, floats, cotangent),
+        jax.make_jaxpr(fresh(MLP))(indices, floats, cotangent),
         jax.make_jaxpr(on_tape())(indices, floats, cotangent, tape),
-        jax.make_jaxpr(fresh(expert_linear))(index, linear, d_out),
+        jax.make_jaxpr(fresh(LINEAR))(index, linear, d_out),
     ]
     for program in programs:
         found = list(operations_outside_kernels(program.jaxpr))
@@ -142,7 +143,7 @@ def test_random_shapes(tokens, choices, experts, size, seed):
     floats = tuple(jnp.asarray(rng.normal(size=shape) * 0.3, jnp.float32) for shape in shapes)
     cotangent = jnp.asarray(rng.normal(size=(tokens, HIDDEN)), jnp.float32)
     arguments = indices.astype(np.int32), floats, cotangent
-    jax.tree.map(assert_close, compiled(mlp.expert_mlp)(*arguments), compiled(mlp_reference.expert_mlp)(*arguments))
+    jax.tree.map(assert_close, compiled(MLP)(*arguments), compiled(mlp_reference.expert_mlp)(*arguments))
 
 
 @settings(max_examples=8)
@@ -157,9 +158,7 @@ def test_random_shapes_of_linear_experts(tokens, experts, outward, heat, seed):
     shapes = (tokens, 128), (tokens,), (experts, 128, outward), (128, outward)
     floats = tuple(jnp.asarray(rng.normal(size=shape) * 0.3, jnp.float32) for shape in shapes)
     arguments = index, floats, jnp.asarray(rng.normal(size=(tokens, outward)), jnp.float32)
-    jax.tree.map(
-        assert_close, compiled(expert_linear)(*arguments), compiled(linear_reference.expert_linear)(*arguments)
-    )
+    jax.tree.map(assert_close, compiled(LINEAR)(*arguments), compiled(linear_reference.expert_linear)(*arguments))
 
 
 @settings(max_examples=15)
@@ -193,14 +192,15 @@ def sorting(experts, block):
 
 def test_falls_back(caplog):
     """What no kernel takes is computed all the same, with one line that says why; and has no tape."""
+    backend._say_once.cache_clear()
     indices, floats, _ = mlp_case("random", hidden=12)
     for _ in range(2):
-        value = mlp.expert_mlp(floats[0], indices, *floats[1:])
+        value = MLP(floats[0], indices, *floats[1:])
     assert_close(value, mlp_reference.expert_mlp(floats[0], indices, *floats[1:]))
     assert [r.message for r in caplog.records if "no multiple of 128" in r.message] == [
         "expert MLP without a kernel: a hidden size of 12 is no multiple of 128"
     ]
-    assert mlp.start_tape((TOKENS, CHOICES), floats[2].shape, jnp.float32) is None
+    assert MLP.start_tape((TOKENS, CHOICES), floats[2].shape, jnp.float32) is None
 
 
 @pytest.mark.parametrize("chip", tiles.GENERATIONS)

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 import pallas_kernels.attention_moe.reference as linear_reference
-from pallas_kernels import expert_mlp as mlp
-from pallas_kernels.attention_moe import expert_linear
 from pallas_kernels.dispatch import api as dispatch
+from pallas_kernels.expert_mlp import ExpertMLP
 from tests.pallas_kernels.expert_cases import (
     CHOICES,
+    LINEAR,
+    MLP,
     SELECTIONS,
     TOKENS,
     assert_close,
@@ -30,16 +31,14 @@ slow = pytest.mark.slow
 def test_races(kind):
     """Two cores at once, memory uninitialised: the race detector finds nothing, and the results are the same."""
     case = mlp_case(kind)
-    jax.tree.map(assert_close, on_two_cores(fresh(mlp.expert_mlp), *case), compiled(with_an_empty_expert)(*case))
+    jax.tree.map(assert_close, on_two_cores(fresh(MLP), *case), compiled(with_an_empty_expert)(*case))
 
 
 @pytest.mark.parametrize("kind", ["random", pytest.param("one hot", marks=slow)])
 def test_races_of_linear_experts(kind):
     """The same of the attention MoE."""
     case = linear_case(kind)
-    jax.tree.map(
-        assert_close, on_two_cores(fresh(expert_linear), *case), compiled(linear_reference.expert_linear)(*case)
-    )
+    jax.tree.map(assert_close, on_two_cores(fresh(LINEAR), *case), compiled(linear_reference.expert_linear)(*case))
 
 
 @slow
@@ -47,11 +46,9 @@ def test_races_of_linear_experts(kind):
 def test_races_of_tiles():
     """The same with columns in two tiles."""
     case = mlp_case("some elsewhere", hidden=512)
-    jax.tree.map(assert_close, on_two_cores(fresh(mlp.expert_mlp), *case), compiled(with_an_empty_expert)(*case))
+    jax.tree.map(assert_close, on_two_cores(fresh(MLP), *case), compiled(with_an_empty_expert)(*case))
     case = linear_case("random", inward=256)
-    jax.tree.map(
-        assert_close, on_two_cores(fresh(expert_linear), *case), compiled(linear_reference.expert_linear)(*case)
-    )
+    jax.tree.map(assert_close, on_two_cores(fresh(LINEAR), *case), compiled(linear_reference.expert_linear)(*case))
 
 
 @slow
@@ -66,10 +63,12 @@ def test_races_on_the_tape(depths):
         for indices, _, cotangent in cases:
             *d_rows, tape = on_tape()(indices, floats, cotangent, tape)
             rows.append(d_rows)
-            tape = mlp.settle(tape) if depths == 1 else tape
-        return rows, mlp.settle(tape)
+            tape = tape.settle() if depths == 1 else tape
+        return rows, tape.settle()
 
-    rows, tape = on_two_cores(run, mlp.start_tape((TOKENS, CHOICES), floats[2].shape, jnp.float32, depths))
+    rows, tape = on_two_cores(
+        run, ExpertMLP("pallas", depths).start_tape((TOKENS, CHOICES), floats[2].shape, jnp.float32)
+    )
     expected = [compiled(with_an_empty_expert)(indices, floats, d_out)[1] for indices, _, d_out in cases]
     jax.tree.map(assert_close, rows, [list(gradients[:2]) for gradients in expected])
     assert_close(tape.gate_up, expected[0][2] + expected[1][2])

@@ -9,7 +9,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from dreamer_jax.benchmarks.kernels import kernel_cases
-from dreamer_jax.model.operations import resolve_operations
+from dreamer_jax.blocks.operations import operations_of
 from dreamer_jax.parallel.mesh import make_mesh
 from dreamer_jax.training.state import abstract_state
 from dreamer_jax.training.train_step import make_train_step
@@ -66,13 +66,13 @@ def with_gradient(operation):
 def test_sequence_attention(length, size, dtype, taken):
     """cuDNN forward and backward where it takes the shape and dtype, XLA otherwise."""
     q, kv = (shape(2, length, heads, size, dtype=dtype) for heads in (4, 2))
-    operation = with_gradient(lambda ids, q, k, v: resolve_operations().sequence_attention(q, k, v, ids))
+    operation = with_gradient(lambda ids, q, k, v: operations_of().sequence_attention(q, k, v, ids))
     assert calls(lowered(operation, shape(2, length, dtype=jnp.int32), q, kv, kv)) == taken
 
 
 def test_depth_attention_and_linear_experts():
     """XLA's operations only: no kernel, and nothing that interprets one."""
-    operations, tokens = resolve_operations(), 64
+    operations, tokens = operations_of(), 64
     cache = DepthCache(shape(4, tokens, 256), shape(4, tokens, 256))  # type: ignore[arg-type]
     attend = with_gradient(lambda depth, q, k, v, cache: operations.depth_attention(q, k, v, cache, depth))
     rows = [shape(tokens, heads, 128) for heads in (4, 2, 2)]
@@ -84,7 +84,7 @@ def test_depth_attention_and_linear_experts():
 
 
 @pytest.mark.parametrize(
-    ("operation", "dense"), [(lambda *a: resolve_operations().expert_mlp(*a), False), (reference.expert_mlp, True)]
+    ("operation", "dense"), [(lambda *a: operations_of().expert_mlp(*a), False), (reference.expert_mlp, True)]
 )
 def test_experts_are_not_made_dense(operation, dense):
     """Forward and gradient hold no expert's matrix for every token or choice; the definition does."""

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels.attention_moe.reference as linear_reference
-from pallas_kernels.attention_moe import expert_linear, start_tape
-from tests.pallas_kernels.expert_cases import assert_close, compiled, linear_case
+from pallas_kernels.attention_moe import LinearTape
+from tests.pallas_kernels.expert_cases import LINEAR, assert_close, compiled, linear_case
 
 
 def test_totals_of_two_depths():
@@ -17,7 +17,7 @@ def test_totals_of_two_depths():
         x, score, routed, shared = floats
 
         def operation(x, score, tape):
-            return expert_linear(x, index, score, routed, shared, tape)
+            return LINEAR(x, index, score, routed, shared, tape)
 
         return jax.vjp(operation, x, score, tape)[1](cotangent)
 
@@ -25,14 +25,15 @@ def test_totals_of_two_depths():
     for kind in ("random", "one hot"):
         index, floats, cotangent = linear_case(kind)
         if tape is None:
-            tape = start_tape(index.size, floats[2].shape, jnp.float32)
+            tape = LINEAR.start_tape(index.size, floats[2].shape, jnp.float32)
         d_x, d_score, tape = one_depth(index, floats, cotangent, tape)
         expected = compiled(linear_reference.expert_linear)(index, floats, cotangent)[1]
         jax.tree.map(assert_close, (d_x, d_score), expected[:2])
         routed, shared = routed + expected[2], shared + expected[3]
-    assert_close(tape, routed)
-    assert_close(np.sum(tape, axis=0), shared)
+    assert isinstance(tape, LinearTape) and tape.every == 1
+    assert_close(tape.totals, routed)
+    assert_close(np.sum(tape.totals, axis=0), shared)
 
 
 def test_no_tape_without_a_kernel():
-    assert start_tape(64, (4, 100, 128), jnp.float32) is None
+    assert LINEAR.start_tape(64, (4, 100, 128), jnp.float32) is None

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import sequence_attention, tiles
-from pallas_kernels.sequence_attention import api, gpu, reference
+from pallas_kernels import backend, tiles
+from pallas_kernels.sequence_attention import SequenceAttention, gpu, reference
+from pallas_kernels.sequence_attention.shapes import unsupported
 
 FLOAT32, BFLOAT16 = 1e-5, 2.0**-6
+KERNEL = SequenceAttention("pallas")
 
 
 @pytest.fixture(autouse=True)
@@ -53,13 +55,16 @@ def assert_close(actual, expected, tolerance):
         np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max())
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, FLOAT32), (jnp.bfloat16, BFLOAT16)])
-def test_splash_attention(dtype, tolerance):
-    """Grouped queries, two blocks of keys, documents that share blocks."""
-    arrays, segment_ids = inputs(256, 4, 2, 128, dtype)
+@pytest.mark.parametrize(
+    ("dtype", "size", "tolerance"),
+    [(jnp.float32, 128, FLOAT32), (jnp.bfloat16, 128, BFLOAT16), (jnp.float32, 96, FLOAT32)],
+)
+def test_splash_attention(dtype, size, tolerance):
+    """Grouped queries, two blocks of keys, documents that share blocks; heads of 96 are padded to 128."""
+    arrays, segment_ids = inputs(256, 4, 2, size, dtype)
     wide = [part.astype(jnp.float32) for part in arrays]
     expected = value_and_gradients(reference.sequence_attention, wide, segment_ids)
-    actual = value_and_gradients(sequence_attention.sequence_attention, arrays, segment_ids)
+    actual = value_and_gradients(KERNEL, arrays, segment_ids)
     assert actual[0].dtype == dtype
     assert_close(actual, expected, tolerance)
 
@@ -69,7 +74,7 @@ def test_splash_attention(dtype, tolerance):
     blocks=st.integers(1, 4),
     group=st.integers(1, 3),
     kv_heads=st.integers(1, 2),
-    size=st.sampled_from([64, 128]),
+    size=st.sampled_from([48, 64, 96, 128]),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=8)
@@ -78,7 +83,7 @@ def test_splash_attention_at_random_shapes(blocks, group, kv_heads, size, seed):
     larger = dataclasses.replace(tiles.INTERPRETED, sequence_block=256)
     with mock.patch("pallas_kernels.sequence_attention.tpu.INTERPRETED", larger):
         arrays, segment_ids = inputs(128 * blocks, group * kv_heads, kv_heads, size, seed=seed)
-        actual = value_and_gradients(sequence_attention.sequence_attention, arrays, segment_ids)
+        actual = value_and_gradients(KERNEL, arrays, segment_ids)
     assert_close(actual, value_and_gradients(reference.sequence_attention, arrays, segment_ids), FLOAT32)
 
 
@@ -98,12 +103,17 @@ def test_cudnn_attention():
     assert_close(value_and_gradients(gpu.sequence_attention, arrays, segment_ids), expected, BFLOAT16)
 
 
+def test_heads_that_padding_would_double():
+    assert unsupported((1, 128, 4, 32), 4) == "a head size of 32 would have to be padded to 64"
+    assert unsupported((1, 128, 4, 96), 4) is None
+
+
 def test_other_shapes_take_xla_and_say_so(caplog):
     """A length that no block divides."""
-    api.say_once.cache_clear()
+    backend._say_once.cache_clear()
     arrays, segment_ids = inputs(70, 4, 2, 128)
     expected = value_and_gradients(reference.sequence_attention, arrays, segment_ids)
-    assert_close(value_and_gradients(sequence_attention.sequence_attention, arrays, segment_ids), expected, FLOAT32)
+    assert_close(value_and_gradients(KERNEL, arrays, segment_ids), expected, FLOAT32)
     assert [r.message for r in caplog.records if r.name == "pallas_kernels"] == [
         "sequence attention without a kernel: a sequence of 70 is not a multiple of 128"
     ]

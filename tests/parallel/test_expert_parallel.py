@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from dreamer_jax.parallel.expert_parallel import Route, exchanged_experts, gathered_experts, ragged_twin
+from dreamer_jax.parallel.expert_parallel import ExchangedExperts, GatheredExperts, Route, SharedRows, ragged_twin
+from pallas_kernels.expert_mlp import ExpertMLP
 from pallas_kernels.expert_mlp.reference import expert_mlp as reference
-from pallas_kernels.expert_mlp.xla import expert_mlp
 
 GROUP, T, K, H, F = 4, 6, 2, 8, 4
 EXPERTS, PADDED = 7, 8
@@ -42,7 +42,7 @@ def inputs(selection: str):
 @functools.cache
 def with_gradients(exchange):
     """The operation by an exchange (None: the definition, on one device), compiled: (out, gradients)."""
-    experts = exchange(expert_mlp, "expert") if exchange else reference
+    experts = exchange(ExpertMLP("xla"), "expert", GROUP) if exchange else reference
 
     def run(x, indices, weights, gate_up, down):
         def total(x, weights, gate_up, down):
@@ -58,13 +58,36 @@ def with_gradients(exchange):
 
 
 @pytest.mark.parametrize("selection", ["spread", "one", "elsewhere"])
-@pytest.mark.parametrize("exchange", [gathered_experts, exchanged_experts])
+@pytest.mark.parametrize("exchange", [GatheredExperts, ExchangedExperts])
 def test_values_and_gradients_are_those_of_one_device(exchange, selection):
     out, gradients = with_gradients(exchange)(*inputs(selection))
     values, wanted = with_gradients(None)(*inputs(selection))
     np.testing.assert_allclose(out, values, atol=2e-5)
     for ours, theirs in zip(gradients, wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5 * max(1, np.abs(theirs).max()))
+
+
+@pytest.mark.parametrize("selection", ["spread", "one"])
+def test_rows_that_all_devices_share(selection):
+    """For decoding: every device has all tokens and adds what its experts have to say."""
+    x, indices, weights, gate_up, down = inputs(selection)
+    experts = SharedRows(ExpertMLP("xla"), "expert", GROUP)
+    specs = (P(), P(), P(), P("expert"), P("expert"))
+    run = jax.jit(jax.shard_map(experts, mesh=mesh(), in_specs=specs, out_specs=P(), check_vma=False))
+    values, _ = with_gradients(None)(x, indices, weights, gate_up, down)
+    np.testing.assert_allclose(run(x, indices, weights, gate_up, down), values, atol=2e-5)
+
+
+@pytest.mark.parametrize("exchange", [GatheredExperts, ExchangedExperts])
+def test_the_tape_has_room_for_the_tokens_of_the_group(exchange):
+    """Whoever they come from; and there is none where the operation on one device has none."""
+    local, shape = ExpertMLP("pallas", 2), (2, 2 * 8, 128)
+    tape, alone = (
+        its.start_tape((tokens, K), shape, "float32")
+        for its, tokens in ((exchange(local, "expert", GROUP), T), (local, GROUP * T))
+    )
+    assert tape is not None and jax.tree.map(jnp.shape, tape) == jax.tree.map(jnp.shape, alone)
+    assert exchange(ExpertMLP("xla"), "expert", GROUP).start_tape((T, K), shape, "float32") is None
 
 
 def test_the_twin_moves_rows_as_ragged_all_to_all_is_documented_to():

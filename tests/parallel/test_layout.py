@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from dreamer_jax.config import load_config
+from dreamer_jax.families import build
 from dreamer_jax.parallel import parameter_layouts
 from dreamer_jax.parallel.mesh import collective_axes
 
@@ -27,8 +28,8 @@ PAPER = Path(__file__).resolve().parents[2] / "configs/models/dr_da_32.yaml"
 )
 def test_1097_experts_are_padded_for_one_axis_after_the_other(axes, padded, held):
     """A chip computes with little more than its share; what an inner axis pads is dropped when it is gathered."""
-    config = load_config(PAPER).config.model
-    layouts = parameter_layouts(config, SimpleNamespace(shape={"slice": 1, **axes}))
+    family = build(load_config(PAPER).config.model)
+    layouts = parameter_layouts(family.boxed, SimpleNamespace(shape={"slice": 1, **axes}))
     for name in ("gate_up", "down"):
         layout = layouts["layer"]["expert_attention"][name]
         assert layout.shape[0] == 1097 and layout.padded == padded

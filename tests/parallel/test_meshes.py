@@ -8,12 +8,14 @@ from collections import Counter
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dreamer_jax.config.sections import Config, MeshConfig
+from dreamer_jax.families import build
 from dreamer_jax.parallel import batch_spec, make_mesh, parameter_layouts
 from dreamer_jax.parallel import mesh as meshes
 from dreamer_jax.parallel.gather import gather, scatter, sum_over
@@ -22,7 +24,7 @@ from dreamer_jax.planning.collectives import find_collectives, large_all_reduces
 from dreamer_jax.planning.hlo import parse_program
 from dreamer_jax.runs.state import TrainState
 from dreamer_jax.training.state import abstract_state, create_state, state_specs
-from dreamer_jax.training.train_step import make_loss_and_gradient, make_train_step
+from dreamer_jax.training.train_step import family_on, make_loss_and_gradient, make_train_step
 from tests.training.cases import random_batch, tiny_config
 
 MESHES = {
@@ -49,23 +51,25 @@ def case(variant: str, experts: int, hot: int | None = None) -> tuple[Config, Tr
     config = tiny_config(model__variant=variant, model__num_experts=experts)
     state = jax.device_get(create_state(config, make_mesh(config.mesh)))
     if hot is not None:
-        bias = np.zeros_like(state.balancing["expert_attention"])
+        balancing = state.model_state["balancing"]
+        bias = np.zeros_like(balancing["expert_attention"])
         bias[..., hot], bias[..., (hot + 1) % experts] = 100, -100
-        state = state.replace(balancing={**state.balancing, "expert_attention": bias})
+        state = state.replace(model_state={"balancing": {**balancing, "expert_attention": bias}})
     return config, state
 
 
 @functools.cache
 def compiled(config: Config, mesh_config: MeshConfig) -> Any:
-    """(params, balancing, batch) -> ((loss sum, counts), gradients), in the model's shapes."""
+    """(params, model state, batch) -> ((loss sum, (counts, logged sums)), gradients), in the model's shapes."""
     config = dataclasses.replace(config, mesh=mesh_config)
     mesh = make_mesh(mesh_config)
-    layouts = parameter_layouts(config.model, mesh)
+    family = family_on(config, mesh)
+    layouts = parameter_layouts(family.boxed, mesh)
     specs = state_specs(config, mesh).params
-    local = make_loss_and_gradient(config, mesh)
+    local = make_loss_and_gradient(config, family)
 
-    def gradient(params, balancing, batch):
-        sums, gradients = local(gather(params, layouts, np.dtype("float32")), balancing, batch)
+    def gradient(params, model_state, batch):
+        sums, gradients = local(gather(params, layouts, family.cast), model_state, batch, jnp.int32(0))
         return sum_over(mesh, sums), scatter(gradients, layouts, mesh)
 
     specs_in = (specs, P(), batch_spec(mesh))
@@ -75,7 +79,7 @@ def compiled(config: Config, mesh_config: MeshConfig) -> Any:
 
 def loss_and_gradients(config: Config, state: TrainState, mesh_config: MeshConfig) -> Any:
     """Those of a batch, on the host."""
-    return jax.device_get(compiled(config, mesh_config)(state.params, state.balancing, random_batch(1)))
+    return jax.device_get(compiled(config, mesh_config)(state.params, state.model_state, random_batch(1)))
 
 
 @functools.cache
@@ -118,7 +122,7 @@ def test_loss_and_gradients_are_those_of_one_device(variant, mesh):
 
 @pytest.mark.parametrize("mesh", ["expert", "mixed"])
 def test_an_expert_with_everything_and_one_with_nothing(mesh):
-    (_, counts), _ = wanted = expected("DR+DA", 11, 10)
+    (_, (counts, _)), _ = wanted = expected("DR+DA", 11, 10)
     tokens = int((random_batch(1)["segment_ids"] > 0).sum())
     assert list(counts["expert_attention"][:, 10]) == [tokens] * 2 and not counts["expert_attention"][:, 0].any()
     assert_close(loss_and_gradients(*case("DR+DA", 11, 10), MESHES[mesh]), wanted)
@@ -158,7 +162,7 @@ def test_every_weight_is_gathered_once_and_its_gradient_scattered_once(mesh):
     exchange = {("all-gather", (EXPERT,)), ("reduce-scatter", (EXPERT,))}
     assert inside == (exchange if MESHES[mesh].expert > 1 else set())
 
-    layouts = jax.tree.leaves(parameter_layouts(case("DR+DA", 11)[0].model, device_mesh))
+    layouts = jax.tree.leaves(parameter_layouts(build(case("DR+DA", 11)[0].model).boxed, device_mesh))
     wanted = Counter(part.axes for layout in layouts for part in layout.parts if part.computed is not None)
     for kind in ("all-gather", "reduce-scatter"):
         outside = [c for c in found if c.kind == kind and not c.loops]

@@ -12,13 +12,14 @@ from dreamer_jax.config import Config
 from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.config.sections import DataConfig, MeshConfig, TrainingConfig
 from dreamer_jax.errors import UserError
+from dreamer_jax.families import build
+from dreamer_jax.planning import step_cost
 from dreamer_jax.planning import topology as topologies
-from dreamer_jax.planning import work
 from dreamer_jax.planning.collectives import Collective
 from dreamer_jax.planning.roofline import roofline
+from dreamer_jax.planning.step_cost import blocks_of, gradient_depths, operations, rows_per_expert, share_of_tiles
 from dreamer_jax.planning.topology import parse_topology
 from dreamer_jax.planning.torus import Wires
-from dreamer_jax.planning.work import blocks_of, gradient_depths, operations, rows_per_expert, share_of_tiles
 from pallas_kernels.expert_mlp.shapes import depths_aside
 from pallas_kernels.tiles import GENERATIONS
 
@@ -55,8 +56,8 @@ def one(found, name):
 
 def test_experts_by_hand(monkeypatch):
     """16,384 rows over 4 experts: whole blocks of 128 but for half a block an expert; h = F = 1024."""
-    target = dataclasses.replace(work.GENERATIONS["v5p"], expert_rows=((0, 128),))
-    monkeypatch.setitem(work.GENERATIONS, "v5p", target)
+    target = dataclasses.replace(step_cost.GENERATIONS["v5p"], expert_rows=((0, 128),))
+    monkeypatch.setitem(step_cost.GENERATIONS, "v5p", target)
     found = operations(config(), "v5p")
     rows = 4096 * 4 + 4 * 64
     assert one(found, "experts: forward").flops == 4 * 2 * rows * 1024 * 3 * 1024
@@ -72,18 +73,18 @@ def test_experts_by_hand(monkeypatch):
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_matrix_work_is_the_analytic_count_and_little_more(remat, monkeypatch):
     """What it adds: part-filled tiles, the causal triangle's edge, the scores again, routing in float32."""
-    target = dataclasses.replace(work.GENERATIONS["v5p"], sequence_block=512)
-    monkeypatch.setitem(work.GENERATIONS, "v5p", target)
+    target = dataclasses.replace(step_cost.GENERATIONS["v5p"], sequence_block=512)
+    monkeypatch.setitem(step_cost.GENERATIONS, "v5p", target)
     tokens = 4096
     counted = sum(operation.flops for operation in operations(config(remat=remat), "v5p"))
-    expected = analytic.executed_training_flops(WIDE, 4096, remat == "full")[0] * tokens
+    expected = analytic.executed_training_flops(build(WIDE), 4096, remat == "full")[0] * tokens
     assert 1.0 < counted / expected < 1.15
 
 
 def test_what_is_kept_saves_what_is_computed_again():
     flops = {r: sum(o.flops for o in operations(config(remat=r), "v5p")) for r in ("full", "attention", "none")}
     assert flops["full"] > flops["attention"] > flops["none"]
-    forward = analytic.matmul_flops(WIDE, analytic.average_context(4096))
+    forward = analytic.matmul_flops(build(WIDE), analytic.average_context(4096))
     again = (analytic.total(forward) - forward["head"]) * 4096
     assert flops["full"] - flops["none"] == pytest.approx(again, rel=0.15)
 
@@ -166,7 +167,7 @@ def test_the_bound_is_the_sum_of_the_longer_times_and_the_exchanges():
     bound = roofline(config(), V5P)
     whole = sum(max(t.matrix_seconds, t.memory_seconds) for t in bound.terms) + bound.total("collective")
     assert bound.seconds == pytest.approx(whole)
-    useful = analytic.training_flops(WIDE, 4096)[0] * 4096
+    useful = analytic.training_flops(build(WIDE), 4096)[0] * 4096
     assert bound.mfu == pytest.approx(useful / 459e12 / bound.seconds) and bound.mfu < 1
     assert bound.tokens_per_second == pytest.approx(4096 / bound.seconds)
 

@@ -39,7 +39,8 @@ def state_at(step: int, mesh: Mesh | None = None) -> TrainState:
     weights = np.arange(64 * 8, dtype=np.float32).reshape(64, 8) + step
     params = {"matrix": put(weights, mesh.axis_names), "scale": put(np.full(3, step, np.float32))}
     optimizer = {"mu": put(weights / 2, mesh.axis_names), "count": put(np.int32(step))}
-    return TrainState(put(jnp.int32(step)), params, optimizer, {"router": put(np.full(4, -step, np.float32))})
+    model_state = {"balancing": {"router": put(np.full(4, -step, np.float32))}, "seen": {"mean": put(np.float32(step))}}
+    return TrainState(put(jnp.int32(step)), params, optimizer, model_state)
 
 
 def open_checkpoints(directory: Path, said: list[str], **settings) -> Checkpoints:
@@ -79,6 +80,8 @@ def test_what_was_saved_comes_back(two):
     jax.tree.map(np.testing.assert_array_equal, restored, state_at(2))
     meta = checkpoints.folders.meta(2)
     assert meta["run"] == {"position": 7} and meta["tokenizer"] == "t"
+    items = {path.name for path in (two / "checkpoints" / "2").iterdir() if path.is_dir()}
+    assert items == {"params", "optimizer", "meta", "balancing", "seen"}, "one for each collection of the model's own"
     jax.tree.map(np.testing.assert_array_equal, checkpoints.restore(state_at(0), 1), state_at(1))
 
 
@@ -202,14 +205,14 @@ def test_another_depth():
 
     def state(depth: int, value: float) -> TrainState:
         leaves = {"qkv": jnp.full((depth, 2, 3), value), "shared": jnp.full((2, 3), value)}
-        return TrainState(jnp.int32(value), leaves, {"mu": leaves}, {"router": jnp.full(depth, value)})
+        return TrainState(jnp.int32(value), leaves, {"mu": leaves}, {"balancing": {"router": jnp.full(depth, value)}})
 
     deeper = with_other_depth(state(2, 7.0), state(3, 1.0))
     assert int(deeper.step) == 7
     for tree in (deeper.params, deeper.optimizer["mu"]):
         np.testing.assert_array_equal(tree["qkv"][:, 0, 0], [7, 7, 1])
         np.testing.assert_array_equal(tree["shared"], np.full((2, 3), 7.0))
-    np.testing.assert_array_equal(deeper.balancing["router"], [7, 7, 1])
+    np.testing.assert_array_equal(deeper.model_state["balancing"]["router"], [7, 7, 1])
     assert with_other_depth(state(3, 7.0), state(2, 1.0)).params["qkv"].shape == (2, 2, 3)
 
 

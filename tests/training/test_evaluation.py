@@ -11,11 +11,12 @@ import pytest
 from dreamer_jax.data import Record
 from dreamer_jax.data.packing import assemble, plan_rows
 from dreamer_jax.data.records import Document
+from dreamer_jax.families import build, initialise
 from dreamer_jax.inference.answering import answer
-from dreamer_jax.model import Dreamer, initialise
 from dreamer_jax.parallel import make_mesh
 from dreamer_jax.training.evaluation import evaluate
 from dreamer_jax.training.train_step import make_evaluation_step
+from tests.families.cases import apply
 from tests.training.cases import tiny_config
 
 LENGTH = 24
@@ -37,11 +38,11 @@ def tokens_of(record: Record) -> list[int]:
 @pytest.fixture(scope="module")
 def state():
     """Weights that decide clearly, with an end of text that is likely enough to come."""
-    params, balancing = initialise(CONFIG.model, jax.random.key(0))
+    params, model_state = initialise(build(CONFIG.model), jax.random.key(0))
     params = jax.tree.map(lambda p: p if p.ndim == 1 else 4 * p, params)
     head = params["head"].at[TOKENIZER.eos].multiply(2)
     params["head"] = head.at[jnp.array([TOKENIZER.bos, TOKENIZER.pad])].set(0)
-    return SimpleNamespace(params=params, balancing=balancing)
+    return SimpleNamespace(params=params, model_state=model_state)
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +90,8 @@ def test_loss_and_exact_match_of_documents_one_by_one(metrics, state, records):
     tokens = np.full((len(records), LENGTH), TOKENIZER.pad, np.int32)
     for row, record in enumerate(records):
         tokens[row, : len(tokens_of(record))] = tokens_of(record)
-    variables = {"params": state.params, "balancing": {"bias": state.balancing}}
-    logits = np.asarray(jax.jit(lambda t: Dreamer(CONFIG.model).apply(variables, t).logits)(tokens), np.float64)
+    bias = state.model_state["balancing"]
+    logits = np.asarray(jax.jit(lambda t: apply(CONFIG.model, state.params, bias, t).logits)(tokens), np.float64)
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     losses, exact = [], 0
     for row, record in enumerate(records):

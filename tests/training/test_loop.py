@@ -14,12 +14,20 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dreamer_jax.config import Config, LoadedConfig
-from dreamer_jax.config.sections import CheckpointConfig, RunConfig, SafetyConfig, TrainingConfig
+from dreamer_jax.config.sections import (
+    AnalysisConfig,
+    CheckpointConfig,
+    EvaluationConfig,
+    RunConfig,
+    SafetyConfig,
+    TrainingConfig,
+)
 from dreamer_jax.errors import UserError
 from dreamer_jax.runs.checkpoints import Checkpoints
 from dreamer_jax.runs.metrics import MetricsWriter, read_metrics
 from dreamer_jax.runs.state import TrainState
-from dreamer_jax.training import loop, recovery
+from dreamer_jax.training import clock, loop, recovery
+from dreamer_jax.training.console import Console
 
 BATCHES = 64
 
@@ -43,7 +51,9 @@ def abstract(config: Config, mesh) -> TrainState:
     def place(*shape: int, dtype=jnp.float32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    return TrainState(place(dtype=jnp.int32), {"seen": place(BATCHES)}, {"mu": place(1)}, {"router": place(2)})
+    return TrainState(
+        place(dtype=jnp.int32), {"seen": place(BATCHES)}, {"mu": place(1)}, {"balancing": {"router": place(2)}}
+    )
 
 
 def fresh(config: Config, mesh) -> TrainState:
@@ -76,16 +86,17 @@ def train(monkeypatch, tmp_path):
     monkeypatch.setattr(recovery, "abstract_state", abstract)
     monkeypatch.setattr(recovery, "SECONDS_BETWEEN_TRIES", (0.0,) * 4)
 
-    def run(bad=(), steps=20, every=4, keep=3, **safety):
+    def run(bad=(), steps=20, every=4, keep=3, log_every=1, extras=None, sections=None, **safety):
         broken.clear()
         broken.update(bad)
         config = Config(
-            training=TrainingConfig(steps=steps, batch_size=2, log_every=1),
+            training=TrainingConfig(steps=steps, batch_size=2, log_every=log_every),
             checkpoint=CheckpointConfig(every=every, keep=keep),
             safety=SafetyConfig(**safety),
             run=RunConfig(dir=str(tmp_path / "run")),
+            **(sections or {}),
         )
-        assert loop.train(LoadedConfig(config, {})) == 0
+        assert loop.train(LoadedConfig(config, {}), extras or loop.Extras()) == 0
         with_meta = Checkpoints(tmp_path / "run", config.checkpoint, {"data": "d", "tokenizer": "t"})
         like = abstract(config, jax.sharding.Mesh(np.array(jax.devices()[:1]), "d"))
         seen = np.asarray(with_meta.restore(like).params["seen"])
@@ -217,3 +228,48 @@ def test_a_damaged_checkpoint_counts_no_longer(train, tmp_path, capsys):
     assert "checkpoint 12 can't be used: meta/metadata has" in capsys.readouterr().out
     assert seen.tolist() == list(range(20)) and most == 1 and len(records) == 20
     assert saved(tmp_path) == [16, 20]
+
+
+class Slow:
+    """A function, compiled or not, that takes so many seconds of a made-up clock."""
+
+    def __init__(self, function: Any, now: list[float], seconds: float):
+        self._function, self._now, self._seconds = function, now, seconds
+
+    def lower(self, *arguments: Any) -> Slow:
+        return Slow(self._function.lower(*arguments), self._now, self._seconds)
+
+    def compile(self) -> Slow:
+        self._now[0] += 10_000
+        return Slow(self._function.compile(), self._now, self._seconds)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self._now[0] += self._seconds
+        return self._function(*arguments, **options)
+
+
+def test_throughput_and_time_left_are_those_of_the_steps(train, monkeypatch):
+    """Nothing that is done between steps falls together with the lines of the log, or with anything else."""
+    now, shown = [0.0], []
+    for module in (loop, clock):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    make = loop.make_train_step
+    monkeypatch.setattr(loop, "make_train_step", lambda *of: Slow(make(*of), now, 2))
+    monkeypatch.setattr(loop, "evaluate", Slow(lambda *_: {"heldout/loss": 1.0}, now, 100))
+    for name in ("save", "save_now"):
+        original = getattr(recovery.Recovery, name)
+        slow = lambda *of, original=original, **options: Slow(original, now, 30)(*of, **options)  # noqa: E731
+        monkeypatch.setattr(recovery.Recovery, name, slow)
+    monkeypatch.setattr(Console, "progress", lambda _, step, record, left: shown.append((step, now[0] + left)))
+    observer = Slow(jax.jit(lambda *_: 0), now, 7)
+    probe = SimpleNamespace(observer=observer, sample=lambda batch: {"tokens": batch["tokens"][:1]})
+    probe.scalars = lambda sums, balancing: {"seen": 1.0}
+    benchmarks = Slow(lambda *_: {"eval/gsm8k/strict": 0.0}, now, 1000)
+    extras = loop.Extras(benchmarks=benchmarks, probe=lambda *_: probe)
+    sections = {"evaluation": EvaluationConfig(every=6, tasks_every=5), "analysis": AnalysisConfig(every=3)}
+    _, _, records = train(steps=21, every=7, log_every=4, extras=extras, sections=sections)
+    tokens = 2 * Config().data.sequence_length
+    rates = {record["step"]: record["time/tokens_per_second"] for record in records if "loss" in record}
+    assert rates == pytest.approx(dict.fromkeys((1, 4, 8, 12, 16, 20, 21), tokens / 2))
+    assert [step for step, _ in shown] == list(rates)
+    assert [end for step, end in shown if step >= 8] == pytest.approx([now[0]] * 5)  # all have come once by then

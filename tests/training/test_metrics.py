@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from dreamer_jax.blocks.usage import bias_range, expert_use, gini
 from dreamer_jax.chips import Chip
 from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.config.sections import Config, DataConfig, MeshConfig
+from dreamer_jax.families import build
 from dreamer_jax.runs.metrics import MetricsWriter, read_metrics
-from dreamer_jax.training.metrics import bias_range, expert_use, gini, model_flop_utilisation
+from dreamer_jax.training.metrics import model_flop_utilisation
 
 
 def test_gini():
@@ -49,6 +51,15 @@ def test_expert_use_with_most_experts_idle_is_finite():
 
 def test_bias_range():
     assert bias_range({"a": np.array([[0.5, -1.0], [2.0, 0.0]])}) == {"bias/a/min": -1.0, "bias/a/max": 2.0}
+
+
+@pytest.mark.parametrize("variant", ["LA", "DR"])
+def test_what_a_model_logs(variant):
+    """Both, of its own state and of the counts of a step: summed over the depths of DR, averaged over LA's layers."""
+    family = build(DreamerConfig(variant=variant))
+    bias = {"expert_attention": np.array([0.5, -1.0])}
+    logged = family.log({"balancing": bias}, {"expert_attention": COUNTS})
+    assert logged == expert_use({"expert_attention": COUNTS}, recurrent=variant == "DR") | bias_range(bias)
 
 
 def test_utilisation_by_hand():

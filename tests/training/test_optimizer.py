@@ -1,12 +1,16 @@
 """The optimizer against AdamW written out in NumPy."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
+from dreamer_jax.blocks.parameters import Role
 from dreamer_jax.config.sections import TrainingConfig
-from dreamer_jax.model import initialise
+from dreamer_jax.families import build, initialise
 from dreamer_jax.training.optimizer import learning_rate, make_optimizer
 from tests.training.cases import tiny_config
 
@@ -19,6 +23,11 @@ SHAPES = {
     "head": (5, 4),
 }
 DECAYED = {"layers": {"norm": {"scale": False}, "expert": {"down": True}}, "final": {"scale": False}, "head": True}
+ROLES = {
+    "layers": {"norm": {"scale": "norm"}, "expert": {"down": "matrix"}},
+    "final": {"scale": "norm"},
+    "head": "embedding",
+}
 
 
 def draw(seed: int, size: float):
@@ -50,7 +59,7 @@ norm = optax.global_norm
 def test_three_steps():
     """The first gradient is clipped, the second is not, and the rate warms up for two steps."""
     start, gradients = draw(0, 1.0), [draw(1, 3.0), draw(2, 0.1), draw(3, 1.0)]
-    optimizer = make_optimizer(CONFIG)
+    optimizer = make_optimizer(CONFIG, ROLES)
     params = jax.tree.map(jnp.float32, start)
     state, update = optimizer.init(params), jax.jit(lambda g, s, p: optimizer.update(g, s, p, gradient_norm=norm(g)))
     for step, expected in enumerate(adamw(start, gradients), 1):
@@ -62,15 +71,26 @@ def test_three_steps():
 def test_decay_spares_norm_scales_and_nothing_else():
     """Without a gradient only the decay moves a parameter; LA's scales are stacked into matrices, [L, h]."""
     for variant in ("LA", "DR+DA"):
-        config = tiny_config(model__variant=variant)
-        shapes = jax.eval_shape(lambda c=config: initialise(c.model, jax.random.key(0))[0])
+        family = build(tiny_config(model__variant=variant).model)
+        shapes = jax.eval_shape(lambda f=family: initialise(f, jax.random.key(0))[0])
         params, zeros = (jax.tree.map(lambda s, f=f: f(s.shape, np.float32), shapes) for f in (np.ones, np.zeros))
-        optimizer = make_optimizer(CONFIG)
+        optimizer = make_optimizer(CONFIG, family.roles)
         updates = jax.jit(lambda g, p, o=optimizer: o.update(g, o.init(p), p, gradient_norm=norm(g))[0])(zeros, params)
         moved = {jax.tree_util.keystr(path): float(u.min()) for path, u in jax.tree_util.tree_leaves_with_path(updates)}
         assert {name for name, by in moved.items() if by == 0} == {name for name in moved if "norm" in name}
         for name, by in moved.items():
             assert by == 0 or np.isclose(by, -0.015 * 0.2), name
+
+
+@pytest.mark.parametrize("role", get_args(Role))
+def test_decay_by_role(role):
+    """Norm scales, biases and gates are spared, whatever they are called; router keys are matrices like any other."""
+    params = {"scale": jnp.ones(2), "weight": jnp.ones(2)}
+    optimizer = make_optimizer(CONFIG, {"scale": role, "weight": role})
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params, gradient_norm=jnp.ones(()))
+    moves = 0 if role in ("norm", "bias", "gate") else -0.015 * 0.2
+    jax.tree.map(lambda u: np.testing.assert_allclose(u, np.full(2, moves), rtol=1e-6), updates)
 
 
 def test_warm_up():

@@ -66,7 +66,7 @@ def test_same_result_however_it_is_divided(variant, how):
         assert_close(metrics, expected_metrics)
         assert_close(state.optimizer, expected_state.optimizer)
         assert_close(state.params, expected_state.params)
-        assert_close(state.balancing, expected_state.balancing, 1e-6)
+        assert_close(state.model_state, expected_state.model_state, 1e-6)
         assert state.step == expected_state.step
 
 
@@ -74,7 +74,7 @@ def test_same_result_however_it_is_divided(variant, how):
 def test_counts_and_balancing(variant):
     """Every real token counts k times a depth; each bias moves by rate * sign(median - N) of the step's counts."""
     config = tiny_config(model__variant=variant).model
-    before = fresh(variant).balancing
+    before = fresh(variant).model_state["balancing"]
     for seed, (state, metrics) in enumerate(three_steps(variant), 1):
         real = int((random_batch(seed)["segment_ids"] > 0).sum())
         assert set(metrics["counts"]) == set(before) >= {"expert_attention"}
@@ -84,9 +84,9 @@ def test_counts_and_balancing(variant):
             n = counts if variant == "LA" else counts.sum(0)
             rate = config.expert_bias_rate if expert else config.attention_bias_rate
             moved = rate * np.sign(np.median(n, axis=-1, keepdims=True) - n)
-            np.testing.assert_allclose(state.balancing[name], before[name] + moved, atol=1e-7)
+            np.testing.assert_allclose(state.model_state["balancing"][name], before[name] + moved, atol=1e-7)
             assert np.any(moved)
-        before = state.balancing
+        before = state.model_state["balancing"]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -109,6 +109,52 @@ def test_training_on_one_batch_learns_it(variant):
     losses = [metrics["loss"] for _, metrics in run(variant, [random_batch(1)] * 30)]
     assert losses[0] == pytest.approx(np.log(23), rel=0.1)
     assert losses[-1] < 0.66 * losses[0]
+
+
+def infinite_loss(params):
+    """One number of the head is infinite; the trunk, and so what balancing counts, is fine."""
+    params["head"][3, 5] = np.inf
+
+
+def infinite_gradient(params):
+    """Logits and loss are of usual size, but the gradient of LA's last scale is too large to be squared."""
+    params["head"] *= 1e25
+    params["final_norm"]["scale"] *= 1e-25
+
+
+@pytest.mark.parametrize(
+    ("variant", "damage"), [("LA", infinite_loss), ("LA", infinite_gradient), ("DR+DA", infinite_loss)]
+)
+def test_a_step_without_finite_loss_and_gradient_changes_nothing(variant, damage):
+    """Parameters, moments, their counts and balancing keep their bits; only the step is counted."""
+    params = jax.tree.map(np.array, fresh(variant).params)
+    damage(params)
+    before = fresh(variant).replace(params=params)
+    state, metrics = jax.device_get(compiled(variant)(before, random_batch(1)))
+    assert metrics["skipped"] == 1 and state.step == before.step + 1
+    assert np.isfinite(metrics["loss"]) == (damage is infinite_gradient)
+    assert not np.isfinite(metrics["gradient_norm"])
+    jax.tree.map(np.testing.assert_array_equal, state.replace(step=before.step), before)
+    after, metrics = three_steps(variant)[0]  # of the same batch and balancing, with a finite loss
+    assert metrics["skipped"] == 0
+    for kept, moved in ((before.optimizer, after.optimizer), (before.model_state, after.model_state)):
+        assert not all(np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (kept, moved)), strict=True))
+
+
+def test_the_learning_rate_is_the_one_that_is_used():
+    """A skipped step takes none of the warm-up: the step after it has the rate that the skipped one would have had."""
+    config = tiny_config(model__variant="LA", training__warmup_steps=100)
+    step = make_train_step(config, make_mesh(config.mesh))
+    damaged = jax.tree.map(np.array, fresh("LA").params)
+    infinite_loss(damaged)
+    state, first = jax.device_get(step(fresh("LA").replace(params=damaged), random_batch(1)))
+    state, second = jax.device_get(step(state.replace(params=fresh("LA").params), random_batch(1)))
+    assert [first["skipped"], second["skipped"], state.step] == [1, 0, 2]
+    rate = 1e-2 / 100
+    np.testing.assert_allclose([first["learning_rate"], second["learning_rate"]], rate, rtol=1e-6)
+    # Scales aren't decayed, and Adam's first update is nearly rate * sign(gradient) where the gradient is large.
+    moved = np.abs(state.params["final_norm"]["scale"] - fresh("LA").params["final_norm"]["scale"])
+    assert moved.max() == pytest.approx(rate, rel=0.05)
 
 
 def test_metrics_of_a_step():

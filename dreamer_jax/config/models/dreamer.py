@@ -13,8 +13,12 @@ Mixing = Literal["sequential", "parallel_attention", "parallel"]
 
 @dataclass(frozen=True)
 class DreamerConfig:
-    """What is computed (the paper's section 3 and Table 3)."""
+    """Depth-recurrent attention mixtures and their layered baseline.
 
+    What is computed is section 3 and Table 3 of the paper."""
+
+    family: Literal["dreamer"] = "dreamer"
+    """Which models: `dreamer info` lists the families, each with settings of its own."""
     variant: Variant = "DR+DA"
     """LA: distinct layers. DR: one layer applied at every depth. +DA: with depth attention."""
     mixing: Mixing = "parallel_attention"
@@ -68,6 +72,20 @@ class DreamerConfig:
         """Whether depth attention is part of the mixture."""
         return self.variant.endswith("+DA")
 
+    @property
+    def experts(self) -> int:
+        """E: the experts that devices can divide among them."""
+        return self.num_experts
+
+    @property
+    def summary(self) -> str:
+        """One line on the model."""
+        experts = f"{self.num_experts} experts" + ("" if self.recurrent else " a layer")
+        return (
+            f"{self.variant}, depth {self.depth}, hidden size {self.hidden_size}, vocabulary {self.vocab_size}, "
+            f"{experts} of {self.expert_size}, {self.experts_per_token} active"
+        )
+
     def __post_init__(self) -> None:
         require_positive(self, "model")
         require(
@@ -97,3 +115,6 @@ class DreamerConfig:
             "model.experts_per_token",
             f"{self.experts_per_token} is more than model.num_experts {self.num_experts}",
         )
+
+
+CONFIG = DreamerConfig

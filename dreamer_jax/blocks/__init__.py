@@ -1,0 +1,1 @@
+"""What models are made of: attentions, experts, routers, norms, positions, embedding and head. Each counts itself."""

@@ -1,0 +1,290 @@
+"""SA and DA: grouped-query attention over the sequence (section 3.3), and of a token over its own depths (3.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from dreamer_jax.blocks.counting import BFLOAT16_BYTES, FLOAT32_BYTES, LANES, OnChip, Operation, Reach, tiled
+from dreamer_jax.blocks.memory import Context
+from dreamer_jax.blocks.norms import RMSNorm
+from dreamer_jax.blocks.operations import Operations
+from dreamer_jax.blocks.parameters import Block
+from dreamer_jax.blocks.positions import Depth, depth_rope, rope
+from dreamer_jax.blocks.projections import Projections
+from dreamer_jax.blocks.routing import Router
+from dreamer_jax.blocks.self_attention import scores_cost
+from pallas_kernels.depth_attention import DepthCache, empty_cache
+from pallas_kernels.kept import keep
+from pallas_kernels.tape import Tape
+
+
+class Attended(NamedTuple):
+    """What an attention returns.
+
+    Attributes:
+        out: [B, P, h].
+        memory: with this depth's keys and values.
+        counts: of the attention MoE, [G] int32; None for plain matrices.
+        seen: what was observed for analysis, or None.
+    """
+
+    out: jax.Array
+    memory: Any
+    counts: jax.Array | None
+    seen: dict[str, Any] | None
+
+
+class Attention(Block):
+    """What both attentions share: fused projections, norms of queries and keys, and the counts.
+
+    Attributes:
+        operations: what to compute with.
+        hidden_size: h.
+        heads, kv_heads, head_size: n, kv, d.
+        rope_base: of the rotation, over positions or depths.
+        std, out_std: of the initial matrices.
+        router: of the attention MoE; None for plain matrices.
+        observe: whether to return what analysis wants to know.
+    """
+
+    operations: Operations
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    rope_base: float
+    std: float
+    out_std: float
+    router: Router | None = None
+    observe: bool = False
+
+    @nn.nowrap
+    def projections(self, **place: Any) -> Projections:
+        """The projections; `place` is Linen's name or parent."""
+        qkv_size, out_size = (self.heads + 2 * self.kv_heads) * self.head_size, self.heads * self.head_size
+        router = self.router and self.router.clone(parent=None, name=None)
+        sizes = self.hidden_size, qkv_size, out_size
+        return Projections(self.operations, *sizes, self.std, self.out_std, router, self.observe, **place)
+
+    @nn.nowrap
+    def split(self, qkv: jax.Array) -> list[jax.Array]:
+        """[..., (n + 2 kv) d] -> q [..., n, d], k and v [..., kv, d]."""
+        heads = qkv.reshape(*qkv.shape[:-1], -1, self.head_size)
+        return jnp.split(heads, [self.heads, self.heads + self.kv_heads], axis=-2)
+
+    @nn.nowrap
+    def fold(self, weights: dict[str, Any], dtype: str) -> dict[str, Any]:
+        """The weights as decoding wants them."""
+        return {**weights, "projections": self.projections(parent=None).fold(weights["projections"], dtype)}
+
+    @nn.nowrap
+    def start_tape(self, weights: dict[str, Any], tokens: int, dtype: str) -> dict[str, Tape]:
+        """The empty tapes of the projections."""
+        tape = self.projections(parent=None).start_tape(weights.get("projections", {}), tokens, dtype)
+        return {} if tape is None else {"projections": tape}
+
+    @nn.nowrap
+    def parameters(self, folded: bool = False) -> int:
+        """Projections, and the norms of queries and keys; the router counts itself."""
+        return self.projections(parent=None).parameters(folded) + 2 * self.head_size
+
+    @nn.nowrap
+    def keys_met(self, reach: Reach) -> float:
+        """Keys that a query meets on average: over the sequence."""
+        return reach.context
+
+    @nn.nowrap
+    def matmul_flops(self, reach: Reach, folded: bool = True) -> float:
+        """Projections, scores and values; with an unfolded shared expert (Eq. 7), projections twice."""
+        branches = 1 if folded or self.router is None else 2
+        scores_and_values = 2 * self.keys_met(reach) * self.heads * self.head_size
+        return 2 * (branches * self._weights + scores_and_values)
+
+    @nn.nowrap
+    def elementwise_flops(self, reach: Reach, folded: bool = True) -> float:
+        """Norm and rotation of q and k; softmax; the score times both maps' outputs."""
+        mixture = 0
+        if self.router:  # unfolded twice, and the sum of both branches
+            mixture = (1 if folded else 3) * (self._qkv_size + self.hidden_size)
+        return 2 * self._rotated + self.keys_met(reach) * self.heads + mixture
+
+    @nn.nowrap
+    def extra_training_flops(self) -> float:
+        """The gradient of a folded projection takes a third product: the router's may not see the shared expert."""
+        return 2 * self._weights if self.router else 0.0
+
+    @nn.nowrap
+    def intermediate_elements(self) -> int:
+        """Normed input, q/k/v before and after norm and rotation, attended heads, output."""
+        return 2 * self.hidden_size + self._qkv_size + self._rotated + self.heads * self.head_size
+
+    @nn.nowrap
+    def kept_elements(self) -> int:
+        """q, k and v, and the attended heads."""
+        return 2 * self._rotated
+
+    @property
+    def _qkv_size(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_size
+
+    @property
+    def _rotated(self) -> int:
+        """Elements of q and k."""
+        return (self.heads + self.kv_heads) * self.head_size
+
+    @property
+    def _weights(self) -> int:
+        """Elements of one expert's two matrices."""
+        return self.hidden_size * (self._qkv_size + self.heads * self.head_size)
+
+    @nn.nowrap
+    def _projecting(self, name: str, on: OnChip) -> Operation:
+        """Both maps; rows of an expert fill whole tiles but, on average, half of the last."""
+        experts = self.router.num_experts if self.router else 0
+        inner, outer = self._qkv_size, self.heads * self.head_size
+        columns = tiled(inner) + tiled(outer)
+        rows = on.tokens + experts * LANES / 2
+        product = 2 * rows * self.hidden_size * columns
+        weights = max(1, experts) * self._weights
+        moved = rows * (2 * self.hidden_size + inner + outer) * BFLOAT16_BYTES  # the inputs and outputs of both
+        shared = 2 * on.tokens * self.hidden_size * columns if experts else 0  # Eq. 7's second branch
+        totals = weights * FLOAT32_BYTES * (2 if experts else 1)
+        again = 1 + on.again.products
+        traffic = (moved + weights * BFLOAT16_BYTES) * again + 2 * moved + weights * BFLOAT16_BYTES + totals
+        return Operation(f"{name}: projections", product * again + 2 * product + shared, traffic)
+
+
+class SequenceAttention(Attention):
+    """Tokens look at earlier tokens of their document, at the same depth; base 10,000 over positions."""
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        depth: Depth,
+        memory: Any,
+        bias: Any,
+        context: Context,
+        tape: dict[str, Tape] | None = None,
+    ) -> Attended:
+        """One depth.
+
+        Args:
+            x: [B, P, h], normed.
+            depth: of the positions.
+            memory: of the sequence, such as `Fresh` or `Slots`.
+            bias: balancing bias of the attention MoE; None for plain matrices.
+            context: see Context.
+            tape: in the backward pass of the depth scan, what `start_tape` made.
+        """
+        project = self.projections(name="projections")
+        maps: Any = (tape or {}).get("projections")
+        flat = x.reshape(-1, x.shape[-1])  # [T, h]
+        choice, counts, seen = project.route(flat, depth.flat(), bias, context.real)
+        qkv = keep(project.qkv(flat, choice, maps))
+        q, k, v = self.split(qkv.reshape(*x.shape[:2], -1))  # [B, P, n or kv, d]
+        position = context.positions[:, :, None]
+        q = rope(RMSNorm(name="q_norm")(q), position, self.rope_base)
+        k = rope(RMSNorm(name="k_norm")(k), position, self.rope_base)
+        attended, memory = memory.attend(q, k, v, depth, context, self.operations)
+        out = project.out(attended.reshape(flat.shape[0], -1), choice, maps)
+        return Attended(out.reshape(x.shape), memory, counts, seen)
+
+    @nn.nowrap
+    def cache_elements(self) -> int:
+        """Keys and values."""
+        return 2 * self.kv_heads * self.head_size
+
+    @nn.nowrap
+    def score_elements(self, length: int) -> int:
+        """Of every head over the row; a kernel computes them again and keeps none."""
+        kernel = getattr(self.operations.sequence_attention, "implementation", "xla") == "pallas"
+        return 0 if kernel else self.heads * length
+
+    @nn.nowrap
+    def step_cost(self, on: OnChip) -> Iterator[Operation]:
+        """Projections, and scores by whole blocks of the causal triangle."""
+        yield self._projecting("sequence attention", on)
+        yield scores_cost(self.heads, self.kv_heads, self.head_size, on)
+
+
+class DepthAttention(Attention):
+    """Tokens look back at what they were at shallower depths; nothing crosses tokens. Base 500 over depths."""
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        depth: Depth,
+        memory: DepthCache,
+        bias: Any,
+        context: Context,
+        tape: dict[str, Tape] | None = None,
+    ) -> Attended:
+        """One depth; arguments as of `SequenceAttention`, `memory` being filled below the depth."""
+        project = self.projections(name="projections")
+        tape = tape or {}
+        maps: Any = tape.get("projections")
+        flat, depth = x.reshape(-1, x.shape[-1]), depth.flat()  # [T, h]
+        choice, counts, seen = project.route(flat, depth, bias, context.real)
+        q, k, v = self.split(keep(project.qkv(flat, choice, maps)))  # [T, n or kv, d]
+        q = depth_rope(RMSNorm(name="q_norm")(q), depth.flat(1), self.rope_base)
+        k = depth_rope(RMSNorm(name="k_norm")(k), depth.flat(1), self.rope_base)
+        attended, memory = self.operations.depth_attention(q, k, v, memory, depth.index, tape=tape.get("keys"))
+        if self.observe:
+            weights = depth_weights(q, memory.heads(self.head_size)[0], depth.index)  # [L, T, n]
+            scores = jnp.einsum("ltn,t->nl", weights, context.real * 1.0, precision="highest")
+            seen = {**(seen or {}), "depth_scores": scores}
+        out = project.out(attended.reshape(flat.shape[0], -1), choice, maps)
+        return Attended(out.reshape(x.shape), memory, counts, seen)
+
+    @nn.nowrap
+    def memory(self, slots: int, tokens: int, dtype: str) -> DepthCache:
+        """The empty cache of T tokens for L = `slots` depths."""
+        return empty_cache(slots, tokens, self.kv_heads, self.head_size, dtype)
+
+    @nn.nowrap
+    def start_tape(self, weights: dict[str, Any], tokens: int, dtype: str, slots: int = 1) -> dict[str, Tape]:
+        """The empty tapes of the keys and values, and of the projections."""
+        keys = self.operations.depth_attention.start_tape(self.memory(slots, tokens, dtype), self.heads, self.head_size)
+        return {**({} if keys is None else {"keys": keys}), **super().start_tape(weights, tokens, dtype)}
+
+    @nn.nowrap
+    def keys_met(self, reach: Reach) -> float:
+        """Keys that a query meets on average: over depths."""
+        return reach.depths
+
+    @nn.nowrap
+    def flight_elements(self) -> int:
+        """Keys and values."""
+        return 2 * self.kv_heads * self.head_size
+
+    @nn.nowrap
+    def gradient_cache_elements(self) -> int:
+        """Keys and values."""
+        return 2 * self.kv_heads * self.head_size
+
+    @nn.nowrap
+    def step_cost(self, on: OnChip) -> Iterator[Operation]:
+        """Projections, and the cache's traffic."""
+        yield self._projecting("depth attention", on)
+        slots = (on.total_depth + 1) / 2
+        keys_values = 2 * on.tokens * self.kv_heads * self.head_size * BFLOAT16_BYTES
+        queries = 2 * on.tokens * self.heads * self.head_size * BFLOAT16_BYTES
+        # Backward: keys and values below, and queries and cotangents above.
+        traffic = slots * (keys_values * (1 + on.again.products) + keys_values + queries)
+        yield Operation("depth attention: scores", 0, traffic)
+
+
+def depth_weights(q: jax.Array, keys: jax.Array, depth: jax.Array) -> jax.Array:
+    """The softmax of Eq. 1 over the depths up to `depth`: q [T, n, d], keys [L, T, kv, d] -> [L, T, n] float32."""
+    slots, tokens, kv_heads, size = keys.shape
+    queries = q.reshape(tokens, kv_heads, -1, size).astype(jnp.float32)
+    logits = jnp.einsum("tkgd,ltkd->ltkg", queries, keys.astype(jnp.float32), precision="highest") * size**-0.5
+    visible = (jnp.arange(slots) <= depth)[:, None, None, None]
+    return jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), axis=0).reshape(slots, tokens, -1)

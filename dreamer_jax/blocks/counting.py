@@ -1,0 +1,196 @@
+"""How blocks count themselves. Exact numbers by arithmetic on sizes; nothing is allocated or traced.
+
+FLOPs are 2 per multiply-add of a matrix product. Elementwise work is counted apart: one FLOP an element of each
+elementwise function (a norm, a rotation, a softmax, a sigmoid, a product, an addition).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pallas_kernels.tiles import Generation
+
+BFLOAT16_BYTES, FLOAT32_BYTES = 2, 4
+"""Bytes of a number in bfloat16 and in float32."""
+LANES = 128
+"""Rows and columns of a matrix unit's tile (v4 to v5p)."""
+
+
+def tiled(size: int) -> int:
+    """A dimension in whole tiles."""
+    return -(-size // LANES) * LANES
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How much a token sees: the keys that it meets on average.
+
+    Attributes:
+        context: over the sequence, its own included.
+        depths: over its own depths, the present one included.
+    """
+
+    context: float
+    depths: float
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How often a train step computes the forward pass of a block beside the first time, for the backward pass.
+
+    Attributes:
+        products: projections, attention scores and values, the experts' products: 1 or 0.
+        cheap: norms, rotations, routers, gathers of rows: 1 or 0.
+    """
+
+    products: int
+    cheap: int
+
+
+AGAIN = {"full": Passes(1, 1), "attention": Passes(0, 1), "none": Passes(0, 0)}
+"""Remat policy -> what is computed a second time."""
+
+
+@dataclass(frozen=True)
+class OnChip:
+    """What of a train step runs on one chip, as a block has to know it to say what it does there.
+
+    Attributes:
+        tokens: T of one microbatch on the chip.
+        length: S.
+        group: chips that divide the experts among them.
+        again: what is computed again for the backward pass.
+        target: the chip, as kernels see it.
+        dtype: compute dtype, by name.
+        depths: applications of the block that share its weights.
+        total_depth: L.
+        gradient_depths: as configured; see `ExpertMLP`.
+    """
+
+    tokens: int
+    length: int
+    group: int
+    again: Passes
+    target: Generation
+    dtype: str
+    depths: int
+    total_depth: int
+    gradient_depths: int
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a step on one chip: FLOPs of whole matrix tiles, and bytes of HBM."""
+
+    name: str
+    flops: float
+    bytes: float
+
+    def times(self, count: float) -> Operation:
+        """The same operation so many times."""
+        return Operation(self.name, self.flops * count, self.bytes * count)
+
+
+class Counted:
+    """What every block can say of itself, per token and application unless something else is said. Zero by default.
+
+    `folded` means: as inference has it, shared experts added into the routed ones (Eq. 8).
+    """
+
+    def parameters(self, folded: bool = False) -> int:
+        """Numbers stored."""
+        return 0
+
+    def active_parameters(self, applications: int) -> int:
+        """Of those, folded, the ones that a token meets in so many applications of the same weights; at most."""
+        return self.parameters(folded=True)
+
+    def matmul_flops(self, reach: Reach, folded: bool = True) -> float:
+        """Of matrix products, forward."""
+        return 0.0
+
+    def elementwise_flops(self, reach: Reach, folded: bool = True) -> float:
+        """Of everything else, forward."""
+        return 0.0
+
+    def extra_training_flops(self) -> float:
+        """Of products that a train step executes beyond 3 times the forward's."""
+        return 0.0
+
+    def cache_elements(self) -> int:
+        """Numbers kept in generation for every position of a sequence."""
+        return 0
+
+    def flight_elements(self) -> int:
+        """Numbers kept in generation for the newest position only, which the next one writes over."""
+        return 0
+
+    def intermediate_elements(self) -> int:
+        """Numbers that the backward pass reads of a forward pass in which nothing is computed again."""
+        return 0
+
+    def kept_elements(self) -> int:
+        """Of those, the ones that remat "attention" keeps."""
+        return 0
+
+    def gradient_cache_elements(self) -> int:
+        """Numbers that later depths attend to: kept for the backward pass, and so are their gradients, in float32."""
+        return 0
+
+    def score_elements(self, length: int) -> int:
+        """Attention scores [.., S] that a form without a kernel writes down, float32."""
+        return 0
+
+    def logit_elements(self) -> int:
+        """Logits of a token."""
+        return 0
+
+    def step_cost(self, on: OnChip) -> Iterator[Operation]:
+        """Operations of a train step on one chip: forward, again where the policy says so, and backward.
+
+        By default every product reads its weights and activations from HBM, and writes its results there.
+        """
+        flops = self.matmul_flops(Reach((on.length + 1) / 2, (on.total_depth + 1) / 2)) * on.tokens
+        weights, moved = self.parameters(), 2 * self.intermediate_elements() * on.tokens * BFLOAT16_BYTES
+        if not (flops or weights or moved):
+            return
+        passes = 3 + on.again.products
+        totals = weights * FLOAT32_BYTES * (2 if on.depths > 1 else 1)
+        name = type(self).__name__.lower()
+        yield Operation(name, flops * passes, (moved + weights * BFLOAT16_BYTES) * passes + totals)
+
+    def scratch_bytes(self, on: OnChip) -> float:
+        """What the forward and backward pass of one application need beside `intermediate_elements`."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Share:
+    """A block's share of a model.
+
+    Attributes:
+        part: of the model that it is counted under, such as "SA".
+        block: the block, or anything else that is `Counted`.
+        copies: sets of its parameters that are stored; 1 if all depths share them.
+        depths: applications of it to every token.
+        experts: whether its parameters are experts, which expert parallelism divides.
+        outside: whether it stands before or after the recurrence.
+        truncated: of its applications, how many are differentiated, the last ones; None for all.
+        cached: of its applications, how many keep keys in generation; None for all.
+    """
+
+    part: str
+    block: Any
+    copies: int
+    depths: int
+    experts: bool = False
+    outside: bool = False
+    truncated: int | None = None
+    cached: int | None = None
+
+    @property
+    def differentiated(self) -> int:
+        """Applications that have a backward pass."""
+        return self.depths if self.truncated is None else min(self.truncated, self.depths)

@@ -1,0 +1,110 @@
+"""What attention looks back at: memories of the sequence, and of a token's own depths.
+
+A step is the same function in training and in decoding; what differs is the memory that it is given. A memory attends:
+it takes the queries, keys and values of the positions at hand, keeps what it has to, and returns what the queries see.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dreamer_jax.blocks.operations import Operations
+from dreamer_jax.blocks.positions import Depth
+
+
+class Context(NamedTuple):
+    """What every depth of a pass sees unchanged; it gets no gradient.
+
+    Attributes:
+        segment_ids: [B, P] int32, the document of each position in its row; 0 is padding.
+        positions: [B, P] int32, from 0 within the document; in decoding also the slot.
+        state: the model's own state, by collection, such as balancing biases.
+        keys: [B], one a row, for what a pass draws (a state to start from, dropout); None in evaluation and decoding.
+    """
+
+    segment_ids: jax.Array
+    positions: jax.Array
+    state: Any = None
+    keys: jax.Array | None = None
+
+    @property
+    def real(self) -> jax.Array:
+        """[T] bool: positions that are not padding."""
+        return self.segment_ids.reshape(-1) > 0
+
+
+class Fresh(NamedTuple):
+    """Whole rows at once: keys and values of all positions are at hand, and nothing is kept."""
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, context: Context, operations: Operations
+    ) -> tuple[jax.Array, Fresh]:
+        """Causal attention within each document: q [B, S, n, d], k and v [B, S, kv, d] -> [B, S, n, d]."""
+        return operations.sequence_attention(q, k, v, context.segment_ids), self
+
+
+class Slots(NamedTuple):
+    """Keys and values of rows that grow, depth by depth. A position's slot is the position itself.
+
+    A slot holds nothing of meaning before its position has passed that depth, and is never looked at before: position
+    p sees slots 0..p. So rows of different lengths, and positions that are computed again, need no masks.
+
+    Attributes:
+        keys, values: [L, B, S, kv, d], compute dtype.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+
+    @classmethod
+    def empty(cls, depths: int, rows: int, capacity: int, kv_heads: int, size: int, dtype: str) -> Slots:
+        """For L depths of B rows of at most S positions."""
+        zeros = jnp.zeros((depths, rows, capacity, kv_heads, size), dtype)
+        return cls(zeros, zeros)
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, context: Context, operations: Operations
+    ) -> tuple[jax.Array, Slots]:
+        """Attention over the own row at the own depth, [B, P, n, d], after k and v are written there.
+
+        Positions outside the slots are computed but leave nothing.
+        """
+        rows = jnp.arange(self.keys.shape[1])[:, None]
+        place = (depth.index, rows, context.positions)
+        slots = Slots(
+            *(kept.at[place].set(new.astype(kept.dtype), mode="drop") for kept, new in zip(self, (k, v), strict=True))
+        )
+        return operations.sequence_attention.over_slots(q, *slots, depth.index, context.positions), slots
+
+    def fill_deeper(self, depths: jax.Array, positions: jax.Array) -> Slots:
+        """Copy what these depths have left into all deeper slots of the same position.
+
+        For positions that stop early: later ones, which may go deeper, then see what was last computed.
+
+        Args:
+            depths: [B], the last depth that was computed.
+            positions: [B].
+        """
+        rows = jnp.arange(positions.shape[0])
+        source = jnp.minimum(jnp.arange(self.keys.shape[0])[:, None], depths)  # [L, B]
+
+        def fill(slots: jax.Array) -> jax.Array:
+            return slots.at[:, rows, positions].set(slots[source, rows, positions], mode="drop")
+
+        return Slots(fill(self.keys), fill(self.values))
+
+
+class Memory(NamedTuple):
+    """What a pass attends to beside the positions at hand.
+
+    Attributes:
+        sequence: of the rows; what a family puts there, such as `Fresh` or `Slots`.
+        depths: of the positions at hand, at their own shallower depths, such as a `DepthCache`; None where nothing
+            looks back along depth. In decoding it belongs to the positions in flight, and the next ones start anew.
+    """
+
+    sequence: Any
+    depths: Any = None

@@ -1,0 +1,63 @@
+"""Norms: statistics in float32, results in the input's dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from dreamer_jax.blocks.counting import OnChip, Operation, Reach
+from dreamer_jax.blocks.parameters import Block
+from pallas_kernels.weights import own
+
+EPSILON = 1e-6
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float = EPSILON) -> jax.Array:
+    """Divide by the root mean square over the last axis and scale.
+
+    Args:
+        x: [..., c].
+        scale: [c], or what broadcasts against x.
+    """
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    return (wide * inverse * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+class RMSNorm(Block):
+    """RMSNorm with a learned scale over the last axis (Zhang & Sennrich, 2019).
+
+    Attributes:
+        size: c, for counting; the input's last axis decides.
+        epsilon: added to the mean square.
+    """
+
+    size: int = 0
+    epsilon: float = EPSILON
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., c] -> [..., c]; the leading axes are those of tokens where the scale differs between them."""
+        scale = own(self.weight("scale", nn.initializers.ones, (x.shape[-1],), ("norm",), "norm"))
+        if scale.ndim == 1:
+            return rms_norm(x, scale, self.epsilon)
+        by_token = x.reshape(scale.shape[0], -1, x.shape[-1])  # [T, .., c]
+        return rms_norm(by_token, scale[:, None], self.epsilon).reshape(x.shape)
+
+    @nn.nowrap
+    def parameters(self, folded: bool = False) -> int:
+        """The scale."""
+        return self.size
+
+    @nn.nowrap
+    def elementwise_flops(self, reach: Reach, folded: bool = True) -> float:
+        """One an element."""
+        return self.size
+
+    @nn.nowrap
+    def step_cost(self, on: OnChip) -> Iterator[Operation]:
+        """Nothing of its own: what norms read and write is counted with the residual stream."""
+        return iter(())

@@ -1,0 +1,171 @@
+"""Eq. 2-3: routers' logits, selection, weights, usage counts and the balancing bias."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from dreamer_jax.blocks.counting import BFLOAT16_BYTES, FLOAT32_BYTES, OnChip, Operation, Reach, tiled
+from dreamer_jax.blocks.norms import RMSNorm, rms_norm
+from dreamer_jax.blocks.parameters import Block, normal
+from dreamer_jax.blocks.positions import Depth, depth_rope
+from pallas_kernels.weights import Stacked, own
+
+BINS = 20
+"""Equal bins of [0, 1] that the scores of selected experts are counted in."""
+HIGHEST = 6
+"""Passes of a float32 matrix product at highest precision on a matrix unit."""
+
+
+class Router(Block):
+    """Attention logits of tokens over experts: depth-encoded low-rank queries, learned keys (section 3.5).
+
+    Attributes:
+        hidden_size: h.
+        num_experts: E.
+        size: r, of queries and keys; divisible by 4.
+        selected: k, experts that a token selects; for counting.
+        depth_base: RoPE base over the depths.
+        std: of the initial matrices.
+    """
+
+    hidden_size: int
+    num_experts: int
+    size: int
+    selected: int
+    depth_base: float
+    std: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array, depth: Depth) -> jax.Array:
+        """[T, h] -> [T, E] float32; `depth` flat."""
+        init = normal(self.std)
+        query_weight = self.weight("query", init, (self.hidden_size, self.size), ("hidden", "router"))
+        shape = (self.num_experts, self.size)
+        keys = own(self.weight("keys", init, shape, ("expert_keys", "router"), "router_key"))
+
+        # Routing is float32: the product of compute-dtype factors is accumulated and kept in float32.
+        query = RMSNorm(name="query_norm")(_project(x, query_weight))
+        query = depth_rope(query, depth, self.depth_base)
+        if not self.folded("keys_norm"):
+            keys = RMSNorm(name="keys_norm")(keys)
+        letters = "tr,ter->te" if keys.ndim == 3 else "tr,er->te"
+        return jnp.einsum(letters, query, keys, precision="highest") * self.size**-0.5
+
+    @nn.nowrap
+    def fold(self, weights: dict[str, Any], dtype: str) -> dict[str, Any]:
+        """The weights as decoding wants them: the keys normalised once and for all, in float32."""
+        keys = rms_norm(weights["keys"], jnp.expand_dims(weights["keys_norm"]["scale"], -2))
+        kept = {name: leaf for name, leaf in weights.items() if name != "keys_norm"}
+        return {**kept, "query": weights["query"].astype(dtype), "keys": keys}
+
+    @nn.nowrap
+    def parameters(self, folded: bool = False) -> int:
+        """Query projection, keys, and the norms of both."""
+        return (self.hidden_size + self.num_experts + 2) * self.size
+
+    @nn.nowrap
+    def matmul_flops(self, reach: Reach, folded: bool = True) -> float:
+        """The query and its product with all keys."""
+        return 2 * (self.hidden_size + self.num_experts) * self.size
+
+    @nn.nowrap
+    def elementwise_flops(self, reach: Reach, folded: bool = True) -> float:
+        """Norm and rotation of the query; sigmoid and bias; k comparisons an expert; normalisation.
+
+        Norms of the keys belong to no token and aren't counted.
+        """
+        normalise = 2 * self.selected if self.selected > 1 else 0
+        return 2 * self.size + (2 + self.selected) * self.num_experts + normalise
+
+    @nn.nowrap
+    def intermediate_elements(self) -> int:
+        """Query before and after its norm, and the logits."""
+        return 2 * self.size + self.num_experts
+
+    @nn.nowrap
+    def step_cost(self, on: OnChip) -> Iterator[Operation]:
+        """Logits are written, and read for the selection."""
+        size, experts = tiled(self.size), tiled(self.num_experts)
+        passes = 1 + on.again.cheap + 2
+        flops = passes * 2 * on.tokens * (self.hidden_size * size + HIGHEST * size * experts)
+        traffic = passes * on.tokens * (self.hidden_size * BFLOAT16_BYTES + 2 * self.size * FLOAT32_BYTES)
+        traffic += (2 * (1 + on.again.cheap) + 2) * on.tokens * experts * FLOAT32_BYTES
+        yield Operation("routers", flops, traffic)
+
+
+def _project(x: jax.Array, weight: Any) -> jax.Array:
+    """x times a matrix [h, r] that may be stacked; accumulated and kept in float32."""
+    matrix = own(weight)
+    if matrix.ndim == 2:
+        return jnp.matmul(x, matrix, preferred_element_type=jnp.float32)
+    return jnp.einsum("th,thr->tr", x, matrix, preferred_element_type=jnp.float32)
+
+
+def select(logits: jax.Array, bias: jax.Array | Stacked, experts_per_token: int) -> tuple[jax.Array, jax.Array]:
+    """The k experts of largest logit + b, and the sigmoid of their logits: the bias steers, it never weighs (Eq. 2).
+
+    Args:
+        logits: [T, E] float32.
+        bias: [E] float32; of a layered model perhaps stacked.
+
+    Returns:
+        indices [T, k] int32 and scores [T, k] float32.
+    """
+    _, indices = jax.lax.top_k(jax.lax.stop_gradient(logits) + own(bias), experts_per_token)
+    return indices, jax.nn.sigmoid(jnp.take_along_axis(logits, indices, axis=-1))
+
+
+def usage(indices: jax.Array, num_experts: int, real: jax.Array) -> jax.Array:
+    """N of Eq. 3: how often each expert was selected by tokens that are not padding.
+
+    Args:
+        indices: [T, k] int32.
+        real: [T] bool, False for padding.
+
+    Returns:
+        [E] int32.
+    """
+    ones = jnp.broadcast_to(real[:, None], indices.shape).astype(jnp.int32)
+    return jnp.zeros(num_experts, jnp.int32).at[indices].add(ones)
+
+
+def observe_routing(logits: jax.Array, scores: jax.Array, real: jax.Array) -> dict[str, jax.Array]:
+    """What analysis wants to know of a router: sums over the tokens that are not padding.
+
+    Args:
+        logits: [T, E] float32.
+        scores: [T, k] float32, sigmoid scores of the selected experts.
+        real: [T] bool.
+
+    Returns:
+        `entropy` float32: of the sigmoid scores of all experts, normalised; in nats. `scores` [BINS] int32: selections
+        by score.
+    """
+    share = jax.nn.sigmoid(logits) / jnp.sum(jax.nn.sigmoid(logits), axis=-1, keepdims=True)
+    entropy = -jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1)
+    bins = jnp.clip((scores * BINS).astype(jnp.int32), 0, BINS - 1)
+    ones = jnp.broadcast_to(real[:, None], bins.shape).astype(jnp.int32)
+    return {
+        "entropy": jnp.sum(jnp.where(real, entropy, 0)),
+        "scores": jnp.zeros(BINS, jnp.int32).at[bins].add(ones),
+    }
+
+
+def balance(bias: jax.Array, counts: jax.Array, rate: float) -> jax.Array:
+    """One step of Eq. 3, b += rate * sign(median(N) - N).
+
+    Args:
+        bias: [E], of depths that share one router; or [L, E], one of each layer.
+        counts: N of every depth, [L, E] int32, summed over the global batch and all microbatches. Depths that share a
+            router are summed first.
+        rate: of the update.
+    """
+    if bias.ndim < counts.ndim:
+        counts = jnp.sum(counts, axis=0)
+    n = counts.astype(jnp.float32)
+    return bias + rate * jnp.sign(jnp.median(n, axis=-1, keepdims=True) - n)

@@ -1,0 +1,377 @@
+"""Dreamer: depth-recurrent attention mixtures, and the layered baseline of the same parts (Knupp et al.).
+
+One layer is a mixture of attention over the sequence (SA), over the earlier depths of the same token (DA) and over
+experts (EA). Depth recurrence (DR) applies one layer L times; layered attention (LA) has L of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from dreamer_jax.blocks.attention import Attention, DepthAttention, SequenceAttention
+from dreamer_jax.blocks.counting import Counted, Share
+from dreamer_jax.blocks.experts import ExpertAttention
+from dreamer_jax.blocks.head import Embedding, Head, embed
+from dreamer_jax.blocks.memory import Context, Fresh, Memory, Slots
+from dreamer_jax.blocks.norms import RMSNorm, rms_norm
+from dreamer_jax.blocks.operations import REFERENCE
+from dreamer_jax.blocks.parameters import Block, normal
+from dreamer_jax.blocks.positions import Depth
+from dreamer_jax.blocks.residual import Residual
+from dreamer_jax.blocks.routing import Router, balance
+from dreamer_jax.blocks.usage import bias_range, expert_use
+from dreamer_jax.families.contract import Family, Flags, Knob, depth_of
+from dreamer_jax.recurrence import Stepped, Weights
+from pallas_kernels.kept import keep
+from pallas_kernels.weights import Stacked
+
+
+class Layer(nn.Module):
+    """Eq. 4-6: one depth step, the mixture of the three attentions around the residual stream.
+
+    Attributes:
+        sequence_attention, depth_attention, expert_attention: SA, DA (or None), EA.
+        mixing: how they are combined.
+        recurrent: DR, whose residual stream is normalised.
+    """
+
+    sequence_attention: SequenceAttention
+    depth_attention: DepthAttention | None
+    expert_attention: ExpertAttention
+    mixing: str
+    recurrent: bool
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        depth: Depth,
+        memory: Memory,
+        bias: dict[str, Any],
+        context: Context,
+        tape: dict[str, Any] | None = None,
+    ) -> tuple[jax.Array, Memory, dict[str, jax.Array], dict[str, Any]]:
+        """Apply the layer at one depth.
+
+        Args:
+            x: [B, P, h], the residual stream x_l.
+            depth: of the positions.
+            memory: of the sequence, and of their own depths below l.
+            bias: router name -> balancing bias b.
+            context: see Context.
+            tape: in the backward pass of the depth scan, what `start_tape` made.
+
+        Returns:
+            x_{l+1} [B, P, h]; the memory with depth l; counts, router name -> [E] int32; what was observed, likewise.
+        """
+        (sequence, depths), tape, counts, seen = memory, tape or {}, {}, {}
+        sequence_norm, expert_norm = RMSNorm(name="sequence_norm"), RMSNorm(name="expert_norm")
+
+        def sa(x):
+            nonlocal sequence
+            name = "sequence_attention"
+            its = self.sequence_attention(sequence_norm(x), depth, sequence, bias.get(name), context, tape.get(name))
+            sequence, counts[name], seen[name] = its.memory, its.counts, its.seen
+            return its.out
+
+        def da(x):
+            nonlocal depths
+            if self.depth_attention is None:
+                return 0
+            name, normed = "depth_attention", RMSNorm(name="depth_norm")(x)
+            its = self.depth_attention(normed, depth, depths, bias.get(name), context, tape.get(name))
+            depths, counts[name], seen[name] = its.memory, its.counts, its.seen
+            return its.out
+
+        def ea(x):
+            name = "expert_attention"
+            its = self.expert_attention(expert_norm(x), depth, bias[name], context, tape.get(name))
+            counts[name], seen[name] = its.counts, its.seen
+            return its.out
+
+        if self.mixing == "sequential":  # Eq. 4
+            y = x + da(x)
+            y = keep(y + sa(y))
+            y = y + ea(y)
+        elif self.mixing == "parallel_attention":  # Eq. 5
+            y = keep(x + da(x) + sa(x))
+            y = y + ea(y)
+        else:  # Eq. 6
+            y = x + da(x) + sa(x) + ea(x)
+
+        if self.recurrent:  # section 3.7: x_{l+1} = Norm(y_l), so that scales agree across depths
+            y = RMSNorm(name="residual_norm")(keep(y))
+        return y, Memory(sequence, depths), _present(counts), _present(seen)
+
+
+class _Parameters(Block):
+    """All parameters of a model, drawn in the order that fixes what a seed gives."""
+
+    family: Dreamer
+
+    @nn.compact
+    def __call__(self) -> None:
+        config = self.family.config
+        shape, axes = (config.vocab_size, config.hidden_size), ("vocab", "hidden")
+        self.weight("embedding", normal(self.family.std), shape, axes, "embedding")
+        self.weight("head", normal(self.family.std), shape, axes, "embedding")
+        if config.recurrent:
+            self.param("layer", self.family.init_layer)
+        else:
+            self.param("layers", self.family.init_stack)
+            RMSNorm(name="final_norm")(jnp.zeros(config.hidden_size))
+
+
+class Dreamer(Family):
+    """A model of the family, sizes and variant by its configuration (dreamer_jax/config/models/dreamer.py).
+
+    Parameters: `embedding`, `head`, and `layer` or, in LA, `layers`, stacked, and `final_norm`. Its state: `balancing`,
+    router name -> b ([E], in LA [L, E]).
+    """
+
+    parts = ("embedding", "SA", "DA", "EA", "routers", "residual", "head")
+    cached_parts = ("SA", "DA")
+    remedies = {  # noqa: RUF012
+        "embedding": "model.vocab_size or model.hidden_size",
+        "head": "model.vocab_size or model.hidden_size",
+        "SA": "model.sa_heads or model.sa_head_size",
+        "DA": "model.da_heads or model.da_head_size",
+        "routers": "model.router_size",
+    }
+
+    @property
+    def flags(self) -> Flags:
+        """DR goes to any depth; every variant keeps the keys of every depth."""
+        return Flags(recurrent=self.config.recurrent)
+
+    @property
+    def depth(self) -> int:
+        """L."""
+        return self.config.depth
+
+    @property
+    def std(self) -> float:
+        """Of every matrix but the output projections: N(0, 1/(5h)) (Table 3)."""
+        return (1 / (5 * self.config.hidden_size)) ** 0.5
+
+    @functools.cached_property
+    def layer(self) -> Layer:
+        """The layer, unbound: SA, DA and EA as the configuration wants them."""
+        config = self.config
+        hidden, std = config.hidden_size, self.std
+        # Output projections and the experts' down projections: N(0, 1/(2.5 h L n)), n attentions (Table 3).
+        attentions = 3 if config.depth_attention else 2
+        out_std = (1 / (2.5 * hidden * config.depth * attentions)) ** 0.5
+
+        def router(experts: int, selected: int) -> Router:
+            sizes = hidden, experts, config.router_size, selected
+            return Router(*sizes, config.depth_rope_base, std, parent=None)
+
+        def attention(kind: type, *sizes: Any) -> Any:
+            mixture = router(config.depth, 1) if config.recurrent else None  # as many linear experts as depths
+            return kind(self.operations, hidden, *sizes, std, out_std, mixture, self.observe, parent=None)
+
+        sa = config.sa_heads, config.sa_kv_heads, config.sa_head_size, config.sa_rope_base
+        da = config.da_heads, config.da_kv_heads, config.da_head_size, config.depth_rope_base
+        experts = router(config.num_experts, config.experts_per_token)
+        return Layer(
+            sequence_attention=attention(SequenceAttention, *sa),
+            depth_attention=attention(DepthAttention, *da) if config.depth_attention else None,
+            expert_attention=ExpertAttention(
+                self.operations, hidden, config.expert_size, experts, std, out_std, self.observe, parent=None
+            ),
+            mixing=config.mixing,
+            recurrent=config.recurrent,
+            parent=None,
+        )
+
+    @property
+    def routers(self) -> dict[str, Router]:
+        """Router name -> the router."""
+        found = {"expert_attention": self.layer.expert_attention.router}
+        for name in ("sequence_attention", "depth_attention"):
+            attention = getattr(self.layer, name)
+            if attention is not None and attention.router is not None:
+                found[name] = attention.router
+        return found
+
+    # Parameters.
+
+    def init(self, key: jax.Array) -> tuple[Any, dict[str, Any]]:
+        """Fresh parameters and balancing biases."""
+        params = _Parameters(self).init(key)["params"]
+        lead = () if self.config.recurrent else (self.config.depth,)
+        bias = {name: jnp.zeros((*lead, its.num_experts), jnp.float32) for name, its in self.routers.items()}
+        return params, {"balancing": bias}
+
+    def init_layer(self, key: jax.Array) -> Any:
+        """One layer's parameters, in boxes."""
+        config, token = self.config, jnp.zeros((1, 1), jnp.int32)
+        reference = Dreamer(config, REFERENCE)
+        bias = {name: jnp.zeros(its.num_experts) for name, its in self.routers.items()}
+        x, memory = jnp.zeros((1, 1, config.hidden_size)), reference.fresh(1, 1, 1, jnp.float32)
+        return reference.layer.init(key, x, depth_of(0, 1), memory, bias, Context(token, token))["params"]
+
+    def init_stack(self, key: jax.Array) -> Any:
+        """All layers' parameters of LA."""
+        stacked = jax.vmap(self.init_layer)(jax.random.split(key, self.config.depth))
+        return nn.meta.add_axis(stacked, 0, {nn.meta.PARTITION_NAME: "layer"})
+
+    def weights(self, params: Any) -> Weights:
+        """DR's layer is shared by the depths, LA's are stacked."""
+        return Weights(shared=params["layer"]) if self.config.recurrent else Weights(stacked=params["layers"])
+
+    def fold(self, params: Any) -> Any:
+        """Shared linear experts added into the routed ones in float32 (Eq. 8), matrices laid out for decoding."""
+        name = "layer" if self.config.recurrent else "layers"
+        layer, cast = params[name], self.cast(params)
+        folded = dict(cast[name])
+        for part in ("sequence_attention", "depth_attention", "expert_attention"):
+            if part in layer:
+                folded[part] = {**folded[part], **getattr(self.layer, part).fold(layer[part], self.config.dtype)}
+        return {**cast, name: folded}
+
+    # A pass.
+
+    def enter(self, params: Any, batch: Any, memory: Memory, context: Context) -> tuple[Any, Memory]:
+        """The embedding enters depth 0 as it is; later depths get nothing of it."""
+        return embed(params["embedding"], batch["tokens"], self.config.dtype), memory
+
+    def start(self, entered: jax.Array, context: Context, scale: Any = 1.0) -> jax.Array:
+        """x_0 [B, P, h]."""
+        return entered
+
+    def step(self, weights, state, inputs, depth, memory, context, tape=None) -> Stepped:
+        """x_l -> x_{l+1}."""
+        bias, its = context.state["balancing"], weights.shared
+        if not self.config.recurrent:
+            bias, its = {name: Stacked(rows, depth.flat().index) for name, rows in bias.items()}, weights.stacked
+        layer: Any = self.layer.apply({"params": its}, state, depth, memory, bias, context, tape)
+        out, memory, counts, seen = layer
+        return Stepped(out, memory, (), _observed(counts, seen) if self.observe else counts)
+
+    def start_tape(self, weights: Weights, tokens: int, slots: int) -> dict[str, Any]:
+        """Depth attention's part, and in DR the totals that kernels add weight gradients to."""
+        tape, dtype = {}, self.config.dtype
+        its = weights.shared
+        if self.layer.depth_attention is not None:
+            depth_attention = its.get("depth_attention", {})
+            tape["depth_attention"] = self.layer.depth_attention.start_tape(depth_attention, tokens, dtype, slots)
+        if self.config.recurrent:
+            for name in ("sequence_attention", "expert_attention"):
+                tape[name] = getattr(self.layer, name).start_tape(its[name], tokens, dtype)
+        return tape
+
+    def readout(self, params: Any, state: jax.Array, memory: Memory, context: Context) -> tuple[jax.Array, Memory]:
+        """DR's stream is normalised already; LA has one final norm."""
+        return (state if self.config.recurrent else rms_norm(state, params["final_norm"]["scale"])), memory
+
+    # Memories.
+
+    def fresh(self, batch: int, length: int, slots: int, dtype: Any = None) -> Memory:
+        """Nothing of the sequence is kept; a cache for depth attention."""
+        return Memory(Fresh(), self.flight(batch, length, slots, dtype))
+
+    def slots(self, rows: int, capacity: int, depth: int) -> Slots:
+        """Keys and values of SA at every depth."""
+        config = self.config
+        return Slots.empty(depth, rows, capacity, config.sa_kv_heads, config.sa_head_size, config.dtype)
+
+    def flight(self, batch: int, positions: int, depth: int, dtype: Any = None) -> Any:
+        """The cache of DA, whose size doesn't grow with the sequence; None without DA."""
+        attention = self.layer.depth_attention
+        return attention and attention.memory(depth, batch * positions, dtype or self.config.dtype)
+
+    # Training.
+
+    def update(self, state: dict[str, Any], counts: dict[str, jax.Array]) -> dict[str, Any]:
+        """Eq. 3 for every router, each at its rate."""
+        config = self.config
+        rates = {"expert_attention": config.expert_bias_rate}
+        bias = {
+            name: balance(b, counts[name], rates.get(name, config.attention_bias_rate))
+            for name, b in state["balancing"].items()
+        }
+        return {"balancing": bias}
+
+    def log(self, state: dict[str, Any], counts: Any) -> dict[str, float]:
+        """How evenly each router uses its experts, and the range of its bias."""
+        return expert_use(counts, self.config.recurrent) | bias_range(state["balancing"])
+
+    # Counting.
+
+    def blocks(self) -> list[Share]:
+        """One layer's blocks L times, its parameters stored once (DR) or L times (LA)."""
+        config, layer = self.config, self.layer
+        depths, copies = config.depth, 1 if config.recurrent else config.depth
+        hidden: int = config.hidden_size
+        attentions: list[Attention] = [layer.sequence_attention]
+        norm = RMSNorm(hidden, parent=None)
+        da = [Share("DA", Counted(), 0, 0)]
+        if layer.depth_attention is not None:
+            attentions.append(layer.depth_attention)
+            da = [Share("DA", layer.depth_attention, copies, depths), Share("DA", norm, copies, depths)]
+        rotated = sum((each.heads + each.kv_heads) * each.head_size for each in attentions)
+        residual = Residual(hidden, len(attentions) + 1, len(attentions) + 2, rotated)
+        return [
+            Share("embedding", Embedding(config.vocab_size, hidden), 1, 1, outside=True),
+            Share("SA", layer.sequence_attention, copies, depths),
+            Share("SA", norm, copies, depths),
+            *da,
+            Share("EA", layer.expert_attention, copies, depths, experts=True),
+            Share("EA", norm, copies, depths),
+            *(Share("routers", router, copies, depths) for router in self.routers.values()),
+            Share("residual", residual, 0, depths),
+            Share("residual", norm, 1, depths if config.recurrent else 1),
+            Share("head", Head(config.vocab_size, hidden), 1, 1, outside=True),
+        ]
+
+    def describe(self) -> dict[str, Any]:
+        """Variant and sizes."""
+        names = ("variant", "depth", "hidden_size", "vocab_size", "num_experts", "experts_per_token", "expert_size")
+        return {name: getattr(self.config, name) for name in names}
+
+    def headline(self) -> str:
+        """Variant and depth."""
+        return f"{self.config.variant}, depth {self.config.depth}"
+
+    def knobs(self) -> tuple[Knob, ...]:
+        """F moves the FLOPs, E the parameters (section 3.8)."""
+        return (
+            Knob("expert_size", "flops_per_token", "EA"),
+            Knob("num_experts", "params", "EA", smallest=self.config.experts_per_token, fine=True),
+        )
+
+    def knob_starts(self, baseline: Family) -> dict[str, int]:
+        """The baseline's own experts, as one layer (or, in LA, each layer) would hold them."""
+        its = baseline.config
+        experts = its.num_experts
+        if self.config.recurrent and not its.recurrent:
+            experts *= its.depth
+        if its.recurrent and not self.config.recurrent:
+            experts = max(its.experts_per_token, experts // its.depth)
+        return {"expert_size": its.expert_size, "num_experts": experts}
+
+
+def _present(by_name: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in by_name.items() if value is not None}
+
+
+def _observed(counts: dict[str, jax.Array], seen: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What blocks saw, by quantity and then by router; and DA's scores by themselves."""
+    found: dict[str, Any] = {"counts": counts, "entropy": {}, "scores": {}}
+    for router, values in seen.items():
+        for quantity, value in values.items():
+            if quantity == "depth_scores":
+                found[quantity] = value
+            else:
+                found[quantity][router] = value
+    return found
+
+
+CORE = Dreamer

@@ -1,0 +1,142 @@
+"""A pass of any family over whole rows, and fresh parameters: for training, evaluation, analysis and counting."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.core
+import jax.numpy as jnp
+
+from dreamer_jax.blocks.memory import Context
+from dreamer_jax.config.values import Remat
+from dreamer_jax.errors import UserError
+from dreamer_jax.families.contract import Batch, Drawn, Family, Pass, PyTree
+from dreamer_jax.recurrence import DepthScan
+
+
+def forward(
+    family: Family,
+    params: PyTree,
+    model_state: dict[str, PyTree],
+    batch: Batch,
+    depth: int | jax.Array | Drawn | None = None,
+    remat: Remat = "full",
+    key: jax.Array | None = None,
+    observe: Callable[..., Any] | None = None,
+    initial_state: PyTree | None = None,
+    state_scale: float | jax.Array = 1.0,
+) -> Pass:
+    """A pass over whole rows.
+
+    Args:
+        family: the model.
+        params: float32, or cast already.
+        model_state: the model's own, by collection.
+        batch: `tokens` [B, S] int32; `segment_ids`, documents of a packed row from 1, 0 for padding, by default one
+            document a row; `positions` in their documents, by default 0..S-1; `rows` [B], their numbers in the global
+            batch, by default 0..B-1, which what a row draws depends on.
+        depth: L, None for the trained one. A recurrent model takes any, another one at most the layers it has; a
+            traced scalar may not exceed the trained depth.
+        remat: what is kept for the backward pass.
+        key: for what a pass draws; None in evaluation.
+        observe: gets the step (see recurrence/scan.py) and returns another of that contract; what it returns in place
+            of the counts comes back stacked over the depths.
+        initial_state: of depth 0, in place of the family's own.
+        state_scale: of a random one.
+    """
+    drawn = depth if isinstance(depth, Drawn) else _drawn(family, depth)
+    tokens = batch["tokens"]
+    rows, length = tokens.shape[:2]
+    segments, positions = batch.get("segment_ids"), batch.get("positions")
+    if segments is None:
+        segments = jnp.ones((rows, length), jnp.int32)
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
+    context = Context(segments, positions, model_state, None if key is None else _keys(key, batch, rows))
+    entered, memory = family.enter(params, batch, family.fresh(rows, length, drawn.slots), context)
+    if initial_state is None:
+        initial_state = family.start(entered, context, state_scale)
+    weights = family.weights(params)
+    scan = DepthScan(
+        observe(family.step) if observe else family.step,
+        drawn.slots,
+        remat,
+        family.cast_weights,
+        lambda: family.start_tape(weights, rows * length, drawn.slots),
+        drawn.gradient_depths,
+        family.output_depths,
+    )
+    inputs, depth = family.inputs(entered), jnp.asarray(drawn.depth, jnp.int32)
+    if depth.ndim:
+        state = _row_by_row(family, scan, weights, initial_state, inputs, context, drawn)
+        return Pass(state, (), (), inputs, memory, context, depth)
+    scanned = scan(weights, initial_state, inputs, memory, context, drawn.depth)
+    return Pass(*scanned, inputs, memory, context, depth)
+
+
+def _row_by_row(family, scan, weights, state, inputs, context, drawn):
+    """The state after the last depth, of rows with depths [B] of their own.
+
+    All rows of a group end together: one with fewer depths than the deepest begins later. So the last k depths, which
+    truncated backpropagation differentiates, are every row's own last k.
+    """
+    rows = len(drawn.depth)
+    if rows % drawn.groups:
+        raise UserError(f"{rows} rows at once can't be divided into {drawn.groups} groups of like depth")
+
+    def grouped(tree):
+        def split(leaf):
+            return leaf.reshape(drawn.groups, rows // drawn.groups, *leaf.shape[1:])
+
+        return jax.tree.map(split, tree)
+
+    def step(weights, state, inputs, depth, memory, both, tape=None):
+        context, missing = both
+        stepped = scan.step(weights, state, inputs, depth, memory, context, tape)
+        waits = depth.index < missing  # [B]
+
+        def chosen(new, old):
+            return jnp.where(waits.reshape(-1, *[1] * (new.ndim - 1)), old, new)
+
+        return stepped._replace(state=jax.tree.map(chosen, stepped.state, state))
+
+    def group(its):
+        state, inputs, rows_of, depths = its
+        deepest = jnp.max(depths)
+        its_context = (context._replace(**rows_of), deepest - depths)
+        memory = family.fresh(*rows_of["segment_ids"].shape, drawn.slots)
+        return dataclasses.replace(scan, step=step)(weights, state, inputs, memory, its_context, deepest).state
+
+    by_row = {name: getattr(context, name) for name in ("segment_ids", "positions", "keys")}
+    by_row = {name: rows for name, rows in by_row.items() if rows is not None}
+    states = jax.lax.map(group, grouped((state, inputs, by_row, jnp.asarray(drawn.depth))))
+    return jax.tree.map(lambda leaf: leaf.reshape(rows, *leaf.shape[2:]), states)
+
+
+def _keys(key: jax.Array, batch: Batch, rows: int) -> jax.Array:
+    """[B], a key for each row, whichever device and microbatch it is in."""
+    numbers = batch.get("rows", jnp.arange(rows))
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
+
+
+def _drawn(family: Family, depth: int | jax.Array | None) -> Drawn:
+    if depth is None:
+        return Drawn(family.depth, family.depth)
+    return Drawn(depth, family.check_depth(depth) if isinstance(depth, int) else family.depth)
+
+
+def initialise(family: Family, key: jax.Array) -> tuple[Any, dict[str, Any]]:
+    """Fresh (params, model state) as plain arrays, without boxes.
+
+    Args:
+        family: the model.
+        key: PRNG key; the same key gives the same parameters on every machine.
+    """
+    # Drawing every matrix takes the CPU backend seconds to compile at full effort; this little gives the same bits.
+    quick = jax.default_backend() == "cpu" and not isinstance(key, jax.core.Tracer)
+    options = {"xla_backend_optimization_level": 1} if quick else None
+    return jax.jit(lambda key: nn.meta.unbox(family.init(key)), compiler_options=options)(key)

@@ -1,0 +1,64 @@
+"""Experts computed where their weights lie, expert after expert in a loop: a CPU's form for decoding, forward only.
+
+Gathering the weights first, as batched products need, costs several times more than the products themselves
+(docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch.api import blocks_of, plan_dispatch, rows_of
+
+BLOCKED = 8
+"""Mean rows of an expert from which on they are computed in blocks; below, one by one."""
+LARGEST_BLOCK = 64
+
+
+def by_expert(
+    x: jax.Array,
+    indices: jax.Array,
+    num_experts: int,
+    among: int,
+    size: int,
+    expert: Callable[[jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """What the selected experts [T, k] make of each row [T, a]: [T, k, size].
+
+    `expert` takes rows [b, a] and the number of their expert to [b, size].
+    """
+    tokens, active = indices.shape
+    mean = indices.size // among
+    if mean < BLOCKED:
+        return _row_by_row(x, indices, num_experts, size, expert)
+    plan = plan_dispatch(indices, num_experts, min(LARGEST_BLOCK, 1 << (mean - 1).bit_length()))
+    rows = blocks_of(x, plan)  # [N, b, a]
+
+    def block(n: jax.Array, out: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(out, expert(at(rows, n), plan.block_expert[n]), n, 0)
+
+    empty = jnp.zeros((*rows.shape[:2], size), x.dtype)
+    return rows_of(jax.lax.fori_loop(0, plan.used_blocks, block, empty), plan).reshape(tokens, active, size)
+
+
+def _row_by_row(x: jax.Array, indices: jax.Array, num_experts: int, size: int, expert: Callable) -> jax.Array:
+    """`by_expert` for few rows. Those of one expert come one after the other: its weights stay in the cache."""
+    tokens, active = indices.shape
+    flat = indices.reshape(-1)
+    order = jnp.argsort(flat)  # pairs without an expert come last
+
+    def pair(n: jax.Array, out: jax.Array) -> jax.Array:
+        row = at(order, n)
+        value = expert(at(x, row // active)[None], at(flat, row))
+        return jax.lax.dynamic_update_index_in_dim(out, value, row, 0, allow_negative_indices=False)
+
+    out = jax.lax.fori_loop(0, jnp.sum(flat < num_experts), pair, jnp.zeros((flat.size, size), x.dtype))
+    return out.reshape(tokens, active, size)
+
+
+def at(rows: jax.Array, index: jax.Array) -> jax.Array:
+    """rows[index], without a check of its bounds."""
+    return jax.lax.dynamic_index_in_dim(rows, index, 0, keepdims=False, allow_negative_indices=False)

@@ -1,0 +1,112 @@
+"""Small models, weights and packed batches that the tests of the model share."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.families import build, forward, initialise
+
+VARIANTS = ("LA", "LA+DA", "DR", "DR+DA")
+MIXINGS = ("sequential", "parallel_attention", "parallel")
+
+# One row a list of document lengths, negative for padding: several documents, single ones, padding on every side.
+ROWS = ((5, 4, -3), (12,), (-1, 2, 1, 6, -2))
+SEGMENT_IDS = np.array(
+    [[n * (size > 0) for n, size in enumerate(row, 1) for _ in range(abs(size))] for row in ROWS], np.int32
+)
+POSITIONS = np.array([[i for size in row for i in range(abs(size))] for row in ROWS], np.int32)
+REAL = SEGMENT_IDS > 0
+
+
+def small_config(variant: str = "DR+DA", mixing: str = "parallel_attention", **changes: Any) -> DreamerConfig:
+    """Three depths with grouped queries in both attentions; every size differs, so that no mix-up goes unnoticed."""
+    sizes: dict[str, Any] = {
+        "depth": 3,
+        "hidden_size": 16,
+        "vocab_size": 23,
+        "sa_heads": 4,
+        "sa_kv_heads": 2,
+        "sa_head_size": 6,
+        "da_heads": 4,
+        "da_kv_heads": 2,
+        "da_head_size": 8,
+        "num_experts": 7,
+        "experts_per_token": 2,
+        "expert_size": 5,
+        "router_size": 12,
+        "dtype": "float32",
+        "implementation": "xla",
+    }
+    return DreamerConfig(variant=variant, mixing=mixing, **{**sizes, **changes})  # type: ignore[arg-type]
+
+
+@functools.cache
+def random_weights(config: DreamerConfig, seed: int = 0) -> tuple[Any, dict[str, np.ndarray]]:
+    """(params, bias) far from the initialisation: larger matrices, uneven norm scales, a bias that decides."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        if path[-1].key == "scale":
+            values = rng.uniform(0.5, 1.5, leaf.shape)
+        elif path[-1].key == "embedding":
+            values = rng.normal(size=leaf.shape)
+        else:
+            values = rng.normal(size=leaf.shape) * 0.3
+        return values.astype(np.float32)
+
+    params, state = jax.eval_shape(lambda: initialise(build(config), jax.random.key(0)))
+    bias = state["balancing"]
+    params = jax.tree_util.tree_map_with_path(draw, params)
+    bias = {name: (rng.normal(size=b.shape) * 0.3).astype(np.float32) for name, b in bias.items()}
+    return params, bias
+
+
+def random_tokens(config: DreamerConfig, seed: int = 0, shape: tuple[int, ...] = SEGMENT_IDS.shape) -> np.ndarray:
+    """[B, S] int32."""
+    return np.random.default_rng(seed).integers(0, config.vocab_size, shape).astype(np.int32)
+
+
+class Output(NamedTuple):
+    """Logits [B, S, V] float32, and counts, router name -> [L, E] int32."""
+
+    logits: jax.Array
+    counts: dict[str, jax.Array]
+
+
+def apply(
+    config, params, bias, tokens, segment_ids=None, positions=None, depth=None, remat="full", operations=None
+) -> Output:
+    """A pass of the model over whole rows."""
+    family = build(config, operations)
+    batch = {"tokens": jnp.asarray(tokens), "segment_ids": segment_ids, "positions": positions}
+    passed = forward(family, params, {"balancing": bias}, batch, depth, remat)
+    hidden, _ = family.readout(params, passed.state, passed.memory, passed.context)
+    return Output(family.logits(params, hidden), passed.counts)
+
+
+@functools.cache
+def jitted_forward(config: DreamerConfig, remat: str = "full") -> Any:
+    """(params, bias, tokens, segment_ids, positions, depth) -> Output, with the depth traced."""
+
+    def run(params, bias, tokens, segment_ids, positions, depth):
+        return apply(config, params, bias, tokens, segment_ids, positions, depth, remat)
+
+    return jax.jit(run)
+
+
+def relative_error(actual: Any, expected: Any) -> float:
+    """Largest difference over the largest expected magnitude."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array, real: jax.Array) -> jax.Array:
+    """Mean over real targets; any scalar loss would do, this one weighs every real token."""
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
+    return -jnp.sum(picked * real) / jnp.sum(real)

@@ -1,0 +1,46 @@
+"""What names a run, and what of it may change when it goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from dreamer_jax.config import LoadedConfig
+from dreamer_jax.config.sections import RunConfig
+from dreamer_jax.errors import UserError
+from dreamer_jax.runs.folders import open_run, run_and_step
+from tests.training.cases import tiny_config
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("runs/one", ("runs/one", None)),
+        ("runs/one/", ("runs/one", None)),
+        ("runs/one/checkpoints/500", ("runs/one", 500)),
+        ("checkpoints/7/", (".", 7)),
+        ("runs/checkpoints/new", ("runs/checkpoints/new", None)),
+        ("gs://bucket/one", ("gs://bucket/one", None)),
+        ("gs://bucket/one/checkpoints/3", ("gs://bucket/one", 3)),
+    ],
+)
+def test_a_run_or_a_checkpoint_in_it(path, expected):
+    assert run_and_step(path) == expected
+
+
+def opened(directory, **training):
+    config = tiny_config(**{f"training__{key}": value for key, value in training.items()})
+    config = dataclasses.replace(config, run=RunConfig(dir=str(directory)))
+    return open_run(LoadedConfig(config, {}))
+
+
+def test_a_run_may_become_longer_unless_its_rate_depends_on_the_end(tmp_path):
+    """A constant rate is what it was. One that falls until the last step would have been another from the start."""
+    opened(tmp_path / "constant", steps=10)
+    opened(tmp_path / "constant", steps=20)
+    opened(tmp_path / "cosine", steps=10, schedule="cosine")
+    with pytest.raises(UserError, match=r"training.steps: 10 -> 20[^$]*checkpoint.allow learning_rate"):
+        opened(tmp_path / "cosine", steps=20, schedule="cosine")
+    with pytest.raises(UserError, match=r"training.schedule: constant -> trapezoid"):
+        opened(tmp_path / "constant", steps=10, schedule="trapezoid")

@@ -1,0 +1,118 @@
+"""What a run has learned: one checkpoint, the average of several, and a new run that starts from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from dreamer_jax.config import LoadedConfig
+from dreamer_jax.config.sections import Config, RunConfig
+from dreamer_jax.errors import UserError
+from dreamer_jax.parallel import make_mesh
+from dreamer_jax.runs.checkpoints import Checkpoints
+from dreamer_jax.runs.folders import open_run
+from dreamer_jax.runs.leaves import open_model
+from dreamer_jax.runs.models import load_run
+from dreamer_jax.training.state import create_state
+from tests.training.cases import tiny_config
+
+META = {"data": "d", "tokenizer": "t"}
+STEPS = (1, 2, 3)
+
+
+def run_config(directory: Path, **changes) -> Config:
+    config = tiny_config(model__variant="LA", checkpoint__keep=3, **changes)
+    return dataclasses.replace(config, run=RunConfig(dir=str(directory)))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """Three checkpoints; the parameters of step n are the first ones times n."""
+    directory = tmp_path_factory.mktemp("runs") / "run"
+    config = run_config(directory)
+    open_run(LoadedConfig(config, {}))
+    state = create_state(config, make_mesh(config.mesh))
+    checkpoints = Checkpoints(directory, config.checkpoint, META)
+    for step in STEPS:
+        params, own = (
+            jax.tree.map(lambda leaf, n=step: leaf * n + n, tree) for tree in (state.params, state.model_state)
+        )
+        checkpoints.save(state.replace(step=state.step + step, params=params, model_state=own))
+    checkpoints.close()
+    return directory
+
+
+def equal(found, expected) -> None:
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_the_average_of_the_last_checkpoints(run):
+    """Parameters are averaged; the model's own state and everything else are those of the newest."""
+    one, two, three = (load_run(run, step) for step in STEPS)
+    found = load_run(run, average=2)
+    equal(found.params, jax.tree.map(lambda a, b: (a + b) / 2, two.params, three.params))
+    equal(found.model_state, three.model_state)
+    assert found.step == 3
+    equal(
+        load_run(run / "checkpoints" / "2", average=2).params,
+        jax.tree.map(lambda a, b: (a + b) / 2, one.params, two.params),
+    )
+    mean = jax.tree.map(lambda a, b, c: (a + b + c) / 3, one.params, two.params, three.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), load_run(run, average=3).params, mean)
+
+
+def test_export_reads_the_same_average_leaf_by_leaf(run):
+    whole = load_run(run, average=3)
+    stored = open_model(run, average=3)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(whole.params)[0]:
+        found = stored.leaf("params", ".".join(key.key for key in path))
+        np.testing.assert_allclose(found[:], leaf, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("what", "average", "said"),
+    [
+        (".", 4, "has 3 up to step 3; checkpoint.keep is 3"),
+        ("checkpoints/1", 2, "has 1 up to step 1"),
+        (".", 0, "1 or more"),
+    ],
+)
+def test_averages_that_can_not_be(run, what, average, said):
+    with pytest.raises(UserError, match=said):
+        load_run(run / what, average=average)
+
+
+def test_a_damaged_checkpoint_is_not_averaged(run, tmp_path):
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    damaged = next(path for path in (copy / "checkpoints" / "2" / "params").rglob("*") if path.is_file())
+    damaged.write_bytes(b"other")
+    load_run(copy)
+    with pytest.raises(UserError, match=r"checkpoint 2 of .* can't be used for an average"):
+        load_run(copy, average=2)
+
+
+def test_a_new_run_starts_from_the_weights_of_another(run, tmp_path):
+    """With a fresh optimizer, at step 0, and other data; on another mesh."""
+    config = run_config(tmp_path / "new", training__initial_weights=str(run), mesh__data=(8,))
+    state, trained = create_state(config, make_mesh(config.mesh)), load_run(run)
+    equal(state.params, trained.params)
+    equal(state.model_state, trained.model_state)
+    assert int(state.step) == 0 and not any(np.any(leaf) for leaf in jax.tree.leaves(state.optimizer))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"training__initial_weights": "nowhere"}, "training.initial_weights: nowhere is not a run directory"),
+        ({"model__hidden_size": 24}, "training.initial_weights: "),
+    ],
+)
+def test_weights_that_do_not_fit(run, tmp_path, changes, said):
+    config = run_config(tmp_path / "new", **{"training__initial_weights": str(run), **changes})
+    with pytest.raises(UserError, match=said):
+        create_state(config, make_mesh(config.mesh))

@@ -1,0 +1,155 @@
+"""The front door, `dreamer_jax.load`: a run, a checkpoint in it, an exported folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import dreamer_jax
+from dreamer_jax.cli.main import main
+from dreamer_jax.data.tokenizers import ByteTokenizer
+from dreamer_jax.errors import UserError
+from dreamer_jax.inference import Engine, fold
+from dreamer_jax.runs.models import load_run
+from tests.export.cases import make_run
+
+BYTES = ByteTokenizer()
+TEXTS = ["1 & 0", "a longer one"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "run")
+
+
+@pytest.fixture(scope="module")
+def model(run):
+    return dreamer_jax.load(run)
+
+
+@pytest.fixture(scope="module")
+def exported(run) -> Path:
+    pytest.importorskip("torch")
+    folder = run.parent / "exported"
+    assert main(["export", str(run), str(folder), "--dtype", "float32", "--keep-shared"]) == 0
+    return folder
+
+
+def test_importing_the_package_takes_no_jax():
+    code = "import sys, dreamer_jax; assert callable(dreamer_jax.__getattr__); sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    with pytest.raises(AttributeError):
+        _ = dreamer_jax.nothing
+
+
+def test_logits_states_and_scores_agree(model):
+    """Of one row: the head of the last state gives the logits, and those give the scores."""
+    tokens = model.encode(TEXTS[0])
+    assert tokens == [BYTES.bos, *TEXTS[0].encode()]
+    depth, hidden = model.config.model.depth, model.config.model.hidden_size
+    logits, states = model.logits([tokens]), model.states([tokens])
+    assert logits.shape == (1, len(tokens), 259) and states.shape == (depth + 1, 1, len(tokens), hidden)
+    embedding = np.asarray(model.params["embedding"])[tokens]
+    np.testing.assert_allclose(states[0, 0], embedding, rtol=1e-6, err_msg="before the first depth")
+    logprobs = jax.nn.log_softmax(logits[0])[np.arange(len(tokens) - 1), tokens[1:]]
+    scores = model.score(TEXTS[0])[0]
+    np.testing.assert_allclose(scores.logprobs, logprobs, atol=1e-5)
+    np.testing.assert_array_equal(scores.greedy, logits[0, :-1].argmax(-1) == np.array(tokens[1:]))
+
+
+def test_states_are_those_of_every_depth(model):
+    """At the trained depth and at another: what depth after depth leaves where the model decodes."""
+    tokens = np.array([model.encode(TEXTS[1])])
+    places = np.arange(tokens.shape[1])[None]
+    for depth in (model.config.model.depth, 2):
+        folded = fold(model.config.model, model.params, model.model_state, depth)
+        flight, slots = folded.enter(tokens, places, folded.empty_slots(1, tokens.shape[1]))
+        found = model.states(tokens, depth)
+        for l in range(depth):
+            np.testing.assert_allclose(found[l], flight.state, atol=1e-5)
+            flight, slots = folded.step(flight, places, l, slots)
+        np.testing.assert_allclose(found[depth], flight.state, atol=1e-5)
+        np.testing.assert_allclose(
+            folded.logits(folded.leave(flight, places, slots)[0]), model.logits(tokens, depth), atol=1e-4
+        )
+
+
+def test_generates_from_texts_and_tokens(run, model):
+    """What the engine generates from the same tokens, at any depth; one text needs no list."""
+    rows = [model.encode(text) for text in TEXTS]
+    for depth in (None, 1):
+        expected = Engine.of(load_run(run), depth).generate(rows, 6, stop_ids=[BYTES.eos])
+        for prompts in (TEXTS, rows):
+            found = model.generate(prompts, 6, depth=depth)
+            assert [text.tokens for text in found] == [row.tokens for row in expected]
+            assert [text.text for text in found] == [BYTES.decode(row.tokens) for row in expected]
+    assert model.generate(TEXTS[0], 6)[0] == model.generate(TEXTS, 6)[0]
+    drawn = [model.generate(TEXTS, 6, temperature=2.0, seed=seed) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_checkpoint_and_a_precision(run, model):
+    step = dreamer_jax.load(run / "checkpoints" / "7", dtype="bfloat16")
+    assert step.step == 7 and model.step == 7
+    tokens = [step.encode(TEXTS[0])]
+    assert step.states(tokens).dtype == "bfloat16"
+    found, expected = step.logits(tokens), model.logits(tokens)
+    assert not np.array_equal(found, expected)
+    np.testing.assert_allclose(found, expected, atol=0.05 * float(np.abs(expected).max()))
+
+
+def test_an_exported_folder_is_the_run_it_came_from(exported, model):
+    found = dreamer_jax.load(exported)
+    jax.tree.map(np.testing.assert_array_equal, (found.params, found.model_state), (model.params, model.model_state))
+    assert found.config.model == model.config.model and repr(found) == repr(model)
+    assert found.generate(TEXTS, 4) == model.generate(TEXTS, 4)
+    with pytest.raises(UserError, match="holds one step"):
+        dreamer_jax.load(exported, average=2)
+
+
+def test_an_exported_folder_brings_its_tokenizer(exported, tmp_path):
+    """Where the run's own file is gone."""
+    pytest.importorskip("tokenizers")
+    copy = Path(shutil.copytree(exported, tmp_path / "copy"))
+    content = json.loads((copy / "config.json").read_text())
+    content["training_run"]["config"]["data.tokenizer"] = "gone.model"
+    (copy / "config.json").write_text(json.dumps(content))
+    model = dreamer_jax.load(copy)
+    for text in (*TEXTS, "über 🎉 <|begin_of_text|>"):
+        assert model.encode(text) == [BYTES.bos, *text.encode()]
+    assert (model.tokenizer.eos, model.tokenizer.pad) == (BYTES.eos, BYTES.pad)
+
+
+@pytest.mark.parametrize("tokens", [[[1, 2], [1]], [1, 2], [[0.5]], "abc", [], [[]]])
+def test_tokens_are_rows_of_one_length(model, tokens):
+    with pytest.raises(UserError, match="rows of one length"):
+        model.logits(tokens)
+
+
+def test_what_can_not_be_asked(model, run):
+    with pytest.raises(UserError, match="outside the model's vocabulary of 259"):
+        model.states([[259]])
+    with pytest.raises(UserError, match="at least one depth"):
+        model.logits([[1]], 0)
+    with pytest.raises(UserError, match="not a run directory"):
+        dreamer_jax.load(run / "nothing")
+    with pytest.raises(UserError, match="no checkpoint of step 8"):
+        dreamer_jax.load(run, step=8)
+
+
+def test_a_model_without_its_tokenizer_still_computes(tmp_path):
+    """Only texts need one."""
+    model = dreamer_jax.load(make_run(tmp_path / "run", "LA", tokenizer="another"))
+    assert model.logits([[1, 2]]).shape == (1, 2, 259)
+    with pytest.raises(UserError, match="not the tokenizer"):
+        model.encode("x")
+    layers = model.config.model.depth
+    with pytest.raises(UserError, match=f"has {layers} layers and can't be applied at depth {layers + 1}"):
+        model.logits([[1, 2]], layers + 1)
