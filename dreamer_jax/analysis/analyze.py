@@ -16,6 +16,7 @@ from dreamer_jax.analysis.collection import ROWS, collect, sample_sequences
 from dreamer_jax.analysis.figures import make_figures
 from dreamer_jax.analysis.report import write_report
 from dreamer_jax.analysis.summary import Summary, summarise
+from dreamer_jax.analysis.trajectories import trajectories
 from dreamer_jax.config.sections import Config, MeshConfig
 from dreamer_jax.data import open_data
 from dreamer_jax.errors import UserError
@@ -81,12 +82,13 @@ def examine(
         raise UserError(f"{run}: --compare needs an LA run, and this is {family.headline()}")
     opened = open_data(_with_data(config, data))
     mesh = make_mesh(MeshConfig(data=(jax.device_count(),)))
-    seen = 0
+    seen, first = 0, None
 
     def batches():
-        nonlocal seen
+        nonlocal seen, first
         for batch in sample_sequences(opened.heldout_batches, sequences, ROWS * mesh.size, seed):
             seen += _documents(batch)
+            first = first or batch
             yield batch
 
     sums = collect(config.model, model.params, model.model_state, batches(), mesh)
@@ -96,7 +98,10 @@ def examine(
         "sequences": seen,
         "data": Path(data).name if data else "its held-out data",
     }
-    return described | summarise(config.model, sums, jax.device_get(model.model_state)), config
+    summary = described | summarise(config.model, sums, jax.device_get(model.model_state))
+    if family.flags.injects_inputs and first:
+        summary["trajectories"] = trajectories(family, model.params, model.model_state, first, opened.tokenizer)
+    return summary, config
 
 
 def _place(folder: str | Path) -> epath.Path:

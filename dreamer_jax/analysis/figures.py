@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from etils import epath
 
+from dreamer_jax.analysis.convergence_figures import draw_changes, draw_entropy, draw_settling, draw_trajectories
 from dreamer_jax.analysis.distributions import (
     depth_given_expert,
     depth_map,
@@ -18,68 +16,8 @@ from dreamer_jax.analysis.distributions import (
     expert_order,
     lorenz,
 )
+from dreamer_jax.analysis.drawing import MAP, Figure, draw_curves, draw_heat
 from dreamer_jax.analysis.summary import EXPERTS, Summary
-
-MAP = "cividis"
-"""Colour map of all figures: the same order of lightness in grey and for every kind of colour vision."""
-LIGHT = {
-    "text": "#1b1b1b",
-    "background": "#ffffff",
-    "grid": "#b8b8b8",
-    "range": (0.0, 0.8),
-    "lines": ("#0072b2", "#d55e00", "#009e73"),
-}
-DARK = {
-    "text": "#e8e8e8",
-    "background": "#16181c",
-    "grid": "#555a62",
-    "range": (0.2, 1.0),
-    "lines": ("#56b4e9", "#e69f00", "#20c997"),
-}
-"""Colours of a theme. `range` is the part of the map that shows up as lines; `lines` are mostly of Okabe and Ito, and
-curves of one panel differ in marker and dash too."""
-MARKERS = (("o", "-"), ("s", "--"), ("^", ":"))
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One figure of the report.
-
-    Attributes:
-        name: of its files.
-        title, text: for the report.
-        size: inches.
-        draw: (matplotlib figure, theme) -> None.
-    """
-
-    name: str
-    title: str
-    text: str
-    size: tuple[float, float]
-    draw: Callable[[Any, dict[str, Any]], None]
-
-    def render(self, kind: str, theme: dict[str, Any] = LIGHT) -> bytes:
-        """The file: kind "png" (150 dots an inch) or "svg" (text as outlines)."""
-        import matplotlib  # slow to import
-        from matplotlib.figure import Figure as Canvas
-
-        colours = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-        style: dict[str, Any] = dict.fromkeys(colours, theme["text"])
-        style |= {"axes.facecolor": theme["background"], "figure.facecolor": theme["background"]}
-        style |= {"grid.color": theme["grid"], "font.size": 9, "svg.hashsalt": self.name, "legend.frameon": False}
-        with matplotlib.rc_context(style):  # type: ignore[arg-type]
-            canvas = Canvas(figsize=self.size, layout="constrained")
-            self.draw(canvas, theme)
-            file = io.BytesIO()
-            canvas.savefig(file, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-        return file.getvalue()
-
-    def save(self, folder: epath.PathLike) -> list[epath.Path]:
-        """Write name.png and name.svg; returns their paths."""
-        paths = [epath.Path(folder) / f"{self.name}.{kind}" for kind in ("png", "svg")]
-        for path in paths:
-            path.write_bytes(self.render(path.suffix[1:]))
-        return paths
 
 
 def make_figures(summary: Summary, layered: Summary | None = None) -> list[Figure]:
@@ -109,7 +47,16 @@ def make_figures(summary: Summary, layered: Summary | None = None) -> list[Figur
         if len(summary["routers"]) > 1:
             add("attention_experts", (7.5, 3.6), lambda c, _: _attention_experts(c, summary))
     add("lens", (6.4, 3.4), lambda c, t: _lens(c, t, summary))
+    if "entropy" in summary["lens"]:
+        add("entropy", (6.4, 3.4), lambda c, t: draw_entropy(c, t, summary["lens"]))
     add("residual", (9, 2.9), lambda c, t: _residual(c, t, summary))
+    if "convergence" in summary:
+        add("settling", (9, 3.4), lambda c, t: draw_settling(c, t, summary["convergence"]))
+    if "trajectories" in summary:
+        paths = summary["trajectories"]
+        documents = 1 + paths["tokens"][-1]["document"]
+        add("changes", (7.5, 1.2 + 0.17 * len(paths["tokens"])), lambda c, _: draw_changes(c, summary))
+        add("trajectories", (11, 1 + 2.1 * documents), lambda c, t: draw_trajectories(c, t, paths))
     if summary["routers"]:
         add("routers", (9, 2.9), lambda c, t: _routers(c, t, summary))
     if "observed" in summary:
@@ -117,22 +64,12 @@ def make_figures(summary: Summary, layered: Summary | None = None) -> list[Figur
     return figures
 
 
-def _heat(canvas, axes, table, label, x_label, y_label, **options) -> None:
-    """A table [depth, x] as a map with depth 0 at the bottom, and its colour bar."""
-    # `nearest`, so that every expert is a column of its own and none is smeared into its neighbour.
-    image = axes.imshow(table, origin="lower", aspect="auto", cmap=MAP, interpolation="nearest", **options)
-    axes.set(xlabel=x_label, ylabel=y_label)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.get_major_locator().set_params(integer=True)
-    canvas.colorbar(image, ax=axes, label=label)
-
-
 def _depth_attention(canvas, theme, summary: Summary) -> None:
     table = depth_map(np.array(summary["depth_attention"]["scores"]))
     axes = canvas.add_subplot()
     axes.set_facecolor(theme["background"])
     label = "average score over the row's largest"
-    _heat(canvas, axes, table, label, "depth looked back to", "depth looking", vmin=0, vmax=1)
+    draw_heat(canvas, axes, table, label, "depth looked back to", "depth looking", vmin=0, vmax=1)
 
 
 def _experts(canvas, counts: np.ndarray, distribution: Callable, label: str) -> None:
@@ -141,7 +78,7 @@ def _experts(canvas, counts: np.ndarray, distribution: Callable, label: str) -> 
     table = distribution(counts)[:, order]
     # A few busy cells would leave the rest black.
     top = max(float(np.quantile(table, 0.99)), 1e-12)
-    _heat(canvas, axes, table, label, "expert, by depths that hold 90 % of its use", "depth", vmin=0, vmax=top)
+    draw_heat(canvas, axes, table, label, "expert, by depths that hold 90 % of its use", "depth", vmin=0, vmax=top)
     canvas.axes[-1].set_title("≥" if table.max() > top else "", fontsize=8)
     groups = depths_needed(counts)[order]
     starts = np.flatnonzero(np.diff(groups, prepend=-1))
@@ -199,17 +136,7 @@ def _attention_experts(canvas, summary: Summary) -> None:
         axes = canvas.add_subplot(1, len(names), place)
         table = expert_given_depth(np.array(summary["routers"][name]["counts"]))
         title = f"expert of the {name.replace('_', ' ')}"
-        _heat(canvas, axes, table, "P(expert | depth)", title, "depth", vmin=0, vmax=1)
-
-
-def _curves(axes, theme, curves: dict[str, list[float]], y_label: str) -> None:
-    for (label, values), colour, (marker, dash) in zip(curves.items(), theme["lines"], MARKERS, strict=False):
-        axes.plot(range(len(values)), values, dash, marker=marker, color=colour, markersize=4, label=label)
-    axes.set(xlabel="depth", ylabel=y_label)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.5)
-    if len(curves) > 1:
-        axes.legend()
+        draw_heat(canvas, axes, table, "P(expert | depth)", title, "depth", vmin=0, vmax=1)
 
 
 def _lens(canvas, theme, summary: Summary) -> None:
@@ -218,7 +145,7 @@ def _lens(canvas, theme, summary: Summary) -> None:
     if lens["answers"]:
         curves["answers"] = lens["answer_accuracy"]
     axes = canvas.add_subplot()
-    _curves(axes, theme, curves, "next token right")
+    draw_curves(axes, theme, curves, "next token right")
     axes.set_ylim(0, 1.08 * max(1e-3, *map(max, curves.values())))
 
 
@@ -226,14 +153,14 @@ def _residual(canvas, theme, summary: Summary) -> None:
     labels = {"norm": "L2 norm", "cosine": "cosine with the depth before", "distance": "distance from the depth before"}
     for place, (name, label) in enumerate(labels.items(), 1):
         axes = canvas.add_subplot(1, 3, place)
-        _curves(axes, theme, {label: summary["residual"][name]}, label)
+        draw_curves(axes, theme, {label: summary["residual"][name]}, label)
         if name == "distance":  # the embeddings are short, so the first depth goes furthest by far
             axes.set_yscale("log")
 
 
 def _observed(canvas, theme, summary: Summary) -> None:
     curves = {name.replace("_", " "): row for name, row in summary["observed"].items() if np.ndim(row) == 1}
-    _curves(canvas.add_subplot(), theme, curves, "average over the tokens")
+    draw_curves(canvas.add_subplot(), theme, curves, "average over the tokens")
 
 
 def _routers(canvas, theme, summary: Summary) -> None:
@@ -242,11 +169,11 @@ def _routers(canvas, theme, summary: Summary) -> None:
         name.replace("_", " "): [value / max(router["largest_entropy"], 1e-12) for value in router["entropy"]]
         for name, router in routers.items()
     }
-    _curves(canvas.add_subplot(1, 3, 1), theme, share, "entropy over the largest possible")
+    draw_curves(canvas.add_subplot(1, 3, 1), theme, share, "entropy over the largest possible")
     axes = canvas.add_subplot(1, 3, 2)
     histogram = np.array(routers.get(EXPERTS, next(iter(routers.values())))["score_histogram"])
     edges = (0, 1, -0.5, len(histogram) - 0.5)
-    _heat(canvas, axes, histogram, "share", "score of selected experts", "depth", extent=edges, vmin=0)
+    draw_heat(canvas, axes, histogram, "share", "score of selected experts", "depth", extent=edges, vmin=0)
     axes.xaxis.get_major_locator().set_params(integer=False)
     axes = canvas.add_subplot(1, 3, 3)
     for place, router in enumerate(router for router in routers.values() if router["bias"]):

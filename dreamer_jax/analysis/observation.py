@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dreamer_jax.analysis.convergence import change, count_changes
 from dreamer_jax.blocks.loss import token_losses
-from dreamer_jax.families import build, forward
+from dreamer_jax.families import Family, build, forward
 
 LENS_TARGETS = 32
 """Targets of a row that the logit lens reads, spread evenly over those that count: the head is applied to them at
@@ -36,6 +37,8 @@ def observe_batch(config: Any, params: Any, model_state: Any, batch: Mapping[str
         the stream before, and distance from it relative to the norm before.
         `lens_loss` [L] float32, `lens_correct`, `lens_answers_correct` [L] int32: the head applied after each depth.
         `tokens`, `lens_targets`, `lens_answers`: scalars int32, what those sums are over.
+        Of a family that injects its inputs: `lens_entropy` [L] float32, of the distribution that the head predicts, in
+        nats; `settled` [L+1] and `changes` [L, BINS] int32, see `count_changes`.
         And what the family's blocks saw. Of routers: `counts` and `scores`, router -> [L, E] and [L, BINS] int32,
         selections by expert and by score; `entropy`, router -> [L] float32, of the sigmoid scores of all experts,
         normalised, in nats. Of depth attention: `depth_scores`, [L, n, L] float32, weights by depth, head and attended
@@ -45,6 +48,8 @@ def observe_batch(config: Any, params: Any, model_state: Any, batch: Mapping[str
     real = batch["segment_ids"].reshape(-1) > 0
     rows, columns, lens = choose_targets(batch["loss_mask"], batch["answer_mask"])
     lens["targets"] = batch["targets"][rows, columns]
+    # Only there can a recurrence converge to what its input says. Other families' sums stay as they are.
+    converges = family.flags.injects_inputs
 
     def observe(step: Callable) -> Callable:
         def observed(weights, state, inputs, depth, memory, context, tape=None):
@@ -56,11 +61,16 @@ def observe_batch(config: Any, params: Any, model_state: Any, batch: Mapping[str
             sums["lens_loss"] = jnp.sum(losses * lens["counted"])
             sums["lens_correct"] = jnp.sum(correct & lens["counted"])
             sums["lens_answers_correct"] = jnp.sum(correct & lens["answers"])
+            if converges:
+                sums["lens_entropy"] = jnp.sum(_entropy(family, params, hidden[rows, columns]) * lens["counted"])
+                sums["change"] = change(before, after).reshape(-1)
             return stepped._replace(counts=sums)
 
         return observed
 
     sums = forward(family, params, model_state, batch, observe=observe).counts
+    if converges:
+        sums |= count_changes(sums.pop("change"), real)
     totals = {"tokens": real, "lens_targets": lens["counted"], "lens_answers": lens["answers"]}
     return {**sums, **{name: jnp.sum(mask, dtype=jnp.int32) for name, mask in totals.items()}}
 
@@ -85,6 +95,16 @@ def choose_targets(loss_mask: jax.Array, answer_mask: jax.Array):
     rows = jnp.repeat(jnp.arange(loss_mask.shape[0]), limit)
     counted = (grown & loss_mask)[rows, columns]
     return rows, columns, {"counted": counted, "answers": counted & answer_mask[rows, columns]}
+
+
+def _entropy(family: Family, params: Any, hidden: jax.Array) -> jax.Array:
+    """Of the distributions that the head makes of [M, h], [M] float32 in nats; LENS_TARGETS logits at once."""
+
+    def entropy(row: jax.Array) -> jax.Array:
+        logits = jax.nn.log_softmax(family.logits(params, row))
+        return -jnp.sum(jnp.exp(logits) * logits, axis=-1)
+
+    return jax.lax.map(entropy, hidden, batch_size=LENS_TARGETS)
 
 
 def _stream(x: jax.Array, new: jax.Array, real: jax.Array) -> Sums:

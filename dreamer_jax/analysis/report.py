@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 
-from dreamer_jax.analysis.figures import DARK, Figure
+from dreamer_jax.analysis.drawing import DARK, Figure
 from dreamer_jax.analysis.summary import Summary
 
 STYLE = """
@@ -37,9 +37,11 @@ def write_report(summary: Summary, figures: list[Figure]) -> str:
         f"{summary['run']}, checkpoint {summary['step']:,}: {summary['sequences']:,} sequences of {summary['data']}, "
         f"{summary['tokens']:,} tokens."
     )
+    table = numbers(summary)
+    paper = "The paper's DR+DA, depth 32" if any(said for _, _, said in table) else ""
     rows = "\n".join(
-        f"<tr><td>{html.escape(label)}</td><td class=number>{html.escape(value)}</td><td>{html.escape(paper)}</td></tr>"
-        for label, value, paper in numbers(summary)
+        f"<tr><td>{html.escape(label)}</td><td class=number>{html.escape(value)}</td><td>{html.escape(said)}</td></tr>"
+        for label, value, said in table
     )
     overlap = "An expert that needs two depths counts as both specialised and generalised in a model this shallow."
     note = (
@@ -58,7 +60,7 @@ def write_report(summary: Summary, figures: list[Figure]) -> str:
 <h1>{html.escape(title)}</h1>
 <p class="quiet">{html.escape(about)} Depths are counted from 0.</p>
 <table>
-<tr><th>Measure</th><th>Here</th><th>The paper's DR+DA, depth 32</th></tr>
+<tr><th>Measure</th><th>Here</th><th>{paper}</th></tr>
 {rows}
 </table>
 {note}
@@ -78,6 +80,20 @@ def numbers(summary: Summary) -> list[tuple[str, str, str]]:
         best = max(lens["accuracy"])
         early = next((l for l, value in enumerate(lens["accuracy"]) if value >= 0.9 * best), depth - 1)
         table.append(("first depth with 90 % of the best depth's accuracy", f"{early} of 0–{depth - 1}", ""))
+    return table + _convergence_numbers(summary, depth)
+
+
+def _convergence_numbers(summary: Summary, depth: int) -> list[tuple[str, str, str]]:
+    table = []
+    if "convergence" in summary:
+        settled, threshold = summary["convergence"]["settled"], summary["convergence"]["threshold"]
+        share = sum(settled[:-1]) / max(1, sum(settled))
+        table.append((f"tokens that settle (changes below {threshold}) before step {depth}", f"{share:.1%}", ""))
+    if "trajectories" in summary:
+        kinds = [token["kind"] for token in summary["trajectories"]["tokens"]]
+        for kind in dict.fromkeys(kinds):
+            label = f"chosen tokens whose path is called {kind}, at depth {summary['trajectories']['depth']}"
+            table.append((label, f"{kinds.count(kind)} of {len(kinds)}", ""))
     return table
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dreamer_jax.analysis.convergence import EDGES, SETTLED
 from dreamer_jax.analysis.distributions import expert_numbers
 from dreamer_jax.analysis.observation import Sums
 from dreamer_jax.families import build
@@ -27,7 +28,9 @@ def summarise(config: Any, sums: Sums, model_state: Any) -> Summary:
     Returns:
         `model` (variant, depth L, experts), `tokens`.
         `residual`: `norm`, `cosine`, `distance` [L]. `lens`: `targets`, `answers`; `accuracy`, `answer_accuracy`,
-        `loss` [L].
+        `loss` [L]; of a family that injects its inputs `entropy` [L] (nats) too.
+        `convergence`, of such a family: `threshold`; `settled` [L+1], tokens by the steps they need to settle, the last
+        of them those that don't; `edges` [BINS+1] and `changes` [L, BINS] (shares), how far each step moves the state.
         `depth_attention`: `scores` [L, L] and `scores_by_head` [n, L, L], or None.
         `routers`, name -> `counts` [L, E], `entropy` [L] and `largest_entropy` (nats), `score_histogram` [L, BINS]
         (shares), `bias` (quantiles); and `experts`, see `expert_numbers`, of models that have some.
@@ -47,6 +50,13 @@ def summarise(config: Any, sums: Sums, model_state: Any) -> Summary:
     summary["depth_attention"] = attention
     summary["residual"] = {name: (sums[name] / max(1, tokens)).tolist() for name in RESIDUAL}
     summary["lens"] = _lens(sums)
+    if "settled" in sums:
+        summary["convergence"] = {
+            "threshold": SETTLED,
+            "settled": sums["settled"].tolist(),
+            "edges": EDGES.tolist(),
+            "changes": (sums["changes"] / max(1, tokens)).tolist(),
+        }
     others = {name: (values / max(1, tokens)).tolist() for name, values in sums.items() if name not in KNOWN}
     return summary | ({"observed": others} if others else {})
 
@@ -54,7 +64,8 @@ def summarise(config: Any, sums: Sums, model_state: Any) -> Summary:
 RESIDUAL = ("norm", "cosine", "distance")
 KNOWN = {
     *RESIDUAL,
-    *("tokens", "lens_loss", "lens_correct", "lens_answers_correct", "lens_targets", "lens_answers"),
+    *("tokens", "lens_loss", "lens_correct", "lens_answers_correct", "lens_targets", "lens_answers", "lens_entropy"),
+    *("settled", "changes"),
     *("counts", "scores", "entropy", "depth_scores"),
 }
 """Sums that have a place of their own in a summary."""
@@ -79,13 +90,16 @@ def _router(name: str, sums: Sums, bias: Any, tokens: int) -> dict[str, Any]:
 
 def _lens(sums: Sums) -> dict[str, Any]:
     targets, answers = int(sums["lens_targets"]), int(sums["lens_answers"])
-    return {
+    lens = {
         "targets": targets,
         "answers": answers,
         "accuracy": (sums["lens_correct"] / max(1, targets)).tolist(),
         "answer_accuracy": (sums["lens_answers_correct"] / max(1, answers)).tolist(),
         "loss": (sums["lens_loss"] / max(1, targets)).tolist(),
     }
+    if "lens_entropy" in sums:
+        lens["entropy"] = (sums["lens_entropy"] / max(1, targets)).tolist()
+    return lens
 
 
 def scalars(summary: Summary) -> dict[str, float]:
@@ -103,6 +117,10 @@ def scalars(summary: Summary) -> dict[str, float]:
     by_depth["lens/accuracy"] = summary["lens"]["accuracy"]
     if summary["lens"]["answers"]:
         by_depth["lens/answer_accuracy"] = summary["lens"]["answer_accuracy"]
+    if "convergence" in summary:
+        settled = np.array(summary["convergence"]["settled"])
+        values["convergence/settled"] = settled[:-1].sum() / max(1, settled.sum())
+        by_depth["lens/entropy"] = summary["lens"]["entropy"]
     if summary["depth_attention"]:
         scores = np.array(summary["depth_attention"]["scores"])
         by_depth["depth_attention/on_itself"] = np.diag(scores).tolist()

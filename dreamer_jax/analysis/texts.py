@@ -8,6 +8,10 @@ TITLES = {
     "attention_experts": "Which attention expert each depth chooses",
     "lens": "From which depth the next token can be read off",
     "residual": "How the residual stream changes",
+    "entropy": "How certain the prediction is",
+    "settling": "How many steps a token needs to settle",
+    "changes": "How far each step moves single tokens",
+    "trajectories": "Where single tokens go",
     "routers": "How decided the routers are",
     "observed": "What else the model's blocks saw",
 }
@@ -47,6 +51,27 @@ TEXTS = {
         "Averages over the tokens after each depth: length of the residual stream, cosine with the stream before the "
         "depth, and distance from it relative to its length. A distance that falls towards 0 means convergence. In "
         "recurrent models the stream is normalised at every depth, which fixes its length up to the learned scale."
+    ),
+    "entropy": (
+        "Entropy of the distribution that the logit lens predicts after every depth, averaged over the same targets. "
+        "0 is certainty. Where it stays flat, further steps don't change how sure the model is."
+    ),
+    "settling": (
+        "A step changes the state s of a token to s'. Left: how large these changes are at each depth, as a share of "
+        "the state, over all tokens; the dashed line is the threshold. Right: how many steps a token takes until all "
+        "changes that follow are below the threshold. Tokens that still move in the last step are the bar on the right."
+    ),
+    "changes": (
+        "The same change, for some tokens of the first documents, each a row in reading order. The model goes deeper "
+        "here than it was trained, where it can; the dashed line is the trained depth. Rows that stay bright are "
+        "tokens that don't come to rest."
+    ),
+    "trajectories": (
+        "The states of these tokens, projected on the first two principal components of all of them together, one row "
+        "of panels a document. Colour is the step, the ring the first state, which in some models is random, the cross "
+        "the last one. Over each panel stands what the second half of the path looks like in all dimensions: it stays "
+        "in one place (fixed point), moves on in one direction (slider), comes back to where it has been (orbit), or "
+        "none of these. This describes the steps that were taken and proves nothing about those that would follow."
     ),
     "routers": (
         "Left: entropy of each router's sigmoid scores over all its experts, as a share of the largest possible; "

@@ -1,4 +1,4 @@
-"""`dreamer analyze RUN`: what depth attention and the experts of a trained model do, as a report."""
+"""`dreamer analyze RUN`: what depth attention and experts of a trained model do, how its states converge; a report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(arguments: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="dreamer analyze",
-        description="Statistics of depth attention and experts over held-out sequences: report.html, figures, numbers.",
+        description="Depth attention, experts and convergence over held-out sequences: report.html, figures, numbers.",
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="a run directory, or one checkpoint in it (RUN/checkpoints/500)")

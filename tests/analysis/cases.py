@@ -17,13 +17,20 @@ data: {{source: task, task: boolean, difficulty: 2, loss: answer, sequence_lengt
 training: {{steps: 3, batch_size: 8, warmup_steps: 2}}
 run: {{dir: {directory}}}
 """
+HUGINN = """
+model: {family: huginn, depth: 3, prelude_layers: 1, core_layers: 2, coda_layers: 1, hidden_size: 16, vocab_size: 259,
+  heads: 2, kv_heads: 2, head_size: 8, mlp_size: 24, dtype: float32}
+"""
 
 
-def make_run(directory: Path, variant: str) -> Path:
-    """A run at step 0, as `dreamer train` would have saved it."""
+def make_run(directory: Path, variant: str = "DR", model: str = "") -> Path:
+    """A run at step 0, as `dreamer train` would have saved it; `model` takes the place of Dreamer's section."""
     directory.mkdir(parents=True)
     written = directory.parent / f"{directory.name}.yaml"
-    written.write_text(CONFIG.format(variant=variant, directory=directory), encoding="utf-8")
+    text = CONFIG.format(variant=variant, directory=directory)
+    if model:
+        text = model + text[text.index("data:") :]
+    written.write_text(text, encoding="utf-8")
     loaded = load_config(written)
     checkpoints = Checkpoints(open_run(loaded).local, loaded.config.checkpoint, {"data": "", "tokenizer": ""})
     checkpoints.save(create_state(loaded.config, make_mesh(loaded.config.mesh)))

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from dreamer_jax.analysis.collection import sample_sequences
-from dreamer_jax.analysis.figures import DARK, layered_curve, make_figures
+from dreamer_jax.analysis.drawing import DARK
+from dreamer_jax.analysis.figures import layered_curve, make_figures
 from dreamer_jax.analysis.report import numbers
 from dreamer_jax.cli.main import main
 from tests.analysis.cases import make_run

@@ -33,6 +33,7 @@ SMALL_RUN = {
     "data.difficulty": "2",
 }
 """Takes the place of whatever a documented `dreamer train` or `dreamer bench train` says."""
+SMALL_HUGINN = {"model.head_size": "8", "model.mlp_size": "32", "model.core_layers": "1"}
 
 
 def documented_commands() -> list[tuple[str, str]]:
@@ -75,6 +76,16 @@ def with_options(words: list[str], options: dict[str, str]) -> list[str]:
     return rest
 
 
+@pytest.fixture(scope="module")
+def huginn(tmp_path_factory):
+    """A finished run of that family."""
+    directory = str(tmp_path_factory.mktemp("runs") / "huginn")
+    small = {key: value for key, value in SMALL_RUN.items() if "expert" not in key} | SMALL_HUGINN
+    words = with_options(["train", str(ROOT / "configs/models/huginn/tiny.yaml")], small)
+    assert main([*words, "--run.dir", directory]) == 0
+    return directory
+
+
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
     """A folder as the documentation assumes it: the checkout's configurations and a file my.jsonl."""
@@ -113,6 +124,8 @@ def test_documented_command(command, workplace, trained, capsys):
             small |= {"data.path": "my.jsonl", "data.tokenizer": "bytes", "evaluation.harder": "0"}
         elif words[0] == "train":
             small["evaluation.harder"] = "3"
+        if "huginn" in command:
+            small = {key: value for key, value in small.items() if "expert" not in key} | SMALL_HUGINN
         if "LA" in words:
             small["model.num_experts"] = "4"
         if words[0] == "bench":
@@ -132,17 +145,18 @@ def documented_python(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/inference.md"])
-def test_documented_python(page, workplace, trained, capsys):
+@pytest.mark.parametrize("page", ["README.md", "docs/inference.md", "docs/huginn.md"])
+def test_documented_python(page, workplace, trained, huginn, capsys):
     """The blocks of a page, one after the other, as in a notebook."""
     (workplace / "runs").mkdir()
     (workplace / "runs" / "quickstart").symlink_to(trained)
+    (workplace / "runs" / "huginn_tiny").symlink_to(huginn)
     names: dict = {}
     blocks = documented_python(page)
     assert blocks
     for block in blocks:
         exec(compile(block, page, "exec"), names)
-    assert names["logits"].shape[-1] == 259 and names["states"].shape[0] == 3
+    assert names["logits"].shape[-1] == 259 and names["states"].shape[0] in (3, 17)
 
 
 def test_the_worked_example_of_a_family(workplace, monkeypatch, capsys):

@@ -1,0 +1,93 @@
+"""Slots of a recurrent core: which keys a position sees of others that went through fewer recurrences, or more."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dreamer_jax.blocks.memory import Context
+from dreamer_jax.blocks.operations import Operations
+from dreamer_jax.blocks.positions import Depth
+
+Rule = Literal["latest", "full", "always-last"]
+
+
+class SharedSlots(flax.struct.PyTreeNode):
+    """Keys and values of a core of C layers at every recurrence, in rows that grow.
+
+    Layer j at recurrence l is written to number (l C + j) mod N. With N = C L nothing is written over; with N = C R a
+    token keeps its last R recurrences ("compress"). What a query at recurrence l sees of a position that went through r
+    recurrences only (Geiping et al., 2025, section 6, and the released code):
+
+    - latest: the deepest there is, at most l; with a ring, the deepest number there is of the same layer.
+    - full: nothing of positions with r <= l.
+    - always-last: like latest, but if any position of the row lacks recurrence l, all are seen as they were last, even
+      deeper than l.
+
+    Attributes:
+        keys, values: [N, B, S, kv, d], compute dtype.
+        reached: [B, S] int32, r of every position; None with latest, where `fill` copies instead.
+        layers: C.
+        rule: see above.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    reached: jax.Array | None
+    layers: int = flax.struct.field(pytree_node=False)
+    rule: Rule = flax.struct.field(pytree_node=False)
+
+    @classmethod
+    def empty(
+        cls, layers: int, kept: int, rows: int, capacity: int, kv_heads: int, size: int, dtype: str, rule: Rule
+    ) -> SharedSlots:
+        """For B rows of at most S positions, of which `kept` recurrences are kept."""
+        zeros = jnp.zeros((layers * kept, rows, capacity, kv_heads, size), dtype)
+        reached = None if rule == "latest" else jnp.zeros((rows, capacity), jnp.int32)
+        return cls(zeros, zeros, reached, layers, rule)
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, context: Context, operations: Operations
+    ) -> tuple[jax.Array, SharedSlots]:
+        """Attention over the own row, [B, P, n, d], after k and v are written; `depth.index` is l C + j."""
+        rows, number = jnp.arange(self.keys.shape[1])[:, None], depth.index % len(self.keys)
+        place = (number, rows, context.positions)
+        new = {
+            name: getattr(self, name).at[place].set(part.astype(self.keys.dtype), mode="drop")
+            for name, part in (("keys", k), ("values", v))
+        }
+        if self.reached is not None:
+            own = jnp.broadcast_to(depth.index // self.layers + 1, context.positions.shape)
+            new["reached"] = self.reached.at[rows, context.positions].set(own, mode="drop")
+        slots = self.replace(**new)
+        seen = slots._numbers(depth.index, context.positions)
+        return operations.sequence_attention.over_slots(q, slots.keys, slots.values, seen, context.positions), slots
+
+    def _numbers(self, index: jax.Array, positions: jax.Array) -> jax.Array:
+        """Which number every key is taken from, as `over_slots` wants it."""
+        if self.reached is None:
+            return index % len(self.keys)
+        recurrence = (index // self.layers).reshape(*index.shape, *[1] * (3 - index.ndim))  # [1 or B, 1 or P, 1]
+        reached = self.reached[:, None]  # [B, 1, S]
+        missing = reached <= recurrence  # [B, 1 or P, S]
+        if self.rule == "full":
+            return jnp.where(missing, -1, recurrence * self.layers + index[..., None] % self.layers)
+        written = jnp.arange(reached.shape[-1]) <= jnp.max(positions, axis=1)[:, None, None]  # [B, 1, S]
+        some = jnp.any(missing & written, axis=-1, keepdims=True)
+        depths = jnp.where(some, jnp.maximum(reached - 1, 0), recurrence)
+        return depths * self.layers + index[..., None] % self.layers
+
+    def fill(self, depths: jax.Array, positions: jax.Array) -> SharedSlots:
+        """After positions [B] have stopped at recurrences [B]: with latest, what they left last stands for the rest."""
+        if self.reached is not None:
+            return self
+        rows, numbers = jnp.arange(positions.shape[0]), jnp.arange(len(self.keys))[:, None]
+        source = jnp.minimum(numbers // self.layers, depths) * self.layers + numbers % self.layers  # [N, B]
+
+        def filled(slots: jax.Array) -> jax.Array:
+            return slots.at[:, rows, positions].set(slots[source, rows, positions], mode="drop")
+
+        return self.replace(keys=filled(self.keys), values=filled(self.values))

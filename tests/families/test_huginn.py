@@ -1,0 +1,348 @@
+"""Huginn against the outputs of its official code, and against a plain float64 version of its equations."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dreamer_jax.blocks.memory import Context
+from dreamer_jax.config.models.huginn import HuginnConfig
+from dreamer_jax.export.huginn import names_of, params_of, to_tensor
+from dreamer_jax.families import Drawn, build, depth_of, forward, initialise
+from dreamer_jax.families.huginn import recurrences
+
+GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
+OFFICIAL = HuginnConfig(
+    depth=8,
+    hidden_size=64,
+    heads=4,
+    kv_heads=4,
+    head_size=16,
+    mlp_size=128,
+    vocab_size=512,
+    gradient_recurrences=4,
+    dtype="float32",
+)
+
+
+@pytest.fixture(scope="module")
+def golden():
+    if not GOLDEN.is_dir():
+        pytest.skip("the official outputs aren't here")
+    arrays = np.load(GOLDEN / "huginn_tiny.npz")
+    tensors = {name[2:]: arrays[name] for name in arrays.files if name.startswith("w/")}
+    return arrays, json.loads((GOLDEN / "huginn_tiny.json").read_text()), params_of(tensors, OFFICIAL)
+
+
+def run(config, params, tokens, depth, s0):
+    family = build(config)
+
+    @jax.jit
+    def both(params, tokens, s0):
+        passed = forward(family, params, {}, {"tokens": tokens}, depth, initial_state=s0)
+        hidden, _ = family.readout(params, passed.state, passed.memory, passed.context)
+        return passed.inputs, passed.state, family.logits(params, hidden)
+
+    return both(params, jnp.asarray(tokens, jnp.int32), jnp.asarray(s0))
+
+
+def test_official_forward(golden):
+    arrays, _, params = golden
+    states = arrays["fwd/raw_states_0_to_2"]
+    for depth in (1, 2):
+        inputs, state, logits = run(OFFICIAL, params, arrays["fwd/input_ids"], depth, arrays["fwd/s0"])
+        np.testing.assert_allclose(inputs, arrays["fwd/prelude_out"], atol=1e-4)
+        np.testing.assert_allclose(state, states[depth], atol=1e-4)
+        np.testing.assert_allclose(logits, arrays[f"fwd/logits_r{depth}"], atol=1e-4)
+
+
+@pytest.mark.parametrize(("key", "differentiated"), [("train", 2), ("train_full_bptt", 5)])
+def test_official_gradients(golden, key, differentiated):
+    """3 recurrences without and 2 with gradient, and 5 with: one loss, other gradients."""
+    arrays, said, params = golden
+    labels = arrays["train/labels"]
+    config = dataclasses.replace(OFFICIAL, gradient_recurrences=differentiated)
+    family = build(config)
+    batch = {
+        "tokens": jnp.asarray(arrays["fwd/input_ids"], jnp.int32),
+        "targets": jnp.asarray(np.maximum(labels, 0), jnp.int32),
+        "loss_mask": jnp.asarray(labels >= 0),
+    }
+
+    def loss(params):
+        drawn = Drawn(jnp.int32(5), 5, differentiated)
+        passed = forward(family, params, {}, batch, drawn, initial_state=jnp.asarray(arrays["fwd/s0"]))
+        return family.loss(params, passed, batch)[0] / (labels >= 0).sum()
+
+    found, gradients = jax.jit(jax.value_and_grad(loss))(params)
+    np.testing.assert_allclose(found, said[key]["loss"], rtol=1e-5)
+    tensors = to_tensors(gradients, config)
+    assert set(tensors) == set(said[key]["grad_l2"])
+    for name, norm in said[key]["grad_l2"].items():
+        np.testing.assert_allclose(np.linalg.norm(tensors[name]), norm, rtol=1e-4, err_msg=name)
+    if key == "train":
+        whole = [name for name in arrays.files if name.startswith("train/grad.")]
+        assert len(whole) == 3
+        for name in whole:
+            np.testing.assert_allclose(tensors[name.removeprefix("train/grad.")], arrays[name], atol=1e-5)
+
+
+def to_tensors(tree, config):
+    """A tree of parameters under the official names."""
+    tensors = {}
+    for name in names_of(config):
+        leaf = tree
+        for part in name.leaf.split("."):
+            leaf = leaf[part]
+        rows = to_tensor(name, np.asarray(leaf), config)
+        tensors[name.tensor] = np.concatenate([tensors[name.tensor], rows]) if name.tensor in tensors else rows
+    return tensors
+
+
+TINY = HuginnConfig(
+    depth=4,
+    hidden_size=16,
+    heads=4,
+    kv_heads=2,
+    head_size=8,
+    mlp_size=24,
+    vocab_size=32,
+    prelude_layers=1,
+    core_layers=2,
+    coda_layers=1,
+    queries="plain",
+    dtype="float32",
+)
+FORMS = {
+    "huginn": dataclasses.replace(TINY, queries="bias"),
+    "llama": dataclasses.replace(
+        TINY, form="pre_norm", coda_norm=False, tied_head=False, embedding_scale=1.0, state_std=0.0087
+    ),
+    "olmo": dataclasses.replace(TINY, form="branch_norm", queries="norm", coda_norm=False, tied_head=False),
+}
+
+
+def drawn_params(config, seed=0):
+    """Parameters in which nothing is one or zero."""
+    params, _ = initialise(build(config), jax.random.key(seed))
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+    return structure.unflatten([x + 0.2 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forward_is_that_of_the_equations(form):
+    config, depth = FORMS[form], 3
+    params = drawn_params(config)
+    tokens = np.random.default_rng(0).integers(0, 32, (2, 7))
+    s0 = np.random.default_rng(1).normal(size=(2, 7, 16))
+    _, _, logits = run(config, params, tokens, depth, s0.astype(np.float32))
+    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    np.testing.assert_allclose(logits, plain_forward(config, wide, tokens, depth, s0), atol=1e-4)
+
+
+def plain_forward(config, params, tokens, depth, s0):
+    """Geiping et al. (2025), section 3.1, one position and one head after the other, float64."""
+    e = params["embedding"][tokens] * (config.embedding_scale or config.hidden_size**0.5)
+    for layer in params["prelude"].values():
+        e = plain_layer(config, layer, e)
+    s = s0
+    for _ in range(depth):
+        s = np.concatenate([s, e], axis=-1) @ params["adapter"]
+        for layer in params["core"].values():
+            s = plain_layer(config, layer, s)
+    x = plain_norm(config, s, params["final_norm"]) if config.coda_norm else s
+    for layer in params["coda"].values():
+        x = plain_layer(config, layer, x)
+    return plain_norm(config, x, params["final_norm"]) @ params["embedding" if config.tied_head else "head"].T
+
+
+def plain_norm(config, x, scale):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon) * scale
+
+
+def plain_layer(config, layer, x):
+    def norm(name, x):
+        return plain_norm(config, x, layer[name]["scale"])
+
+    def attention(x):
+        return plain_attention(config, layer["attention"], x)
+
+    def mlp(x):
+        gate, up = (x @ layer["feed_forward"][name].T for name in ("gate", "up"))
+        return (gate / (1 + np.exp(-gate)) * up) @ layer["feed_forward"]["out"]
+
+    for name, branch in (("attention", attention), ("mlp", mlp)):
+        if config.form == "sandwich":
+            x = norm(f"{name}_out_norm", x + branch(norm(f"{name}_norm", x)))
+        elif config.form == "pre_norm":
+            x = x + branch(norm(f"{name}_norm", x))
+        else:
+            x = x + norm(f"{name}_out_norm", branch(x))
+    return x
+
+
+def plain_attention(config, weights, x):
+    n, kv, d = config.heads, config.kv_heads, config.head_size
+    q, k, v = np.split(x @ weights["qkv"], [n * d, (n + kv) * d], axis=-1)
+    if config.queries == "bias":
+        q, k = q + weights["q_bias"], k + weights["k_bias"]
+    elif config.queries == "norm":
+        q, k = (plain_norm(config, y, weights[f"{name}_norm"]["scale"]) for name, y in (("q", q), ("k", k)))
+    out = np.zeros_like(q)
+    for b, i, head in np.ndindex(x.shape[0], x.shape[1], n):
+        own = slice(head * d, head * d + d)
+        shared = slice(head * kv // n * d, head * kv // n * d + d)
+        query = turned(q[b, i, own], i, config.rope_base)
+        scores = np.array([query @ turned(k[b, j, shared], j, config.rope_base) for j in range(i + 1)]) / np.sqrt(d)
+        weights_ = np.exp(scores - scores.max())
+        out[b, i, own] = weights_ / weights_.sum() @ v[b, : i + 1, shared]
+    return out @ weights["out"]
+
+
+def turned(x, position, base):
+    """RoPE as complex numbers."""
+    half = len(x) // 2
+    angles = position * base ** (-np.arange(half) / half)
+    pairs = (x[:half] + 1j * x[half:]) * np.exp(1j * angles)
+    return np.concatenate([pairs.real, pairs.imag])
+
+
+def test_recurrences_are_drawn_as_published():
+    """1 + Poisson of a log-normal rate with mean 32: the statistics of 20,000 draws."""
+    config = dataclasses.replace(TINY, depth=32)
+    draws = np.asarray(recurrences(config, jax.random.key(3), (20_000,)))
+    assert abs(draws.mean() - 33.0) < 0.5
+    assert abs(draws.std() - 18.0) < 0.6
+    assert abs(np.median(draws) - 29) <= 1
+    assert draws.min() >= 1
+
+
+def test_exponential_draws_have_their_mean_and_spread():
+    config = dataclasses.replace(TINY, depth=32, depth_draw="exponential")
+    draws = np.asarray(recurrences(config, jax.random.key(3), (20_000,)))
+    assert abs(draws.mean() - 32.5) < 0.7  # 1 + the whole part of Exp(32)
+    assert abs(draws.std() - 32.0) < 1.0
+    assert draws.min() == 1
+
+
+def test_a_step_draws_the_same_for_everybody():
+    family = build(dataclasses.replace(TINY, gradient_recurrences=3))
+    drawn = [int(family.draw(jax.random.key(7), jnp.int32(step), 4).depth) for step in (0, 1)]
+    assert drawn[0] == drawn[1]  # the key alone decides; the train step folds the step into it
+    others = {int(family.draw(jax.random.key(seed), jnp.int32(0), 4).depth) for seed in range(12)}
+    assert len(others) > 3
+    assert family.draw(jax.random.key(7), jnp.int32(0), 4).gradient_depths == 3
+
+
+def test_initial_states():
+    """A normal of standard deviation sqrt(2/5) cut off at three of them; from keys in training, positions otherwise."""
+    family = build(dataclasses.replace(TINY, hidden_size=256))
+    positions = jnp.broadcast_to(jnp.arange(64), (4, 64))
+    context = Context(jnp.ones_like(positions), positions)
+    entered = jnp.zeros((4, 64, 256))
+    fixed = family.start(entered, context)
+    assert abs(float(fixed.std()) - 0.624) < 0.005
+    assert 1.7 < float(jnp.abs(fixed).max()) <= 3 * 0.4**0.5 + 1e-5
+    np.testing.assert_array_equal(fixed[0], fixed[1])
+    moved = family.start(entered[:, :10], Context(None, positions[:, 20:30]))
+    np.testing.assert_array_equal(moved, fixed[:, 20:30])  # as decoding starts them
+    random = family.start(entered, context._replace(keys=jax.random.split(jax.random.key(0), 4)))
+    assert float(jnp.abs(random[0] - random[1]).max()) > 1
+    assert float(jnp.abs(random[0, 0] - random[0, 1]).max()) > 0.5
+    assert not np.any(family.start(entered, context, 0.0))
+    np.testing.assert_allclose(family.start(entered, context, 0.5), fixed / 2, rtol=1e-6)
+
+
+def test_initialisation_follows_takase():
+    """Everything at sqrt(2/5h), what writes to the stream divided by sqrt(2 layers passed); cut off at 3 of them."""
+    config = dataclasses.replace(TINY, hidden_size=128, mlp_size=256, queries="bias", kv_heads=4, head_size=32)
+    params, _ = initialise(build(config), jax.random.key(0))
+    std = (2 / (5 * 128)) ** 0.5
+    small = std / (2 * (1 + 2 * 4 + 1)) ** 0.5
+    layer = params["core"]["1"]
+    gate, up = layer["feed_forward"]["gate"], layer["feed_forward"]["up"]
+    expected = [(params["embedding"], std), (params["adapter"], std), (layer["attention"]["qkv"], std), (gate, std)]
+    expected += [(up, small), (layer["feed_forward"]["out"], small), (layer["attention"]["out"], small)]
+    for matrix, size in expected:
+        assert abs(float(np.std(matrix)) / (0.9866 * size) - 1) < 0.03
+        assert float(np.abs(matrix).max()) <= 3 * size + 1e-6
+    assert not np.any(layer["attention"]["q_bias"])
+    assert np.all(layer["mlp_out_norm"]["scale"] == 1)
+
+
+@pytest.mark.parametrize("remat", ["full", "attention", "none"])
+def test_truncated_gradients_are_those_of_a_stop_gradient(remat):
+    """Of 5 recurrences the last 2: states before get none; prelude and embedding theirs, through those 2."""
+    config = dataclasses.replace(FORMS["huginn"], gradient_recurrences=2, z_loss=1e-3)
+    family, params = build(config), drawn_params(config)
+    rng = np.random.default_rng(5)
+    tokens, targets = (jnp.asarray(rng.integers(0, 32, (2, 7)), jnp.int32) for _ in range(2))
+    batch = {"tokens": tokens, "targets": targets, "loss_mask": jnp.asarray(rng.random((2, 7)) < 0.7)}
+    s0 = jnp.asarray(rng.normal(size=(2, 7, 16)), jnp.float32)
+
+    def ours(params):
+        drawn = Drawn(jnp.int32(5), 16, 2)
+        passed = forward(family, params, {}, batch, drawn, remat, initial_state=s0)
+        return family.loss(params, passed, batch)[0]
+
+    def unrolled(params):
+        positions = jnp.broadcast_to(jnp.arange(7), (2, 7))
+        context = Context(jnp.ones_like(positions), positions)
+        entered, memory = family.enter(params, batch, family.fresh(2, 7, 1), context)
+        state = s0
+        for l in range(5):
+            state = jax.lax.stop_gradient(state) if l == 3 else state
+            state = family.step(family.weights(params), state, entered, depth_of(l, 5), memory, context).state
+        hidden, _ = family.readout(params, state, memory, context)
+        logits = hidden @ params["embedding"].T
+        normaliser = jax.nn.logsumexp(logits, axis=-1)
+        losses = normaliser - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0] + 1e-3 * normaliser**2
+        return jnp.sum(losses * batch["loss_mask"])
+
+    (loss, found), (expected_loss, expected) = (jax.jit(jax.value_and_grad(f))(params) for f in (ours, unrolled))
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6 * scale, rtol=1e-4), found, expected)
+
+
+def test_rows_with_recurrences_of_their_own():
+    """Rows of 1, 2, 4 and 5 recurrences in two groups: each gets what it gets by itself, and so do the gradients."""
+    config = dataclasses.replace(FORMS["huginn"], gradient_recurrences=2)
+    family, params, depths = build(config), drawn_params(config), np.array([1, 2, 4, 5])
+    rng = np.random.default_rng(6)
+    tokens, targets = (jnp.asarray(rng.integers(0, 32, (4, 6)), jnp.int32) for _ in range(2))
+    s0 = jnp.asarray(rng.normal(size=(4, 6, 16)), jnp.float32)
+    segments = jnp.asarray(np.where(np.arange(6) < 4, 1, [[2]] * 4), jnp.int32)
+
+    def of_rows(params, rows, depth, groups):
+        batch = {"tokens": tokens[rows], "targets": targets[rows], "segment_ids": segments[rows]}
+        batch["loss_mask"] = batch["targets"] % 3 > 0
+        passed = forward(family, params, {}, batch, Drawn(depth, 16, 2, groups), initial_state=s0[rows])
+        return family.loss(params, passed, batch)
+
+    def together(params):
+        return of_rows(params, slice(None), jnp.asarray(depths), 2)
+
+    def alone(params):
+        parts = [of_rows(params, slice(i, i + 1), jnp.int32(depth), 1) for i, depth in enumerate(depths)]
+        return sum(loss for loss, _ in parts), {"recurrences": sum(said["recurrences"] for _, said in parts)}
+
+    found, expected = (jax.jit(jax.value_and_grad(f, has_aux=True))(params) for f in (together, alone))
+    np.testing.assert_allclose(found[0][0], expected[0][0], rtol=1e-6)
+    assert found[0][1] == expected[0][1]
+    scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected[1]))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6 * scale, rtol=1e-4), found[1], expected[1])
+
+
+def test_draws_by_row_come_in_order():
+    family = build(dataclasses.replace(TINY, draw_by="row", row_groups=4))
+    drawn = family.draw(jax.random.key(0), jnp.int32(0), 16)
+    assert drawn.depth.shape == (16,) and drawn.groups == 4
+    assert np.all(np.diff(drawn.depth) >= 0) and drawn.depth[0] < drawn.depth[-1]
