@@ -16,16 +16,17 @@ from dreamer_jax.errors import UserError
 def run(arguments: list[str]) -> int:
     """Export a run, or verify a folder that exists; returns the exit code."""
     options = _parser().parse_args(arguments)
-    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("safetensors") is None:
-        raise UserError(
-            "an export is verified with torch and safetensors, which are not installed; in the checkout: "
-            + install_command("export")
-        )
+    _require("torch", "safetensors")
+    from dreamer_jax.export.description import form_of
     from dreamer_jax.runs.leaves import open_model
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns that it reads only
     out = Path(options.out)
     model = open_model(options.run, options.step, options.average)
+    form = form_of(model.config)
+    if options.format not in (None, form.family):
+        raise UserError(f"--format {options.format}: {options.run} is of the family {form.family}, and so is its form")
+    _require(*form.packages)
     if options.verify_only:
         if options.dtype or options.keep_shared:
             raise UserError("--verify-only takes neither --dtype nor --keep-shared: the folder says what it is")
@@ -33,6 +34,15 @@ def run(arguments: list[str]) -> int:
         return 0
     _export(out, model, options)
     return 0
+
+
+def _require(*packages: str) -> None:
+    """Refuse to go on without packages of the extra `export`."""
+    if any(importlib.util.find_spec(package) is None for package in packages):
+        raise UserError(
+            f"an export is verified with {' and '.join(packages)}, which are not installed; in the checkout: "
+            + install_command("export")
+        )
 
 
 def _parser() -> Parser:
@@ -47,6 +57,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--average", type=positive, default=1, metavar="N", help="the mean of the last N checkpoints' weights (1)"
     )
+    parser.add_argument("--format", choices=("dreamer", "huginn"), help="form of the folder (that of the run's family)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the matrices (the run's model.dtype)")
     parser.add_argument(
         "--keep-shared", action="store_true", help="keep shared experts apart, to train on in PyTorch; else fold them"

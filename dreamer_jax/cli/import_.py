@@ -1,4 +1,4 @@
-"""`dreamer import DIR RUN`: an exported folder, perhaps fine-tuned in PyTorch, as a run that JAX goes on with."""
+"""`dreamer import DIR RUN`: an exported or published folder, perhaps fine-tuned in PyTorch, as a run for JAX."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from dreamer_jax.errors import UserError
 USAGE = """\
 usage: dreamer import DIR RUN
 
-DIR  a folder written by `dreamer export`, or by save_pretrained from one; none of its code is executed
+DIR  a folder written by `dreamer export`, or by save_pretrained from one, or a published model of the type
+     huginn_raven; none of its code is executed
 RUN  the run directory to write; nothing may exist there
 
-The run has one checkpoint and a fresh optimizer; `dreamer train RUN/config.yaml` goes on with it. Shared experts
-that were folded stay folded: the run's are zero. Export with --keep-shared to keep them."""
+The run has one checkpoint and a fresh optimizer; `dreamer train RUN/config.yaml` goes on with it. A published model
+brings no data: train on yours with --training.initial_weights RUN and another --run.dir. Shared experts that were
+folded stay folded: the run's are zero. Export with --keep-shared to keep them."""
 
 
 def run(arguments: list[str]) -> int:
@@ -25,9 +27,12 @@ def run(arguments: list[str]) -> int:
         raise UserError(f"import: expected a folder and a run directory\n{USAGE}")
     folder, out = map(Path, arguments)
     from dreamer_jax.export.reading import import_run
+    from dreamer_jax.families import build
 
     description = import_run(folder, out)
-    model = description.model
-    print(f"imported {folder}: {model.variant}, depth {model.depth}, step {description.step}")
-    print(f"done: {out}; go on with `dreamer train {out / 'config.yaml'}`")
+    print(f"imported {folder}: {build(description.model).headline()}, step {description.step}")
+    command = f"dreamer train {out / 'config.yaml'}"
+    if not description.meta.get("data"):  # of no run, whose data it could go on with
+        command += f" --training.initial_weights {out} --run.dir NEW"
+    print(f"done: {out}; go on with `{command}`")
     return 0

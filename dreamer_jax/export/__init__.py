@@ -3,6 +3,6 @@
 from importlib import resources
 
 
-def modeling_file() -> bytes:
-    """The one file of PyTorch code that every folder holds."""
-    return resources.files(__name__).joinpath("modeling_dreamer.py").read_bytes()
+def modeling_file(name: str = "modeling_dreamer.py") -> bytes:
+    """The one file of PyTorch code that every folder of a form holds."""
+    return resources.files(__name__).joinpath(name).read_bytes()

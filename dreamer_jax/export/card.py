@@ -7,60 +7,26 @@ from pathlib import Path
 from dreamer_jax.budget.report import render, report
 from dreamer_jax.config.sections import Config
 from dreamer_jax.data.tokenizers import ByteTokenizer, RankTokenizer, Tokenizer
-from dreamer_jax.export.description import Description
+from dreamer_jax.export.description import Description, form_of
 from dreamer_jax.families import build
-
-_KINDS = {
-    "LA": "every depth has a layer of its own",
-    "LA+DA": "every depth has a layer of its own, and tokens also attend to their earlier depths",
-    "DR": "one layer is applied at every depth",
-    "DR+DA": "one layer is applied at every depth, and tokens also attend to their earlier depths",
-}
-
-_USE = """\
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
-tokens = tokenizer("Once upon a time", return_tensors="pt")
-print(tokenizer.decode(model.generate(**tokens, max_new_tokens=20)[0]))
-```
-
-Without transformers, from inside the folder (torch and safetensors are all it needs):
-
-```python
-import torch
-from modeling_dreamer import Dreamer
-
-model = Dreamer.load(".")
-print(model.generate(torch.tensor([[{bos}]]), max_new_tokens=20))
-```
-"""
 
 
 def write_card(folder: Path, description: Description, tokenizer: Tokenizer) -> None:
     """Write README.md."""
-    config, model = description.config, description.model
+    config, form = description.config, form_of(description.config)
+    about = form.about(description, tokenizer)
+    tags = "\n".join(f"- {tag}" for tag in about.tags)
     text = f"""---
 library_name: transformers
 pipeline_tag: text-generation
 license: other
 tags:
-- dreamer
-- depth-recurrent
-- mixture-of-experts
+{tags}
 ---
 
-# {model.variant}, {model.depth} depths
+# {about.title}
 
-A causal language model of the Dreamer family (depth-recurrent attention mixtures), written by `dreamer export`.
-Variant {model.variant}: {_KINDS[model.variant]}. Hidden size {model.hidden_size}, vocabulary {model.vocab_size},
-{model.num_experts} experts{"" if model.recurrent else " a layer"} of {model.expert_size} with
-{model.experts_per_token} active, mixing order `{model.mixing}`.
-
-Matrices are {description.dtype}; norms, router keys and balancing biases are float32. Shared experts are
-{_shared(description)}
+{about.introduction}
 
 ## How it was trained
 
@@ -68,46 +34,22 @@ Matrices are {description.dtype}; norms, router keys and balancing biases are fl
 
 ## Use
 
-{_use(tokenizer)}
-{_depths(model.recurrent, model.depth)}
+{about.use}
 
 ## Budget
 
 ```
 {render(report(config), build(config.model).sentence())}
-```
-
-Counted before folding; a forward pass is counted folded.
+```{about.counted}
 
 ## Licences
 
-- `{"modeling_dreamer.py"}` is part of Dreamer-JAX, Apache License 2.0.
+- `{form.model_file}` is part of Dreamer-JAX, Apache License 2.0.
 - The weights: whoever trained the model says under which terms they are passed on, with regard to the licence of
   the training data. Nothing is granted by this file; replace this line and `license:` above before publishing.
 {_tokenizer_licence(tokenizer)}
 """
     (folder / "README.md").write_text(text, encoding="utf-8")
-
-
-def _use(tokenizer: Tokenizer) -> str:
-    return _USE.replace("{bos}", str(tokenizer.bos))
-
-
-def _shared(description: Description) -> str:
-    if not description.model.recurrent:
-        return "not part of this variant."
-    if description.keep_shared:
-        return "kept apart, as in training."
-    return (
-        "folded into the routed ones (Eq. 8):\n"
-        "right for generation; to train on exactly as before, export with `--keep-shared`."
-    )
-
-
-def _depths(recurrent: bool, depth: int) -> str:
-    if recurrent:
-        return f"It was trained at depth {depth}; pass `depth=N` to `generate` or `forward` for another one."
-    return f"It has {depth} layers; pass `depth=N` for fewer."
 
 
 def _training(description: Description) -> str:

@@ -1,4 +1,4 @@
-"""Folders of Huginn's own format (`model_type: huginn_raven`): names, shapes and settings, in both directions.
+"""Folders of Huginn's own format (`model_type: huginn_raven`): names and layouts of tensors, in both directions.
 
 Published are the 3.5B model, retrofitted Llamas in the same names, and what was fine-tuned from either. Matrices lie
 there as [out, in]. Where the published code rotates neighbouring elements of a head, this package rotates element i
@@ -108,6 +108,15 @@ def _order(config: HuginnConfig) -> np.ndarray:
         return rows
     of_heads = rows[: rotated * size].reshape(rotated, size // 2, 2).swapaxes(1, 2).reshape(-1)
     return np.concatenate([of_heads, rows[rotated * size :]])
+
+
+def shape_of(name: Name, leaf: tuple[int, ...], config: HuginnConfig) -> tuple[int, ...]:
+    """The shape of a tensor from that of its leaf."""
+    if name.kind in ("matrix", "qkv"):
+        return leaf[::-1]
+    if name.kind == "half":
+        return (2 * leaf[0], *leaf[1:])
+    return (2, 1, config.heads, config.head_size) if name.kind == "bias" else leaf
 
 
 def params_of(tensors: dict[str, np.ndarray], config: HuginnConfig) -> dict[str, Any]:

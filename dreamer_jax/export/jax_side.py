@@ -1,4 +1,4 @@
-"""The JAX model applied depth by depth, keeping what every part puts out; weights are read when they are needed."""
+"""Dreamer in JAX applied depth by depth, keeping what every part puts out; weights are read when they are needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from dreamer_jax.blocks.memory import Context
 from dreamer_jax.blocks.norms import rms_norm
 from dreamer_jax.blocks.operations import REFERENCE, Plain
-from dreamer_jax.export.description import Description
+from dreamer_jax.export.form import Description, Trace
 from dreamer_jax.export.names import FOLDED, Name, names_of
 from dreamer_jax.export.reading import checked_tensors
 from dreamer_jax.families.contract import depth_of
@@ -28,21 +28,6 @@ TIE = 2e-5
 MAPPED_BYTES = 1 << 26
 GATHERED_BYTES = 1 << 24
 HEAD_ROWS = 16384
-
-
-@dataclasses.dataclass(frozen=True)
-class Trace:
-    """One forward pass.
-
-    Attributes:
-        parts: (name, output [B, S, h]) in the order of the forward pass.
-        logits: [B, S, V] float32.
-        clean: [B, S] bool, False where a router tied at this token or an earlier one of its row.
-    """
-
-    parts: list[tuple[str, np.ndarray]]
-    logits: np.ndarray
-    clean: np.ndarray
 
 
 class JaxSide:

@@ -1,13 +1,16 @@
-"""Which JAX parameter is which PyTorch tensor: one table, read in both directions."""
+"""Dreamer: which JAX parameter is which PyTorch tensor; one table, read in both directions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from dreamer_jax.blocks.parameters import FLOAT32
 from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.families import build
+from dreamer_jax.runs.leaves import Leaf
 
 GLOBAL = (
     ("embedding", "model.embedding.weight"),
@@ -45,6 +48,11 @@ BIAS = "router.bias"
 
 FOLDED = {"qkv": "qkv_shared", "out": "out_shared"}
 """Routed experts -> the shared expert that Eq. 8 adds to each of them."""
+
+
+def fold(routed: np.ndarray, shared: Leaf | np.ndarray) -> np.ndarray:
+    """Eq. 8: the shared expert [a, b] added to every routed one [G, a, b], in float32."""
+    return routed + np.asarray(shared[:], np.float32)
 
 
 class Name(NamedTuple):

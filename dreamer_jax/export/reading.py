@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.errors import UserError
-from dreamer_jax.export.description import Description, read_description
-from dreamer_jax.export.names import names_of
+from dreamer_jax.export.description import Description, form_of, read_description
+from dreamer_jax.export.form import abstract, at
 from dreamer_jax.export.safetensors_files import Stored, open_tensors
 from dreamer_jax.export.writing import written_aside
 from dreamer_jax.families import build
@@ -26,7 +24,8 @@ def import_run(folder: Path, out: Path) -> Description:
     A folded model becomes one whose shared experts are zero. No code of the folder is executed.
 
     Args:
-        folder: written by `dreamer export`, or by `save_pretrained` from such a folder.
+        folder: written by `dreamer export`, or by `save_pretrained` from such a folder; or a published one, see
+            docs/export.md.
         out: the run directory; nothing may exist there.
 
     Raises:
@@ -38,7 +37,7 @@ def import_run(folder: Path, out: Path) -> Description:
     description = read_description(folder)
     tensors = checked_tensors(folder, description)
     with written_aside(out) as aside:
-        params, model_state = to_jax(tensors, description.model, description.keep_shared)
+        params, model_state = to_jax(tensors, description)
         loaded = description.loaded(str(out))
         start = make_optimizer(loaded.config.training, build(loaded.config.model).roles).init
         write_run(loaded, aside, description.step, params, model_state, description.meta, start)
@@ -52,7 +51,7 @@ def read_model(folder: Path) -> TrainedModel:
         UserError: the folder is incomplete, damaged or of a later version.
     """
     description = read_description(folder)
-    params, model_state = to_jax(checked_tensors(folder, description), description.model, description.keep_shared)
+    params, model_state = to_jax(checked_tensors(folder, description), description)
     params, model_state = jax.tree.map(jnp.asarray, (params, model_state))
     return TrainedModel(description.config, description.step, params, model_state, description.meta)
 
@@ -63,9 +62,9 @@ def checked_tensors(folder: Path, description: Description) -> dict[str, Stored]
     Raises:
         UserError: one is missing, too many, or of another shape or dtype.
     """
-    tensors = open_tensors(folder)
-    model = description.model
-    shapes = expected_shapes(model, description.keep_shared)
+    form = form_of(description.config)
+    tensors = form.without_derived(folder, open_tensors(folder), description)
+    shapes = form.shapes(description)
     for name, shape in shapes.items():
         if name not in tensors:
             raise UserError(f"{folder}: the tensor {name} is missing")
@@ -77,32 +76,10 @@ def checked_tensors(folder: Path, description: Description) -> dict[str, Stored]
     return tensors
 
 
-def expected_shapes(model: DreamerConfig, keep_shared: bool) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape."""
-    trees = _abstract(model)
-    found = {}
-    for name in names_of(model, keep_shared):
-        leaf = trees[name.item]
-        for key in name.leaf.split("."):
-            leaf = leaf[key]
-        found[name.tensor] = tuple(leaf.shape if name.layer is None else leaf.shape[1:])
-    return found
-
-
-def to_jax(tensors: dict[str, Stored], model: DreamerConfig, keep_shared: bool) -> tuple[Any, dict[str, Any]]:
-    """(params, model state) in float32; folded shared experts become zeros."""
-    trees = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), _abstract(model))
-    for name in names_of(model, keep_shared):
-        *scope, last = name.leaf.split(".")
-        node = trees[name.item]
-        for key in scope:
-            node = node[key]
-        target = node[last] if name.layer is None else node[last][name.layer]
-        target[...] = tensors[name.tensor].array()
+def to_jax(tensors: dict[str, Stored], description: Description) -> tuple[Any, dict[str, Any]]:
+    """(params, model state) in float32, read tensor by tensor; folded shared experts become zeros."""
+    trees = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), abstract(description.model))
+    for leaf in form_of(description.config).leaves(tensors, description):
+        target = at(trees[leaf.item], leaf.path)
+        (target if leaf.layer is None else target[leaf.layer])[...] = leaf.values
     return trees.pop("params"), trees
-
-
-def _abstract(model: DreamerConfig) -> dict[str, Any]:
-    """Item of a checkpoint -> its tree of shapes."""
-    params, model_state = nn.meta.unbox(build(model).shapes)
-    return {"params": params, **model_state}

@@ -1,7 +1,8 @@
 """Whether a folder computes what its run computes: weights bit by bit, then logits, part by part, on both sides.
 
 Routing is discrete. Where two experts tie to within float32's rounding, two right programs may choose differently,
-and everything that token influences differs from there. Such positions are found on the JAX side and left out.
+and everything that token influences differs from there. Recurrences may enlarge what is rounded until it shows. Such
+positions are found on the JAX side and left out.
 """
 
 from __future__ import annotations
@@ -9,17 +10,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from dreamer_jax.errors import UserError
 from dreamer_jax.export import modeling_file
-from dreamer_jax.export.description import MODEL_FILE, Description, read_description
-from dreamer_jax.export.jax_side import JaxSide, Trace
-from dreamer_jax.export.names import names_of
+from dreamer_jax.export.description import Description, form_of, read_description
+from dreamer_jax.export.form import Trace
 from dreamer_jax.export.reading import checked_tensors
-from dreamer_jax.export.writing import tensors_of, tokenizer_of
+from dreamer_jax.export.writing import tokenizer_of
 from dreamer_jax.runs.leaves import StoredModel
 
 TOLERANCE = 2e-5
@@ -33,8 +32,6 @@ ROUNDING_FACTOR = 1.5
 be that many times as far from the float32 ones as JAX's are, on average."""
 
 NEW_TOKENS = 16
-READ_BYTES = 1 << 36
-"""Of expert matrices, all that comparing may read on one side: a minute or two."""
 
 TEXT = (
     "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or "
@@ -50,7 +47,7 @@ class Finding:
     Attributes:
         worst: largest difference of float32 logits, relative to the largest logit.
         mean: mean difference, likewise.
-        left_out: share of positions left out because a router tied.
+        left_out: share of positions left out because rounding decides there.
         continuation: tokens of the greedy continuation, all of which agree.
         agreement: share of positions with the same bfloat16 greedy token; None for a float32 folder.
         rounding: mean distance of PyTorch's bfloat16 logits from the float32 ones, over that of JAX's.
@@ -72,7 +69,7 @@ class Finding:
             text += f"; bfloat16 greedy tokens agree on {100 * self.agreement:.1f} % of positions"
             text += f", and rounding moves logits {self.rounding:.2f} times as far as in JAX"
         if self.left_out:
-            text += f" ({100 * self.left_out:.1f} % of positions left out: routers tie)"
+            text += f" ({100 * self.left_out:.1f} % of positions left out: rounding decides there)"
         return text
 
 
@@ -88,8 +85,9 @@ def verify(folder: Path, model: StoredModel, say: Callable[[str], None] = lambda
         UserError: they differ; the message names the first part that does.
     """
     description = read_description(folder)
-    if (folder / MODEL_FILE).read_bytes() != modeling_file():
-        raise UserError(f"{folder / MODEL_FILE} is not the one this version of dreamer-jax writes; export again")
+    code = folder / form_of(description.config).model_file
+    if not code.is_file() or code.read_bytes() != modeling_file(code.name):
+        raise UserError(f"{code} is not the one this version of dreamer-jax writes; export again")
     if description.config.model != dataclasses.replace(
         model.config.model, dtype=description.config.model.dtype, implementation=description.config.model.implementation
     ):
@@ -102,9 +100,9 @@ def verify(folder: Path, model: StoredModel, say: Callable[[str], None] = lambda
 
 def compare_weights(folder: Path, model: StoredModel, description: Description) -> None:
     """Every tensor is bit for bit what the checkpoint gives when folded and cast."""
-    stored = checked_tensors(folder, description)
-    parts = {name.tensor: name.part for name in names_of(description.model, description.keep_shared)}
-    for tensor in tensors_of(model, description.dtype, description.keep_shared):
+    form, stored = form_of(description.config), checked_tensors(folder, description)
+    parts = form.parts(description)
+    for tensor in form.tensors(model, description):
         its = stored[tensor.name]
         where = f"{parts[tensor.name]}: the tensor {tensor.name}"
         if its.dtype != tensor.dtype:
@@ -121,13 +119,15 @@ def compare_outputs(folder: Path, model: StoredModel, description: Description) 
     One side after the other: each maps the whole file.
     """
     tokens = _tokens(model, description)
-    prompt = max(1, tokens.shape[1] - NEW_TOKENS)
-    there, rounded_there, continued = _torch_side(folder, tokens, prompt, description.dtype == "bfloat16")
-    strict = JaxSide(model, folder, description, "float32")
+    form, prompt = form_of(description.config), max(1, tokens.shape[1] - NEW_TOKENS)
+    there, rounded_there, continued = form.torch_side(
+        folder, tokens, prompt, NEW_TOKENS, description.dtype == "bfloat16"
+    )
+    strict = form.jax_side(model, folder, description, "float32")
     here, continuation = strict.trace(tokens), strict.trace(continued)
     del strict
     if not here.clean.any():
-        raise UserError("the routers tie at every position, so nothing can be compared; was the model trained?")
+        raise UserError("rounding decides at every position, so nothing can be compared; was the model trained?")
     difference = np.abs(here.logits - there.logits)[here.clean] / np.abs(here.logits).max()
     if not difference.max() <= TOLERANCE:  # also when it is not a number
         raise UserError(
@@ -137,7 +137,7 @@ def compare_outputs(folder: Path, model: StoredModel, description: Description) 
     _compare_continuation(folder, continuation, continued, prompt)
     agreement = rounding = None
     if rounded_there is not None:
-        ours = JaxSide(model, folder, description, "bfloat16").trace(tokens).logits
+        ours = form.jax_side(model, folder, description, "bfloat16").trace(tokens).logits
         agreement = float((ours.argmax(-1) == rounded_there.argmax(-1)).mean())
         rounding = float(np.abs(rounded_there - here.logits).mean() / np.abs(ours - here.logits).mean())
         if agreement < AGREEMENT and not rounding <= ROUNDING_FACTOR:
@@ -149,57 +149,16 @@ def compare_outputs(folder: Path, model: StoredModel, description: Description) 
     return Finding(worst, mean, 1 - float(here.clean.mean()), NEW_TOKENS, agreement, rounding)
 
 
-def _torch_side(folder: Path, tokens: np.ndarray, prompt: int, bfloat16: bool):
-    """(float32 trace, bfloat16 logits or None, the last row's first `prompt` tokens continued [1, prompt + new])."""
-    import torch
-
-    from dreamer_jax.export.modeling_dreamer import Dreamer
-
-    dreamer = Dreamer.load(folder).requires_grad_(False)
-    rounded = _trace(dreamer, tokens).logits if bfloat16 else None
-    dreamer.compute_dtype = torch.float32
-    continued = dreamer.generate(torch.tensor(tokens[-1:, :prompt]), NEW_TOKENS).numpy()
-    return _trace(dreamer, tokens), rounded, continued
-
-
 def _tokens(model: StoredModel, description: Description) -> np.ndarray:
     """[4, S] int32: two rows of random tokens, two of text; S as time and the trained context allow."""
-    config = description.model
-    read = 4 * config.depth * config.hidden_size * (3 * config.expert_size * config.experts_per_token)
-    length = int(np.clip(READ_BYTES // (4 * read), 8, min(64, model.config.data.sequence_length)))
+    vocabulary = description.model.vocab_size
+    length = min(form_of(description.config).affordable(description.model), model.config.data.sequence_length)
     tokenizer = tokenizer_of(description)
     text = [tokenizer.bos, *tokenizer.encode(TEXT)]
     text = np.resize(np.array(text, np.int32), (2, length))
-    random = np.random.default_rng(0).integers(0, config.vocab_size, text.shape).astype(np.int32)
+    text = np.minimum(text, vocabulary - 1)  # an imported model may come without its tokenizer
+    random = np.random.default_rng(0).integers(0, vocabulary, text.shape).astype(np.int32)
     return np.concatenate([random, text])
-
-
-def _trace(dreamer: Any, tokens: np.ndarray) -> Trace:
-    """The PyTorch side: logits, and what every part put out, in the order of the forward pass."""
-    import torch
-
-    parts: list[tuple[str, np.ndarray]] = []
-
-    def keep(name: str, module: Any):
-        def hook(_, arguments, output):
-            out = output[0] if isinstance(output, tuple) else output
-            where = "" if name == "embedding" else f"depth {arguments[1].depth}: "
-            parts.append((where + name, out.float().numpy()))
-
-        return module.register_forward_hook(hook)
-
-    handles = [keep("embedding", dreamer.embedding)]
-    for layer in dreamer.layers:
-        named = {"DA": layer.depth_attention, "SA": layer.sequence_attention, "EA": layer.expert_attention}
-        handles += [keep(name, module) for name, module in named.items() if module is not None]
-        handles.append(keep("residual", layer))
-    try:
-        with torch.no_grad():
-            logits = dreamer(torch.tensor(tokens)).numpy()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return Trace(parts, logits, np.ones(tokens.shape, bool))
 
 
 def _first_difference(here: Trace, there: Trace) -> str:
@@ -217,5 +176,5 @@ def _compare_continuation(folder: Path, here: Trace, tokens: np.ndarray, prompt:
     wrong = np.flatnonzero(behind > TOLERANCE * np.abs(logits).max())
     if len(wrong):
         raise UserError(
-            f"{folder} doesn't generate what the run does: greedy token {wrong[0] + 1} differs (the caches of SA or DA)"
+            f"{folder} doesn't generate what the run does: greedy token {wrong[0] + 1} differs (the caches)"
         )

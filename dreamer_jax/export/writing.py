@@ -9,17 +9,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
-
 from dreamer_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dreamer_jax.errors import UserError
 from dreamer_jax.export import modeling_file, safetensors_files
 from dreamer_jax.export.card import write_card
-from dreamer_jax.export.description import MODEL_FILE, Description, describe, generation_settings, twin_of
-from dreamer_jax.export.names import FOLDED, Name, names_of
-from dreamer_jax.export.safetensors_files import Tensor
+from dreamer_jax.export.description import Description, form_of, generation_settings
 from dreamer_jax.export.tokenizer_files import write_tokenizer
-from dreamer_jax.runs.leaves import Leaf, StoredModel
+from dreamer_jax.runs.leaves import StoredModel
 
 
 def export(
@@ -43,19 +39,22 @@ def export(
         shard_bytes: largest safetensors file.
 
     Raises:
-        UserError: the family has no PyTorch twin, `out` exists or can't be written, or the tokenizer isn't the one
-            the run was trained with.
+        UserError: the family's folders have no place for the model, `out` exists or can't be written, or the tokenizer
+            isn't the one the run was trained with.
     """
-    recurrent = twin_of(model.config).recurrent
-    description = Description(model.config, {}, dtype, keep_shared and recurrent, model.step, model.meta)
+    form = form_of(model.config)
+    keeps = keep_shared and form.has_shared(model.config.model)
+    description = Description(model.config, {}, dtype, keeps, model.step, model.meta)
     tokenizer = tokenizer_of(description)
+    settings = form.settings(description, tokenizer)
     with written_aside(out) as folder:
-        safetensors_files.write(folder, tensors_of(model, dtype, description.keep_shared), shard_bytes)
-        _write_json(folder / "config.json", describe(description, tokenizer))
+        tensors = [*form.tensors(model, description), *form.derived(model, description)]
+        safetensors_files.write(folder, tensors, shard_bytes)
+        _write_json(folder / "config.json", settings)
         _write_json(folder / "generation_config.json", generation_settings(tokenizer))
         write_tokenizer(folder, tokenizer, model.config.data.tokenizer, model.config.data.sequence_length)
         write_card(folder, description, tokenizer)
-        (folder / MODEL_FILE).write_bytes(modeling_file())
+        (folder / form.model_file).write_bytes(modeling_file(form.model_file))
         verify(folder)
 
 
@@ -72,15 +71,6 @@ def tokenizer_of(description: Description) -> Tokenizer:
             "bring the old file back"
         )
     return tokenizer
-
-
-def tensors_of(model: StoredModel, dtype: str, keep_shared: bool) -> list[Tensor]:
-    """Every tensor of the folder, to be read when it is written."""
-    code = {"bfloat16": "BF16", "float32": "F32"}[dtype]
-    return [
-        _tensor(model, name, "F32" if name.float32 else code, keep_shared)
-        for name in names_of(twin_of(model.config), keep_shared)
-    ]
 
 
 @contextlib.contextmanager
@@ -111,26 +101,6 @@ def written_aside(out: Path) -> Iterator[Path]:
 def _refuse_existing(out: Path) -> None:
     if out.exists() or out.is_symlink():
         raise UserError(f"{out} exists; name a path that doesn't, or remove it first")
-
-
-def _tensor(model: StoredModel, name: Name, code: str, keep_shared: bool) -> Tensor:
-    leaf = model.leaf(name.item, name.leaf)
-    scope, _, last = name.leaf.rpartition(".")
-    shared = None
-    if last in FOLDED and twin_of(model.config).recurrent and not keep_shared:
-        shared = model.leaf(name.item, f"{scope}.{FOLDED[last]}")
-    shape = leaf.shape if name.layer is None else leaf.shape[1:]
-
-    def read(start: int, stop: int) -> np.ndarray:
-        rows = leaf[start:stop] if name.layer is None else leaf[name.layer, start:stop]
-        return rows if shared is None else fold(rows, shared)
-
-    return Tensor(name.tensor, code, shape, read)
-
-
-def fold(routed: np.ndarray, shared: Leaf | np.ndarray) -> np.ndarray:
-    """Eq. 8: the shared expert [a, b] added to every routed one [G, a, b], in float32."""
-    return routed + np.asarray(shared[:], np.float32)
 
 
 def _write_json(path: Path, content: dict) -> None:

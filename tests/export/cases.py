@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 
 from dreamer_jax.config.loading import LoadedConfig
 from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.config.models.huginn import HuginnConfig
 from dreamer_jax.config.sections import Config, DataConfig, RunConfig
 from dreamer_jax.data import open_data
+from dreamer_jax.export import safetensors_files
 from dreamer_jax.export.description import NOT_DESCRIBED
-from dreamer_jax.export.names import FOLDED, names_of
-from dreamer_jax.export.writing import fold
-from dreamer_jax.families import build
+from dreamer_jax.export.names import FOLDED, fold, names_of
+from dreamer_jax.export.safetensors_files import Tensor
+from dreamer_jax.families import build, initialise
 from dreamer_jax.runs.leaves import write_run
 from dreamer_jax.training.optimizer import make_optimizer
 from tests.families.cases import random_weights, small_config
@@ -69,10 +73,68 @@ def make_run(
     """A run directory with random weights; the fingerprint of its tokenizer may be another's."""
     config = run_config(directory, variant, **changes)
     params, bias = random_weights(config.model)
-    data = open_data(config)
+    return write_small_run(config, params, {"balancing": jax.tree.map(np.asarray, bias)}, step, tokenizer)
+
+
+def write_small_run(config: Config, params: Any, state: Any, step: int = 7, tokenizer: str | None = None) -> Path:
+    """The directory `run.dir` with these weights."""
+    data, directory = open_data(config), Path(config.run.dir)
     meta = {"data": data.fingerprint, "tokenizer": tokenizer or data.tokenizer.fingerprint}
     directory.mkdir()
     start = make_optimizer(config.training, build(config.model).roles).init
-    state = {"balancing": jax.tree.map(np.asarray, bias)}
     write_run(LoadedConfig(config, {}), directory, step, params, state, meta, start)
     return directory
+
+
+_HUGINN = HuginnConfig(
+    depth=3,
+    hidden_size=32,
+    heads=4,
+    kv_heads=4,
+    head_size=8,
+    mlp_size=24,
+    vocab_size=259,
+    prelude_layers=1,
+    core_layers=2,
+    coda_layers=1,
+    gradient_recurrences=2,
+    dtype="float32",
+)
+HUGINN = {
+    "huginn": _HUGINN,
+    "llama": dataclasses.replace(
+        _HUGINN,
+        kv_heads=2,
+        queries="plain",
+        form="pre_norm",
+        coda_norm=False,
+        tied_head=False,
+        embedding_scale=1.0,
+        state_std=0.0087,
+        norm_epsilon=1e-5,
+        rope_base=1000.0,
+    ),
+}
+
+
+def huginn_run(directory: Path, model: HuginnConfig) -> Path:
+    """A run in which no weight is zero or one."""
+    params, _ = initialise(build(model), jax.random.key(0))
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    params = structure.unflatten([x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)])
+    data = DataConfig(sequence_length=32, difficulty=2, heldout_records=8)
+    return write_small_run(Config(model=model, data=data, run=RunConfig(dir=str(directory))), params, {})
+
+
+def write_folder(folder: Path, tensors: dict[str, np.ndarray], settings: dict[str, Any]) -> Path:
+    """A folder of tensors and config.json alone, as others publish them."""
+    folder.mkdir()
+    codes = {np.dtype(np.float32): "F32", np.dtype(ml_dtypes.bfloat16): "BF16"}
+    listed = [
+        Tensor(name, codes[values.dtype], values.shape, lambda start, stop, values=values: values[start:stop])
+        for name, values in tensors.items()
+    ]
+    safetensors_files.write(folder, listed)
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
