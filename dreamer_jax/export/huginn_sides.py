@@ -19,9 +19,17 @@ from dreamer_jax.export.reading import checked_tensors, to_jax
 from dreamer_jax.export.safetensors_files import open_tensors
 from dreamer_jax.families import build, depth_of
 
-STEADY = 1e-6
-"""Where logits move further, relative to the largest, when the initial state's last bits change, recurrences enlarge
-whatever is rounded, and two right programs may differ."""
+COMPARED = 4
+"""Recurrences that are compared, at most: all have the same weights, and more of them enlarge what is rounded."""
+
+STEADY = 2e-6
+"""Where logits move further, relative to the largest, when the states' last bits change, two right programs may differ
+visibly."""
+
+
+def recurrences_of(model: HuginnConfig) -> int:
+    """How many are compared."""
+    return min(model.depth, COMPARED)
 
 
 def initial_states(model: HuginnConfig, length: int) -> np.ndarray:
@@ -53,24 +61,25 @@ class JaxSide:
 
     def trace(self, tokens: np.ndarray) -> Trace:
         """[B, S] int32 -> what prelude, every recurrence and coda put out, and the logits."""
-        states = initial_states(self.family.config, tokens.shape[1])
-        parts, logits = self._pass(tokens, states)
-        signs = np.random.default_rng(0).choice([-1, 1], states.shape)
-        _, nudged = self._pass(tokens, (states * (1 + signs * 2.0**-23)).astype(np.float32))
+        parts, logits = self._pass(tokens, 1.0)
+        bits = np.random.default_rng(0).choice([-1, 1], (tokens.shape[1], self.family.config.hidden_size))
+        _, nudged = self._pass(tokens, (1 + bits * 2.0**-23).astype(np.float32))
         moved = np.abs(nudged - logits).max(-1) / np.abs(logits).max()
         return Trace(parts, logits, moved <= STEADY)
 
-    def _pass(self, tokens: np.ndarray, states: np.ndarray) -> tuple[list[tuple[str, np.ndarray]], np.ndarray]:
-        """From initial states [S, h]."""
-        family, params, depth = self.family, self.params, self.family.depth
+    def _pass(self, tokens: np.ndarray, factor: Any) -> tuple[list[tuple[str, np.ndarray]], np.ndarray]:
+        """(parts, logits), where every state is multiplied by a factor [S, h]."""
+        family, params, depth = self.family, self.params, recurrences_of(self.family.config)
         rows, length = tokens.shape
         context, memory = _context(rows, length), family.fresh(rows, length, depth)
         inputs, memory = self._enter(params, {"tokens": jnp.asarray(tokens)}, memory, context)
         parts, weights = [("prelude", _wide(inputs))], family.weights(params)
-        state = jnp.broadcast_to(jnp.asarray(states, inputs.dtype), inputs.shape)
+        state = jnp.asarray(initial_states(family.config, length), inputs.dtype)
+        state = jnp.broadcast_to(state * factor, inputs.shape).astype(inputs.dtype)
         for l in range(depth):
             state, memory, *_ = self._step(weights, state, inputs, depth_of(l, depth), memory, context)
             parts.append((f"recurrence {l}", _wide(state)))
+            state = (state * factor).astype(inputs.dtype)
         hidden, _ = self._readout(params, state, memory, context)
         return [*parts, ("coda", _wide(hidden))], np.asarray(family.logits(params, hidden))
 
@@ -102,26 +111,27 @@ def torch_side(folder: Path, tokens: np.ndarray, prompt: int, new: int, bfloat16
     import torch
 
     model = torch_model(folder)
-    run = HuginnConfig(hidden_size=model.config.n_embd, state_std=model.state_std)
+    run = HuginnConfig(hidden_size=model.config.n_embd, state_std=model.state_std, depth=model.config.mean_recurrence)
+    depth = recurrences_of(run)
     states = torch.tensor(initial_states(run, max(tokens.shape[1], prompt + new)))[None]
-    rounded = _trace(model, tokens, states).logits if bfloat16 else None
+    rounded = _trace(model, tokens, states, depth).logits if bfloat16 else None
     model.compute_dtype = torch.float32
     continued = fed = torch.tensor(tokens[-1:, :prompt])
     cache = None
     for _ in range(new):
         held = continued.shape[1] - fed.shape[1]
         its = states[:, held : continued.shape[1]]
-        out = model(fed, input_states=its, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = model(fed, num_steps=depth, input_states=its, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache, fed = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
         continued = torch.cat([continued, fed], 1)
-    return TorchSide(_trace(model, tokens, states), rounded, continued.numpy())
+    return TorchSide(_trace(model, tokens, states, depth), rounded, continued.numpy())
 
 
-def _trace(model: Any, tokens: np.ndarray, states: Any) -> Trace:
+def _trace(model: Any, tokens: np.ndarray, states: Any, depth: int) -> Trace:
     import torch
 
     own = states[:, : tokens.shape[1]].expand(len(tokens), -1, -1)
-    out = model(torch.tensor(tokens), input_states=own, output_hidden_states=True)
+    out = model(torch.tensor(tokens), num_steps=depth, input_states=own, output_hidden_states=True)
     names = ["prelude", *(f"recurrence {l}" for l in range(len(out.hidden_states) - 2)), "coda"]
     parts = [(name, x.float().numpy()) for name, x in zip(names, out.hidden_states, strict=True)]
     return Trace(parts, out.logits.numpy(), np.ones(tokens.shape, bool))

@@ -323,8 +323,8 @@ class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
             labels: [B, S], the tokens themselves: they are shifted here, unlike in the published code; -100 is ignored.
             num_steps: recurrences, or (those without gradient, those with it after them). None takes
                 `mean_recurrence`, and in training draws as the models were trained (see `draw`).
-            input_states: [B, S, h], the initial state. None draws it: in training anew, otherwise by position, so that
-                a token starts the same way however it is batched or cached.
+            input_states: [B, S, h], the initial state; in `generate` also of the positions to come. None draws it: in
+                training anew, otherwise by position, so that a token starts the same however it is batched or cached.
             output_hidden_states: return also P(x), the state after every recurrence, and what the head is applied to.
             logits_to_keep: compute the logits of that many last tokens only; 0: of all.
         """
@@ -341,22 +341,14 @@ class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
         steps = self.draw() if num_steps is None else num_steps
         steps = steps if isinstance(steps, tuple) else (0, int(steps))
         x, states = self.transformer(e, state, steps, step, bool(output_hidden_states))
-        logits, loss = self.logits(x[:, -logits_to_keep:]), None
+        head = self.transformer.wte if self.lm_head is None else self.lm_head
+        logits, loss = F.linear(x[:, -logits_to_keep:], head.weight.to(x.dtype)).float(), None
         if labels is not None:
             targets, count = labels[:, 1:].flatten(), kwargs.get("num_items_in_batch")
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="sum")
             loss = loss / ((targets != -100).sum() if count is None else count)
         seen = (*states, x) if output_hidden_states else None
         return CausalLMOutputWithPast(loss, logits, cache, seen)  # type: ignore
-
-    def logits(self, x: Tensor) -> Tensor:
-        """[B, S, h] -> [B, S, V] float32: of bfloat16 factors, too, the sums aren't rounded to bfloat16."""
-        weight = (self.transformer.wte if self.lm_head is None else self.lm_head).weight.to(x.dtype)
-        rounded = F.linear(x, weight)
-        if x.dtype == torch.float32:
-            return rounded
-        lost = torch.addmm(rounded.detach().flatten(0, 1), x.flatten(0, 1), weight.T, beta=-1)
-        return rounded.detach().float() + lost.view_as(rounded)
 
     def places(self, tokens: Tensor, segments: Tensor | None, cache: Cache | None) -> tuple[Tensor, Tensor | None]:
         """(positions [B or 1, S] within the documents, mask as `Step` has it)."""
