@@ -82,6 +82,7 @@ def draw_heat(canvas, axes, table, label, x_label, y_label, **options) -> None:
 
 
 def draw_curves(axes, theme, curves: dict[str, list[float]], y_label: str) -> None:
+    """Label -> values by depth, from 0, as lines that differ in colour, marker and dash."""
     for (label, values), colour, (marker, dash) in zip(curves.items(), theme["lines"], MARKERS, strict=False):
         axes.plot(range(len(values)), values, dash, marker=marker, color=colour, markersize=4, label=label)
     axes.set(xlabel="depth", ylabel=y_label)
