@@ -90,14 +90,17 @@ class TrainingConfig:
     trainable: str = ""
     """What is trained: roles (matrix, embedding, norm, ...) and parts of the model by name (such as head, or
     layer.expert_attention), commas between them (empty: everything). The rest stays as it starts."""
+    optimizer: Literal["adamw", "adam_atan2"] = "adamw"
+    """The update of a step. adam_atan2 is Huginn's: the arctangent of the moments' quotient in place of the quotient,
+    without an epsilon, and a smaller step for an array whose gradient has suddenly grown."""
     beta1: float = 0.9
-    """AdamW: decay of the first moment."""
+    """Decay of the first moment."""
     beta2: float = 0.999
-    """AdamW: decay of the second moment."""
+    """Decay of the second moment."""
     epsilon: float = 1e-8
     """AdamW: added to the root of the second moment."""
     weight_decay: float = 1e-3
-    """AdamW: decoupled weight decay, on matrices only."""
+    """Decoupled weight decay, on matrices only; the learning rate multiplies it."""
     clip_norm: float = 0.5
     """Largest global norm of the gradient."""
     remat: Remat = "full"

@@ -69,13 +69,22 @@ def scatter(gradients: Any, layouts: Any, mesh: Mesh) -> Any:
 
 def squared_norm(gradients: Any, layouts: Any, mesh: Mesh) -> jax.Array:
     """Sum of the squares of a divided tree, each number counted once: scalar float32."""
+    squares = jax.tree.map(lambda part, layout: jnp.sum(jnp.square(part)) / _copies(layout, mesh), gradients, layouts)
+    return sum_over(mesh, jnp.sum(jnp.stack(jax.tree.leaves(squares))))
 
-    def one(gradient: jax.Array, layout: Layout) -> jax.Array:
-        copies = math.prod(part.size for part in layout.parts if part.stored is None) * mesh.shape[SLICE]
-        return jnp.sum(jnp.square(gradient)) / copies
 
-    squares = jax.tree.leaves(jax.tree.map(one, gradients, layouts))
-    return sum_over(mesh, jnp.sum(jnp.stack(squares)))
+def means(tree: Any, layouts: Any, mesh: Mesh) -> Any:
+    """The mean of every array of a divided tree: scalars float32. Where the tree has no array, it stays as it is."""
+
+    def share(layout: Layout, part: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.sum(x) / (_copies(layout, mesh) * math.prod(layout.shape)), part)
+
+    return sum_over(mesh, jax.tree.map(share, layouts, tree))
+
+
+def _copies(layout: Layout, mesh: Mesh) -> int:
+    """Devices that store the same part."""
+    return math.prod(part.size for part in layout.parts if part.stored is None) * mesh.shape[SLICE]
 
 
 def sum_over(mesh: Mesh, values: Any, axes: Sequence[str] | None = None) -> Any:

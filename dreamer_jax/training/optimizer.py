@@ -1,7 +1,8 @@
-"""AdamW as the paper's Table 3 has it, the schedules of its learning rate, and which parameters it trains."""
+"""AdamW as the paper's Table 3 has it, Huginn's variant, schedules of the learning rate, and what is trained."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,8 +42,15 @@ def next_learning_rate(config: TrainingConfig, state: Any) -> jax.Array:
     return learning_rate(config, optax.tree_utils.tree_get(state, "count", filtering=of_schedule) + 1)
 
 
-def make_optimizer(config: TrainingConfig, roles: Any) -> optax.GradientTransformationExtraArgs:
-    """AdamW on float32 weights; decoupled decay on the roles that it applies to, never on norm scales.
+def local_means(tree: Any) -> Any:
+    """The mean of every array, of which this device has the whole."""
+    return jax.tree.map(jnp.mean, tree)
+
+
+def make_optimizer(
+    config: TrainingConfig, roles: Any, means: Callable[[Any], Any] = local_means
+) -> optax.GradientTransformationExtraArgs:
+    """Adam on float32 weights; decoupled decay on the roles that it applies to, never on norm scales.
 
     `update` takes the keyword `gradient_norm`: the true global norm, which a device that has a part of the gradient
     can't compute by itself. What isn't trained has no moments, and its update is zero.
@@ -50,24 +58,69 @@ def make_optimizer(config: TrainingConfig, roles: Any) -> optax.GradientTransfor
     Args:
         config: the recipe.
         roles: the tree of the parameters' roles.
+        means: a tree like the parameters -> the mean of every whole array, of which a device may have a part.
     Raises:
         ConfigError: `training.trainable` names something that isn't there.
     """
-    recipe = optax.chain(
-        _clip(config.clip_norm),
-        optax.adamw(
-            lambda count: learning_rate(config, count + 1),
-            b1=config.beta1,
-            b2=config.beta2,
-            eps=config.epsilon,
-            weight_decay=config.weight_decay,
-            mask=lambda params: _decayed(params, roles),
-        ),
-    )
+
+    def decayed(params: Any) -> Any:
+        return _decayed(params, roles)
+
+    def rate(count: Any) -> jax.Array:
+        return learning_rate(config, count + 1)
+
+    if config.optimizer == "adamw":
+        sizes = {"b1": config.beta1, "b2": config.beta2, "eps": config.epsilon}
+        adam = optax.adamw(rate, **sizes, weight_decay=config.weight_decay, mask=decayed)
+    else:
+        adam = optax.chain(
+            scale_by_adam_atan2(config.beta1, config.beta2, means),
+            optax.add_decayed_weights(config.weight_decay, decayed),
+            optax.scale_by_learning_rate(rate),
+        )
+    recipe = optax.chain(_clip(config.clip_norm), adam)
     if not config.trainable:
         return recipe
     labels = jax.tree.map(lambda trained: "trained" if trained else "frozen", trained_leaves(config, roles))
     return optax.partition({"trained": recipe, "frozen": optax.set_to_zero()}, labels)
+
+
+def scale_by_adam_atan2(
+    beta1: float, beta2: float, means: Callable[[Any], Any] = local_means
+) -> optax.GradientTransformation:
+    """Adam without an epsilon, and with clipped updates: how Huginn was trained (Geiping et al., 2025, section 4).
+
+    u = atan2(m, sqrt(v)) / max(1, RMS(g / sqrt(v))), with m and v the moments corrected for their bias: the arctangent
+    of Everett et al. (2024), which is between -pi/2 and pi/2 and the same for a gradient of any scale, and the clipping
+    of Wortsman et al. (2023), where an array whose gradient is larger than its history takes a smaller step. The
+    published code starts the moments at the first gradient instead and still corrects them; after the warm-up both are
+    the same.
+
+    Args:
+        beta1, beta2: decay of the moments.
+        means: see `make_optimizer`.
+    """
+
+    def init(params: Any) -> optax.ScaleByAdamState:
+        return optax.ScaleByAdamState(
+            jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)
+        )
+
+    def update(updates: Any, state: optax.ScaleByAdamState, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
+        del params
+        count = state.count + 1
+        mu = optax.tree.update_moment(updates, state.mu, beta1, 1)
+        nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, beta2, 2)
+        first, second = optax.tree.bias_correction(mu, beta1, count), optax.tree.bias_correction(nu, beta2, count)
+        # Where a parameter has never had a gradient, both are zero.
+        ratios = jax.tree.map(lambda g, v: jnp.square(g) / jnp.where(v > 0, v, 1), updates, second)
+        turned = jax.tree.map(
+            lambda m, v, square: jnp.arctan2(m, jnp.sqrt(v)) / jnp.maximum(1, jnp.sqrt(square)),
+            *(first, second, means(ratios)),
+        )
+        return turned, optax.ScaleByAdamState(count, mu, nu)
+
+    return optax.GradientTransformation(init, update)
 
 
 def trained_leaves(config: TrainingConfig, roles: Any) -> Any:

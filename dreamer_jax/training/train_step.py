@@ -21,7 +21,7 @@ from dreamer_jax.blocks.operations import operations_of
 from dreamer_jax.config.sections import Config
 from dreamer_jax.families import Family, build, forward
 from dreamer_jax.parallel.expert_parallel import parallel_operations
-from dreamer_jax.parallel.gather import gather, scatter, squared_norm, sum_over
+from dreamer_jax.parallel.gather import gather, means, scatter, squared_norm, sum_over
 from dreamer_jax.parallel.layout import parameter_layouts
 from dreamer_jax.parallel.mesh import EXPERT, batch_spec
 from dreamer_jax.runs.state import TrainState
@@ -42,7 +42,7 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[TrainState, Batch],
     """
     family = family_on(config, mesh)
     layouts = parameter_layouts(family.boxed, mesh)
-    optimizer = make_optimizer(config.training, family.roles)
+    optimizer = make_optimizer(config.training, family.roles, lambda tree: means(tree, layouts, mesh))
     loss_and_gradient = make_loss_and_gradient(config, family)
     trained = trained_leaves(config.training, family.roles)
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -18,7 +19,7 @@ from dreamer_jax.config.sections import Config, MeshConfig
 from dreamer_jax.families import build
 from dreamer_jax.parallel import batch_spec, make_mesh, parameter_layouts
 from dreamer_jax.parallel import mesh as meshes
-from dreamer_jax.parallel.gather import gather, scatter, sum_over
+from dreamer_jax.parallel.gather import gather, means, scatter, squared_norm, sum_over
 from dreamer_jax.parallel.mesh import EXPERT
 from dreamer_jax.planning.collectives import find_collectives, large_all_reduces
 from dreamer_jax.planning.hlo import parse_program
@@ -181,3 +182,22 @@ def test_the_state_is_divided_over_all_devices():
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             if leaf.ndim > 1 and path[-1].key != "scale" and leaf.shape[0] % 8 == 0:
                 assert leaf.addressable_shards[0].data.size == leaf.size // 8, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("mesh", ["mixed", "slices"])
+def test_means_and_norms_are_those_of_whole_arrays(mesh):
+    """However an array is divided or copied, and with leaves left out, as those that aren't trained are."""
+    config, state = case("DR+DA", 5)
+    mesh, params = make_mesh(MESHES[mesh]), state.params
+    layouts = parameter_layouts(build(config.model).boxed, mesh)
+    specs = jax.tree.map(lambda layout: layout.spec, layouts)
+
+    def run(params):
+        kept = {**params, "head": optax.MaskedNode()}
+        return means(kept, layouts, mesh), squared_norm(params, layouts, mesh)
+
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
+    found, norm = jax.jit(sharded)(params)
+    wanted = {**jax.tree.map(np.mean, jax.device_get(params)), "head": optax.MaskedNode()}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), found, wanted)
+    np.testing.assert_allclose(norm, sum(float(np.sum(np.square(leaf))) for leaf in jax.tree.leaves(params)), rtol=1e-5)

@@ -1,5 +1,6 @@
 """The optimizer against AdamW written out in NumPy."""
 
+import dataclasses
 from typing import get_args
 
 import jax
@@ -63,6 +64,39 @@ def test_three_steps():
     params = jax.tree.map(jnp.float32, start)
     state, update = optimizer.init(params), jax.jit(lambda g, s, p: optimizer.update(g, s, p, gradient_norm=norm(g)))
     for step, expected in enumerate(adamw(start, gradients), 1):
+        updates, state = update(jax.tree.map(jnp.float32, gradients[step - 1]), state, params)
+        params = optax.apply_updates(params, updates)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), params, expected)
+
+
+def adam_atan2(params, gradients):
+    """The same recipe with the arctangent and clipped updates, written out in float64."""
+    m = v = jax.tree.map(np.zeros_like, params)
+    for step, gradient in enumerate(gradients, 1):
+        m = jax.tree.map(lambda m, g: 0.8 * m + 0.2 * g, m, gradient)
+        v = jax.tree.map(lambda v, g: 0.9 * v + 0.1 * g**2, v, gradient)
+        rate = {1: 0.015, 2: 0.03, 3: 0.03}[step]
+
+        def update(p, g, m, v, decayed, t=step, rate=rate):
+            first, second = m / (1 - 0.8**t), v / (1 - 0.9**t)
+            larger = np.sqrt(np.mean(np.divide(g**2, second, out=np.zeros_like(g), where=second > 0)))
+            return p - rate * (np.arctan2(first, np.sqrt(second)) / max(1, larger) + (0.2 * p if decayed else 0))
+
+        params = jax.tree.map(update, params, gradient, m, v, DECAYED)
+        yield params
+
+
+def test_three_steps_of_the_arctangent():
+    """A gradient that suddenly grows takes a smaller step; a row without gradient, and a scale of 1e-12, do no harm."""
+    start, gradients = draw(0, 1.0), [draw(1, 1.0), draw(2, 30.0), draw(3, 1e-2)]
+    for gradient in gradients:
+        gradient["head"][0] = 0
+        gradient["final"]["scale"] *= 1e-12
+    config = dataclasses.replace(CONFIG, optimizer="adam_atan2", clip_norm=1e9)
+    optimizer = make_optimizer(config, ROLES)
+    params = jax.tree.map(jnp.float32, start)
+    state, update = optimizer.init(params), jax.jit(lambda g, s, p: optimizer.update(g, s, p, gradient_norm=norm(g)))
+    for step, expected in enumerate(adam_atan2(start, gradients), 1):
         updates, state = update(jax.tree.map(jnp.float32, gradients[step - 1]), state, params)
         params = optax.apply_updates(params, updates)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), params, expected)
