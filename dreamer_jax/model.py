@@ -188,6 +188,7 @@ def load(
     step: int | None = None,
     average: int = 1,
     dtype: str | None = None,
+    cache: str | None = None,
     tokenizer: str | None = None,
     mesh: Mesh | None = None,
     family_module: str | None = None,
@@ -199,6 +200,7 @@ def load(
         step: the checkpoint of a run; by default the newest good one.
         average: the parameters are the mean of so many checkpoints, that one and those before it.
         dtype: compute precision, "float32" or "bfloat16"; by default the run's.
+        cache: which keys of other tokens' depths a token sees, for families with several rules (`model.cache`).
         tokenizer: where the tokenizer's file is now, if it was moved; needed only for texts.
         mesh: devices that share generation and scoring, as `inference.Engine` takes it; None for one.
         family_module: where the model's family is defined, if that is outside of the package; as `--family-module`.
@@ -215,21 +217,25 @@ def load(
 
         trained = read_model(folder)
         if tokenizer is None and not _is_there(trained.config.data.tokenizer):
-            return Model(_in(trained, dtype), lambda: load_tokenizer(str(folder / "tokenizer.json")), mesh)
+            return Model(_with(trained, dtype, cache), lambda: load_tokenizer(str(folder / "tokenizer.json")), mesh)
     else:
         trained = load_run(path, step, average)
-    return Model(_in(trained, dtype), lambda: tokenizer_of(trained, tokenizer), mesh)
+    return Model(_with(trained, dtype, cache), lambda: tokenizer_of(trained, tokenizer), mesh)
 
 
 def _is_there(tokenizer: str) -> bool:
     return tokenizer == "bytes" or Path(tokenizer).is_file()
 
 
-def _in(trained: TrainedModel, dtype: str | None) -> TrainedModel:
-    """The model in another compute precision."""
-    if dtype is None:
+def _with(trained: TrainedModel, dtype: str | None, cache: str | None) -> TrainedModel:
+    """The model in another compute precision, or with another rule of its cache."""
+    model = trained.config.model
+    if cache is not None and not hasattr(model, "cache"):
+        raise UserError(f"cache: models of the family {model.family} have one rule, and '{cache}' can't be chosen")
+    changes = {name: value for name, value in (("dtype", dtype), ("cache", cache)) if value is not None}
+    if not changes:
         return trained
-    model = dataclasses.replace(trained.config.model, dtype=dtype)
+    model = dataclasses.replace(model, **changes)
     return dataclasses.replace(trained, config=dataclasses.replace(trained.config, model=model))
 
 

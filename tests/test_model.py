@@ -138,6 +138,8 @@ def test_what_can_not_be_asked(model, run):
         model.states([[259]])
     with pytest.raises(UserError, match="at least one depth"):
         model.logits([[1]], 0)
+    with pytest.raises(UserError, match="cache: models of the family dreamer have one rule"):
+        dreamer_jax.load(run, cache="latest")
     with pytest.raises(UserError, match="not a run directory"):
         dreamer_jax.load(run / "nothing")
     with pytest.raises(UserError, match="no checkpoint of step 8"):

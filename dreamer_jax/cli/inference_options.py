@@ -28,6 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--depth", type=int, metavar="L", help="depths to apply; a recurrent model takes any (as trained)")
     add("--average", type=int, default=1, metavar="N", help="take the mean of the last N checkpoints' weights (1)")
     add("--dtype", choices=["float32", "bfloat16"], help="compute precision (as trained)")
+    add("--cache", metavar="RULE", help="which keys of tokens at other depths are seen: model.cache (as trained)")
     add("--tokenizer", metavar="FILE", help="where the run's tokenizer is now, if it was moved")
     add(
         "--exit-distance",
@@ -69,6 +70,6 @@ def open_model(options: argparse.Namespace) -> tuple[LanguageModel, Config]:
                 f"jax sees {jax.device_count()}"
             )
         mesh = make_mesh(MeshConfig(data=(options.data,), expert=options.expert), jax.devices()[:wanted])
-    average, dtype, tokenizer = options.average, options.dtype, options.tokenizer
-    model = load(options.run, average=average, dtype=dtype, tokenizer=tokenizer, mesh=mesh)
+    names = ("average", "dtype", "cache", "tokenizer")
+    model = load(options.run, **{name: getattr(options, name) for name in names}, mesh=mesh)
     return model.texts(options.depth, options.exit_distance, options.batch_size), model.config

@@ -111,6 +111,9 @@ class TrainingConfig:
     """Depths whose contributions to the expert weight gradients are kept aside and added in one pass, where a kernel
     does it: less memory traffic, more memory. 1 adds at every depth, with the least memory. 0 chooses: as many, up to
     8, as fit an eighth of the chip's memory. The sums are float32 always."""
+    scatter: Literal["step", "microbatch"] = "step"
+    """When gradients are summed over the devices and divided among them. step: once, after the last microbatch; until
+    then every device holds the float32 sums of all of them. microbatch: after each; less memory, more on the wires."""
     log_every: int = 10
     """Steps between two lines of metrics."""
 

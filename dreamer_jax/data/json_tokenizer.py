@@ -21,8 +21,8 @@ from dreamer_jax.errors import UserError
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 
 _NAMES = {
-    "bos": (BOS, "<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[CLS]"),
-    "eos": (EOS, "<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[SEP]"),
+    "bos": (BOS, "<|begin_of_text|>", "<|begin_text|>", "<s>", "<bos>", "<|startoftext|>", "[CLS]"),
+    "eos": (EOS, "<|end_of_text|>", "<|end_text|>", "</s>", "<eos>", "<|endoftext|>", "[SEP]"),
     "pad": (PAD, "<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|padding|>"),
 }
 """What tokenizers call their special tokens; the first that a file holds is taken."""
@@ -31,8 +31,9 @@ _NAMES = {
 class JsonTokenizer:
     """Any tokenizer that Hugging Face's `tokenizers` reads from a file.
 
-    A special token that the file lacks gets an id of its own after the last one: bos, eos, pad in this order.
-    Nothing is added to a text, and text that spells a special token is encoded as plain text.
+    Bos and eos that the file lacks get ids of their own after the last one. Without a token for padding, eos pads:
+    padding is masked, and a model that was trained elsewhere may have no further row. Nothing is added to a text, and
+    text that spells a special token is encoded as plain text.
 
     Args:
         path: a tokenizer.json.
@@ -62,7 +63,9 @@ class JsonTokenizer:
         special = {}
         for kind, names in _NAMES.items():
             found = next((vocabulary[name] for name in names if name in vocabulary), None)
-            if found is None:
+            if found is None and kind == "pad":
+                found = special["eos"]
+            elif found is None:
                 found = self.vocab_size
                 self.vocab_size += 1
             special[kind] = found

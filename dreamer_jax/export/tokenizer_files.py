@@ -113,7 +113,8 @@ def _from_json(content: dict[str, Any], tokenizer: Tokenizer) -> tuple[dict[str,
     for number, name in ((tokenizer.bos, "<|bos|>"), (tokenizer.eos, "<|eos|>"), (tokenizer.pad, "<|pad|>")):
         if number not in added:
             content["added_tokens"] = [*(content.get("added_tokens") or []), _added(number, name)]
-        names.append(added.get(number, name))
+            added[number] = name
+        names.append(added[number])
     return content, (names[0], names[1], names[2])
 
 

@@ -28,7 +28,7 @@ def describe(config: Config, topology: Topology, compiled: Compiled | None, boun
         "model": {"variant": variant, "depth": model.depth, "implementation": config.model.implementation},
         "mesh": {"slices": config.mesh.slices, "data": list(config.mesh.data), "expert": config.mesh.expert},
         "settings": settings_of(config, topology),
-        "tokens": {"step": tokens, "chip": tokens // topology.chips},
+        "tokens": {"step": tokens, "chip": tokens // topology.chips, "row": config.data.sequence_length},
         "parameters": int(analytic.total(analytic.parameters(model))),
         "model_flops_per_token": analytic.training_flops(model, config.data.sequence_length)[0],
         "rows_per_expert": bound.rows_per_expert,
@@ -46,6 +46,7 @@ def settings_of(config: Config, topology: Topology) -> dict[str, Any]:
     return {
         "microbatches": training.microbatches,
         "remat": training.remat,
+        "scatter": training.scatter,
         "gradient_depths": gradient_depths(config, topology.chip.name),
     }
 
@@ -65,10 +66,13 @@ def advice(plan: Plan) -> list[str]:
     found = []
     if settings["remat"] != "full":
         found.append("--training.remat full: keeps only the residual stream of every depth")
-    found.append(
-        f"--training.microbatches {2 * settings['microbatches']}: halves the tokens at hand "
-        f"({tokens // settings['microbatches']} a chip now); each microbatch needs a row a chip"
-    )
+    at_hand = tokens // settings["microbatches"]
+    if at_hand > plan["tokens"]["row"]:
+        found.append(
+            f"--training.microbatches {2 * settings['microbatches']}: halves the tokens at hand ({at_hand} a chip now)"
+        )
+    if settings["microbatches"] > 1 and settings["scatter"] == "step":
+        found.append("--training.scatter microbatch: no chip holds the sums of all gradients; more on the wires")
     if plan["mesh"]["expert"] == 1:
         found.append("a mesh with an expert axis: each chip then holds a part of the experts and of their gradients")
     if plan["model"]["implementation"] == "xla":

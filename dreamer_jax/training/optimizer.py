@@ -70,8 +70,9 @@ def make_optimizer(
         return learning_rate(config, count + 1)
 
     if config.optimizer == "adamw":
-        sizes = {"b1": config.beta1, "b2": config.beta2, "eps": config.epsilon}
-        adam = optax.adamw(rate, **sizes, weight_decay=config.weight_decay, mask=decayed)
+        adam = optax.adamw(
+            rate, config.beta1, config.beta2, config.epsilon, weight_decay=config.weight_decay, mask=decayed
+        )
     else:
         adam = optax.chain(
             scale_by_adam_atan2(config.beta1, config.beta2, means),
@@ -106,7 +107,7 @@ def scale_by_adam_atan2(
             jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)
         )
 
-    def update(updates: Any, state: optax.ScaleByAdamState, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
         del params
         count = state.count + 1
         mu = optax.tree.update_moment(updates, state.mu, beta1, 1)

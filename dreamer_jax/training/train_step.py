@@ -43,7 +43,12 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[TrainState, Batch],
     family = family_on(config, mesh)
     layouts = parameter_layouts(family.boxed, mesh)
     optimizer = make_optimizer(config.training, family.roles, lambda tree: means(tree, layouts, mesh))
-    loss_and_gradient = make_loss_and_gradient(config, family)
+    each = config.training.scatter == "microbatch"
+
+    def divided(gradients: Any) -> Any:
+        return scatter(gradients, layouts, mesh)
+
+    loss_and_gradient = make_loss_and_gradient(config, family, divided if each else None)
     trained = trained_leaves(config.training, family.roles)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -53,7 +58,7 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[TrainState, Batch],
         (loss, (counts, logged)), targets = sums, jnp.sum(batch["loss_mask"])
         loss, counts, logged, targets = sum_over(mesh, (loss, counts, logged, targets))
         targets = jnp.maximum(targets, 1).astype(jnp.float32)
-        gradients = jax.tree.map(lambda g: g / targets, scatter(gradients, layouts, mesh))
+        gradients = jax.tree.map(lambda g: g / targets, gradients if each else divided(gradients))
         if config.training.trainable:
             gradients = jax.tree.map(lambda g, is_trained: g * is_trained, gradients, trained)
         norm = jnp.sqrt(squared_norm(gradients, layouts, mesh))
@@ -83,12 +88,14 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[TrainState, Batch],
     return jax.jit(sharded, donate_argnums=0)
 
 
-def make_loss_and_gradient(config: Config, family: Family) -> Callable[..., Any]:
+def make_loss_and_gradient(
+    config: Config, family: Family, divided: Callable[[Any], Any] | None = None
+) -> Callable[..., Any]:
     """(weights, model state, batch, step) -> ((loss sum, (counts, logged sums)), gradients), of one device's rows;
     inside a shard_map.
 
     Weights are what `gather` returned; gradients have their shapes and are float32, summed in float32 over depths and
-    microbatches.
+    microbatches. With `divided` each microbatch's gradients pass through it before they are added.
     """
 
     def loss_sum(params, model_state, batch, step):
@@ -102,7 +109,8 @@ def make_loss_and_gradient(config: Config, family: Family) -> Callable[..., Any]
     def of_rows(weights, *rest):
         # Differentiated as float32, so that gradients are. The model casts back at once: nothing of it is computed.
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
-        return jax.value_and_grad(loss_sum, has_aux=True)(wide, *rest)
+        sums, gradients = jax.value_and_grad(loss_sum, has_aux=True)(wide, *rest)
+        return sums, divided(gradients) if divided else gradients
 
     def of_batch(weights, model_state, batch, step):
         if config.training.microbatches == 1:

@@ -61,12 +61,22 @@ def test_missing_special_tokens_get_ids_of_their_own(trained: Path, tmp_path: Pa
     content["model"]["vocab"] = {token: i for i, token in enumerate(content["model"]["vocab"])}
     (tmp_path / "bare.json").write_text(json.dumps(content))
     bare = load_tokenizer(str(tmp_path / "bare.json"))
-    assert (bare.bos, bare.eos, bare.pad) == (597, 598, 599) and bare.vocab_size == 600
+    assert (bare.bos, bare.eos, bare.pad) == (597, 598, 598) and bare.vocab_size == 599, "eos pads"
     assert bare.decode([bare.bos, *bare.encode("1 + 2"), bare.eos]) == "1 + 2"
     content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     (tmp_path / "cut.json").write_text(json.dumps(content))
     cut = load_tokenizer(str(tmp_path / "cut.json"))
     assert cut.decode(cut.encode("a long text, uncut")) == "a long text, uncut" and cut.fingerprint == bare.fingerprint
+
+
+def test_the_names_of_published_tokenizers(trained: Path, tmp_path: Path) -> None:
+    """Huginn's; a model of theirs has no rows for further tokens."""
+    text = trained.read_text()
+    for ours, theirs in (("<|bos|>", "<|begin_text|>"), ("<|eos|>", "<|end_text|>")):
+        text = text.replace(ours, theirs)
+    (tmp_path / "huginn.json").write_text(text)
+    own, its = load_tokenizer(str(trained)), load_tokenizer(str(tmp_path / "huginn.json"))
+    assert (its.bos, its.eos, its.pad, its.vocab_size) == (own.bos, own.eos, own.pad, own.vocab_size)
 
 
 def test_prepared_data_refuse_another_tokenizer(trained: Path, tmp_path: Path) -> None:

@@ -342,3 +342,11 @@ def test_retrofitted_models_give_the_official_outputs(retrofitted, tmp_path: Pat
     prelude, latent, _ = out.hidden_states
     for actual, key in ((prelude, "prelude_out"), (latent, "latent_r1"), (out.logits, "logits_r1")):
         np.testing.assert_allclose(actual, arrays[f"conv/{key}"], atol=1e-4)
+
+
+def test_another_rule_of_the_cache(sandwich):
+    """Chosen while loading; the model is the same otherwise."""
+    model = dreamer_jax.load(sandwich, cache="always-last")
+    assert model.config.model == dataclasses.replace(dreamer_jax.load(sandwich).config.model, cache="always-last")
+    with pytest.raises(UserError, match="unknown rule 'newest'"):
+        dreamer_jax.load(sandwich, cache="newest")
