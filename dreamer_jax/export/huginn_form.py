@@ -87,9 +87,10 @@ class HuginnForm(Form):
     def read(self, folder: Path, content: dict[str, Any]) -> Description:
         """Layers and dtype are read off the tensors; without a run, its data come from the folder."""
         path, tensors = folder / "config.json", open_tensors(folder)
-        if EMBEDDING not in tensors:
+        table = tensors.get(EMBEDDING) or tensors.get(HEAD)
+        if table is None:
             raise UserError(f"{folder}: the tensor {EMBEDDING} is missing")
-        dtype = next(name for name, code in CODES.items() if code == tensors[EMBEDDING].dtype)
+        dtype = next(name for name, code in CODES.items() if code == table.dtype)
         values, step, meta = read_training_run(path, content)
         if not values:
             values, meta = _without_run(folder, content, dtype)
@@ -122,9 +123,12 @@ class HuginnForm(Form):
         return found
 
     def without_derived(self, folder: Path, tensors: dict[str, Stored], description: Description) -> dict[str, Stored]:
-        """Less rotations, which follow from config.json, and less a tied head, which has to be the embedding."""
+        """Less rotations, which follow from config.json, and less a tied head, which has to be the embedding or, where
+        only one of them was saved, stands for it."""
         kept = {name: tensor for name, tensor in tensors.items() if name != ROTATIONS}
         head = kept.pop(HEAD, None) if description.model.tied_head else None
+        if head is not None and EMBEDDING not in kept:
+            return {EMBEDDING: head, **kept}
         if head is not None and not _equal(head, kept[EMBEDDING]):
             raise UserError(f"{folder}: {HEAD} differs from {EMBEDDING}, to which tie_embeddings ties it")
         return kept

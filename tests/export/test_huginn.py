@@ -147,6 +147,10 @@ def lost(name: str):
     return lambda tensors: tensors.pop(name)
 
 
+def no_table(tensors: dict) -> None:
+    del tensors["transformer.wte.weight"], tensors["lm_head.weight"]
+
+
 def other_head(tensors: dict) -> None:
     tensors["lm_head.weight"][3, 5] += 1e-6
 
@@ -162,7 +166,7 @@ def more_biases(tensors: dict) -> None:
 @pytest.mark.parametrize(
     ("alter", "message"),
     [
-        (lost("transformer.wte.weight"), "transformer.wte.weight is missing"),
+        (no_table, "transformer.wte.weight is missing"),
         (lost("transformer.core_block.1.mlp.fc.weight"), "transformer.core_block.1.mlp.fc.weight is missing"),
         (lost("transformer.prelude.0.attn.qk_bias"), "transformer.prelude.0.attn.qk_bias is missing"),
         (half_a_layer, "transformer.coda.0.norm_3.weight is missing"),
@@ -177,13 +181,17 @@ def test_tensors_that_do_not_fit_are_refused(copy: Path, tmp_path: Path, capsys,
     refused(write_folder(tmp_path / "altered", tensors, settings), tmp_path, capsys, message)
 
 
-def test_tied_heads_may_be_left_out_and_others_may_not(sandwich: Path, tmp_path: Path, capsys) -> None:
-    tensors, settings = arrays_of(sandwich), json.loads((sandwich / "config.json").read_text())
-    del tensors["lm_head.weight"], tensors["freqs_cis"]
-    folder = write_folder(tmp_path / "altered", tensors, settings)
-    import_run(folder, tmp_path / "tied")
-    change(folder, tie_embeddings=False)
-    refused(folder, tmp_path, capsys, "the tensor lm_head.weight is missing")
+def test_one_of_two_tied_tensors_is_enough_and_of_others_it_is_not(sandwich: Path, tmp_path: Path, capsys) -> None:
+    settings = json.loads((sandwich / "config.json").read_text())
+    import_run(sandwich, tmp_path / "both")
+    for name in ("lm_head.weight", "transformer.wte.weight"):
+        tensors = arrays_of(sandwich)
+        del tensors[name], tensors["freqs_cis"]
+        folder = write_folder(tmp_path / name, tensors, settings)
+        import_run(folder, tmp_path / f"{name}-run")
+        same_params(tmp_path / f"{name}-run", tmp_path / "both")
+        change(folder, tie_embeddings=False)
+        refused(folder, tmp_path, capsys, f"the tensor {name} is missing")
 
 
 def refused(folder: Path, place: Path, capsys, message: str) -> None:
