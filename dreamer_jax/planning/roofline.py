@@ -115,9 +115,10 @@ def _term(operation: Operation, topology: Topology) -> Term:
 def _compiled(config: Config, collectives: Sequence[Collective], wires: Wires) -> tuple[Exchange, ...]:
     """The program's collectives by purpose; a loop whose count isn't written there is taken for the depth's."""
     found: dict[tuple[str, bool], list[float]] = {}
+    in_loops = config.training.scatter == "microbatch"
     for one in collectives:
         times = build(config.model).depth if one.times is None else one.times
-        if one.loops:
+        if one.loops and not (in_loops and "f32" in one.arrays[0]):
             name = "expert exchange"
         elif one.kind in ("all-gather", "all-to-all") and "bf16" in one.arrays[0]:
             name = "weight gather"
@@ -130,9 +131,12 @@ def _compiled(config: Config, collectives: Sequence[Collective], wires: Wires) -
 
 
 def _expected(config: Config, wires: Wires) -> tuple[Exchange, ...]:
-    """What the train step will send: each weight once, each gradient once, and the experts' exchange at every depth."""
+    """What the train step will send: each weight once, each gradient once or once a microbatch, and the experts'
+    exchange at every depth."""
     gathered, scattered = _weights_over_axes(config, wires, 2), _weights_over_axes(config, wires, 4)
-    exchanges = [Exchange("weight gather", *gathered), Exchange("gradient scatter", *scattered)]
+    times = config.training.microbatches if config.training.scatter == "microbatch" else 1
+    scatter = Exchange("gradient scatter", scattered[0] * times, scattered[1] * times)
+    exchanges = [Exchange("weight gather", *gathered), scatter]
     if config.mesh.expert > 1:
         exchanges.append(_expert_exchange(config, wires))
     if config.mesh.slices > 1:

@@ -163,6 +163,18 @@ def test_the_compiled_programs_collectives_take_the_place_of_the_estimate():
     assert hidden.seconds == pytest.approx(roofline(asked, V5P, []).seconds)
 
 
+def test_gradients_may_be_scattered_after_every_microbatch():
+    """Then they travel as often, and what is float32 in a loop is theirs; what is bfloat16 there is the exchange."""
+    once, often = (config(batch_size=128, microbatches=2, scatter=when) for when in ("step", "microbatch"))
+    scatters = [one(roofline(asked, V5P).exchanges, "gradient scatter") for asked in (once, often)]
+    assert scatters[1].bytes == 2 * scatters[0].bytes and scatters[1].seconds == 2 * scatters[0].seconds
+    looped = [
+        collective(loops=("while",), times=2, kind="reduce-scatter", arrays=(f"{d}[8]",)) for d in ("f32", "bf16")
+    ]
+    assert {e.name for e in roofline(often, V5P, looped).exchanges} == {"gradient scatter", "expert exchange"}
+    assert {e.name for e in roofline(once, V5P, looped).exchanges} == {"expert exchange"}
+
+
 def test_the_bound_is_the_sum_of_the_longer_times_and_the_exchanges():
     bound = roofline(config(), V5P)
     whole = sum(max(t.matrix_seconds, t.memory_seconds) for t in bound.terms) + bound.total("collective")
