@@ -113,21 +113,24 @@ def _term(operation: Operation, topology: Topology) -> Term:
 
 
 def _compiled(config: Config, collectives: Sequence[Collective], wires: Wires) -> tuple[Exchange, ...]:
-    """The program's collectives by purpose; a loop whose count isn't written there is taken for the depth's."""
+    """The program's collectives by purpose. How often a loop turns may not be written there, such as one over a number
+    of depths that is drawn; the experts' exchange is then estimated."""
     found: dict[tuple[str, bool], list[float]] = {}
-    in_loops = config.training.scatter == "microbatch"
+    scattered_in_loops = config.training.scatter == "microbatch"
+    unknown = any(one.times is None for one in collectives)
     for one in collectives:
-        times = build(config.model).depth if one.times is None else one.times
-        if one.loops and not (in_loops and "f32" in one.arrays[0]):
+        if one.loops and not (scattered_in_loops and "f32" in one.arrays[0]):
             name = "expert exchange"
         elif one.kind in ("all-gather", "all-to-all") and "bf16" in one.arrays[0]:
             name = "weight gather"
         else:
             name = "gradient scatter"
-        sums = found.setdefault((name, one.overlapped and one.kind == "all-gather"), [0.0, 0.0])
-        sums[0] += one.bytes * times
-        sums[1] += wires.seconds(one.kind, one.bytes, one.axes) * times
-    return tuple(Exchange(name, sums[0], sums[1], hidden) for (name, hidden), sums in sorted(found.items()))
+        if one.times is not None and not (unknown and name == "expert exchange"):
+            sums = found.setdefault((name, one.overlapped and one.kind == "all-gather"), [0.0, 0.0])
+            sums[0] += one.bytes * one.times
+            sums[1] += wires.seconds(one.kind, one.bytes, one.axes) * one.times
+    exchanges = [Exchange(name, sums[0], sums[1], hidden) for (name, hidden), sums in sorted(found.items())]
+    return (*exchanges, *([_expert_exchange(config, wires)] if unknown else []))
 
 
 def _expected(config: Config, wires: Wires) -> tuple[Exchange, ...]:
