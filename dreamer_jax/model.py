@@ -80,6 +80,11 @@ class Model:
             UserError: rows of unequal lengths, tokens outside the vocabulary, an impossible depth, or a state that
                 doesn't fit.
         """
+        if not self.family.flags.generates:
+            raise UserError(
+                f"models of the family {self.config.model.family} answer puzzles, not every position; call "
+                "dreamer_jax.families.puzzles.logits_by_depth with model.family, model.params and model.model_state"
+            )
         tokens = self._tokens(tokens)
         start = self._start(initial_state, tokens)
         return _logits(self.family, self._depth(depth), self.params, self.model_state, tokens, start)

@@ -99,7 +99,7 @@ def examine(
         "data": Path(data).name if data else "its held-out data",
     }
     summary = described | summarise(config.model, sums, jax.device_get(model.model_state))
-    if family.flags.injects_inputs and first:
+    if family.flags.injects_inputs and family.flags.generates and first:
         summary["trajectories"] = trajectories(family, model.params, model.model_state, first, opened.tokenizer)
     return summary, config
 

@@ -57,6 +57,8 @@ def make_figures(summary: Summary, layered: Summary | None = None) -> list[Figur
         documents = 1 + paths["tokens"][-1]["document"]
         add("changes", (7.5, 1.2 + 0.17 * len(paths["tokens"])), lambda c, _: draw_changes(c, summary))
         add("trajectories", (11, 1 + 2.1 * documents), lambda c, t: draw_trajectories(c, t, paths))
+    if "hops" in summary:
+        add("hops", (5.2, 4.0), lambda c, _: _hops(c, summary["hops"]))
     if summary["routers"]:
         add("routers", (9, 2.9), lambda c, t: _routers(c, t, summary))
     if "observed" in summary:
@@ -145,7 +147,7 @@ def _lens(canvas, theme, summary: Summary) -> None:
     if lens["answers"]:
         curves["answers"] = lens["answer_accuracy"]
     axes = canvas.add_subplot()
-    draw_curves(axes, theme, curves, "next token right")
+    draw_curves(axes, theme, curves, f"{summary['model']['predicts']} right")
     axes.set_ylim(0, 1.08 * max(1e-3, *map(max, curves.values())))
 
 
@@ -156,6 +158,13 @@ def _residual(canvas, theme, summary: Summary) -> None:
         draw_curves(axes, theme, {label: summary["residual"][name]}, label)
         if name == "distance":  # the embeddings are short, so the first depth goes furthest by far
             axes.set_yscale("log")
+
+
+def _hops(canvas, hops: dict[str, Any]) -> None:
+    axes, table = canvas.add_subplot(), np.array(hops["reached"])
+    sides = (-0.5, table.shape[1] - 0.5, 0.5, len(table) + 0.5)  # steps are counted from 1
+    draw_heat(canvas, axes, table, "share reached", "edges from the source", "step", extent=sides, vmin=0, vmax=1)
+    axes.plot(hops["frontier"], range(1, len(table) + 1), color="red", marker="o", markersize=4)
 
 
 def _observed(canvas, theme, summary: Summary) -> None:

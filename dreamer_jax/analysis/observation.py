@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from dreamer_jax.analysis.convergence import change, count_changes
+from dreamer_jax.analysis.hops import hop_sums
 from dreamer_jax.blocks.loss import token_losses
-from dreamer_jax.families import Family, build, forward
+from dreamer_jax.families import Family, Pass, build, forward
 
 LENS_TARGETS = 32
 """Targets of a row that the logit lens reads, spread evenly over those that count: the head is applied to them at
@@ -39,6 +40,7 @@ def observe_batch(config: Any, params: Any, model_state: Any, batch: Mapping[str
         `tokens`, `lens_targets`, `lens_answers`: scalars int32, what those sums are over.
         Of a family that injects its inputs: `lens_entropy` [L] float32, of the distribution that the head predicts, in
         nats; `settled` [L+1] and `changes` [L, BINS] int32, see `count_changes`.
+        Of graphs: `hop_reached`, `hop_nodes`, see `hop_sums`.
         And what the family's blocks saw. Of routers: `counts` and `scores`, router -> [L, E] and [L, BINS] int32,
         selections by expert and by score; `entropy`, router -> [L] float32, of the sigmoid scores of all experts,
         normalised, in nats. Of depth attention: `depth_scores`, [L, n, L] float32, weights by depth, head and attended
@@ -55,13 +57,17 @@ def observe_batch(config: Any, params: Any, model_state: Any, batch: Mapping[str
         def observed(weights, state, inputs, depth, memory, context, tape=None):
             stepped = step(weights, state, inputs, depth, memory, context, tape)
             before, after = family.stream(state), family.stream(stepped.state)
-            hidden, _ = family.readout(params, stepped.state, memory, context)
-            losses, correct = token_losses(hidden[rows, columns], family.head(params), lens["targets"])
+            if family.flags.generates:
+                hidden, _ = family.readout(params, stepped.state, memory, context)
+                losses, correct = token_losses(hidden[rows, columns], family.head(params), lens["targets"])
+            else:  # few targets: the family says of each what it does in evaluation
+                passed = Pass(stepped.state, (), (), inputs, memory, context, depth.total)
+                losses, correct = (each[rows, columns] for each in family.evaluate(params, passed, batch))
             sums = dict(stepped.counts) | _stream(before, after, real)
             sums["lens_loss"] = jnp.sum(losses * lens["counted"])
             sums["lens_correct"] = jnp.sum(correct & lens["counted"])
             sums["lens_answers_correct"] = jnp.sum(correct & lens["answers"])
-            if converges:
+            if converges and family.flags.generates:
                 sums["lens_entropy"] = jnp.sum(_entropy(family, params, hidden[rows, columns]) * lens["counted"])
                 sums["change"] = change(before, after).reshape(-1)
             return stepped._replace(counts=sums)
@@ -71,6 +77,8 @@ def observe_batch(config: Any, params: Any, model_state: Any, batch: Mapping[str
     sums = forward(family, params, model_state, batch, observe=observe).counts
     if converges:
         sums |= count_changes(sums.pop("change"), real)
+    if "visible" in batch:
+        sums |= hop_sums(family, params, model_state, batch)
     totals = {"tokens": real, "lens_targets": lens["counted"], "lens_answers": lens["answers"]}
     return {**sums, **{name: jnp.sum(mask, dtype=jnp.int32) for name, mask in totals.items()}}
 

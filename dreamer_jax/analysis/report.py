@@ -76,10 +76,13 @@ def numbers(summary: Summary) -> list[tuple[str, str, str]]:
     table = _expert_numbers(summary, depth) if "experts" in summary else []
     lens = summary["lens"]
     if lens["targets"]:
-        table.append(("next token right after the last depth", f"{lens['accuracy'][-1]:.1%}", ""))
+        table.append((f"{summary['model']['predicts']} right after the last depth", f"{lens['accuracy'][-1]:.1%}", ""))
         best = max(lens["accuracy"])
         early = next((l for l, value in enumerate(lens["accuracy"]) if value >= 0.9 * best), depth - 1)
         table.append(("first depth with 90 % of the best depth's accuracy", f"{early} of 0–{depth - 1}", ""))
+    if "hops" in summary:
+        frontier = ", ".join(map(str, summary["hops"]["frontier"]))
+        table.append(("edges from the source that its news has come after each step", frontier, ""))
     return table + _convergence_numbers(summary, depth)
 
 

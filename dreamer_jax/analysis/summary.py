@@ -9,6 +9,7 @@ import numpy as np
 
 from dreamer_jax.analysis.convergence import EDGES, SETTLED
 from dreamer_jax.analysis.distributions import expert_numbers
+from dreamer_jax.analysis.hops import hop_summary
 from dreamer_jax.analysis.observation import Sums
 from dreamer_jax.families import build
 
@@ -26,7 +27,7 @@ def summarise(config: Any, sums: Sums, model_state: Any) -> Summary:
         model_state: the model's own; balancing biases are taken from it.
 
     Returns:
-        `model` (variant, depth L, experts), `tokens`.
+        `model` (variant, depth L, what it predicts, experts), `tokens`.
         `residual`: `norm`, `cosine`, `distance` [L]. `lens`: `targets`, `answers`; `accuracy`, `answer_accuracy`,
         `loss` [L]; of a family that injects its inputs `entropy` [L] (nats) too.
         `convergence`, of such a family: `threshold`; `settled` [L+1], tokens by the steps they need to settle, the last
@@ -34,6 +35,7 @@ def summarise(config: Any, sums: Sums, model_state: Any) -> Summary:
         `depth_attention`: `scores` [L, L] and `scores_by_head` [n, L, L], or None.
         `routers`, name -> `counts` [L, E], `entropy` [L] and `largest_entropy` (nats), `score_histogram` [L, BINS]
         (shares), `bias` (quantiles); and `experts`, see `expert_numbers`, of models that have some.
+        `hops`, of graphs, see `hop_summary`.
         `observed`: averages over the tokens, [L], of what else the family's blocks saw, where there is something.
     """
     tokens = int(sums["tokens"])
@@ -57,6 +59,8 @@ def summarise(config: Any, sums: Sums, model_state: Any) -> Summary:
             "edges": EDGES.tolist(),
             "changes": (sums["changes"] / max(1, tokens)).tolist(),
         }
+    if "hop_nodes" in sums:
+        summary["hops"] = hop_summary(sums["hop_reached"], sums["hop_nodes"])
     others = {name: (values / max(1, tokens)).tolist() for name, values in sums.items() if name not in KNOWN}
     return summary | ({"observed": others} if others else {})
 
@@ -65,14 +69,16 @@ RESIDUAL = ("norm", "cosine", "distance")
 KNOWN = {
     *RESIDUAL,
     *("tokens", "lens_loss", "lens_correct", "lens_answers_correct", "lens_targets", "lens_answers", "lens_entropy"),
-    *("settled", "changes"),
+    *("settled", "changes", "hop_reached", "hop_nodes"),
     *("counts", "scores", "entropy", "depth_scores"),
 }
 """Sums that have a place of their own in a summary."""
 
 
 def _model(config: Any) -> dict[str, Any]:
-    described = {"variant": getattr(config, "variant", config.family), "depth": build(config).depth}
+    family = build(config)
+    described = {"variant": getattr(config, "variant", config.family), "depth": family.depth}
+    described["predicts"] = "next token" if family.flags.generates else "answer"
     names = {"experts": "num_experts", "experts_per_token": "experts_per_token"}
     return described | {name: getattr(config, key) for name, key in names.items() if hasattr(config, key)}
 
@@ -114,13 +120,15 @@ def scalars(summary: Summary) -> dict[str, float]:
     for name, router in summary["routers"].items():
         by_depth[f"entropy/{name}"] = router["entropy"]
         by_depth[f"score/{name}"] = [_mean_of_bins(row) for row in router["score_histogram"]]
+    if "hops" in summary:
+        by_depth["hops/frontier"] = summary["hops"]["frontier"]
     by_depth["lens/accuracy"] = summary["lens"]["accuracy"]
     if summary["lens"]["answers"]:
         by_depth["lens/answer_accuracy"] = summary["lens"]["answer_accuracy"]
     if "convergence" in summary:
         settled = np.array(summary["convergence"]["settled"])
         values["convergence/settled"] = settled[:-1].sum() / max(1, settled.sum())
-        by_depth["lens/entropy"] = summary["lens"]["entropy"]
+        by_depth |= {f"lens/{name}": summary["lens"][name] for name in ("entropy",) if name in summary["lens"]}
     if summary["depth_attention"]:
         scores = np.array(summary["depth_attention"]["scores"])
         by_depth["depth_attention/on_itself"] = np.diag(scores).tolist()

@@ -6,12 +6,13 @@ TITLES = {
     "lorenz": "How many experts do how much of the work (Fig. 6)",
     "expert_given_depth": "Which experts each depth uses (Fig. 7)",
     "attention_experts": "Which attention expert each depth chooses",
-    "lens": "From which depth the next token can be read off",
+    "lens": "From which depth the prediction can be read off",
     "residual": "How the residual stream changes",
     "entropy": "How certain the prediction is",
     "settling": "How many steps a token needs to settle",
     "changes": "How far each step moves single tokens",
     "trajectories": "Where single tokens go",
+    "hops": "How far the news of the source has come",
     "routers": "How decided the routers are",
     "observed": "What else the model's blocks saw",
 }
@@ -44,8 +45,8 @@ TEXTS = {
     ),
     "lens": (
         "The output head applied to the residual stream after every depth (the logit lens): how often its most likely "
-        "token is the true next one, given the true tokens before. A curve that rises early and stays flat means that "
-        "the later depths add little."
+        "token is the true next one, given the true tokens before; of a classifier, how often its answer is right. A "
+        "curve that rises early and stays flat means that the later depths add little."
     ),
     "residual": (
         "Averages over the tokens after each depth: length of the residual stream, cosine with the stream before the "
@@ -72,6 +73,12 @@ TEXTS = {
         "the last one. Over each panel stands what the second half of the path looks like in all dimensions: it stays "
         "in one place (fixed point), moves on in one direction (slider), comes back to where it has been (orbit), or "
         "none of these. This describes the steps that were taken and proves nothing about those that would follow."
+    ),
+    "hops": (
+        "Every graph is computed twice, with its source marked and unmarked. The colour is the share of the nodes at a "
+        "distance from the source (horizontal) whose states differ by at least 3 % after a step (vertical). The mask "
+        "lets nothing pass the diagonal; the line is how far at least half of the nodes at every distance are reached. "
+        "A model that searches moves it by one edge a step."
     ),
     "routers": (
         "Left: entropy of each router's sigmoid scores over all its experts, as a share of the largest possible; "

@@ -23,12 +23,17 @@ class Context(NamedTuple):
         positions: [B, P] int32, from 0 within the document; in decoding also the slot.
         state: the model's own state, by collection, such as balancing biases.
         keys: [B], one a row, for what a pass draws (a state to start from, dropout); None in evaluation and decoding.
+        visible: [B, S, S] bool, whether position i sees position j of its own document, such as a graph's edges; None
+            where it sees all that its attention lets it see. Whole rows only, and for `Bidirectional` only.
+        read: [B, R] int32, the positions whose states answer a row's question; None where every position has targets.
     """
 
     segment_ids: jax.Array
     positions: jax.Array
     state: Any = None
     keys: jax.Array | None = None
+    visible: jax.Array | None = None
+    read: jax.Array | None = None
 
     @property
     def real(self) -> jax.Array:
@@ -44,6 +49,16 @@ class Fresh(NamedTuple):
     ) -> tuple[jax.Array, Fresh]:
         """Causal attention within each document: q [B, S, n, d], k and v [B, S, kv, d] -> [B, S, n, d]."""
         return operations.sequence_attention(q, k, v, context.segment_ids), self
+
+
+class Bidirectional(NamedTuple):
+    """As `Fresh`, but a position sees earlier and later ones alike: all of its document that is visible."""
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, context: Context, operations: Operations
+    ) -> tuple[jax.Array, Bidirectional]:
+        """Attention within each document: q [B, S, n, d], k and v [B, S, kv, d] -> [B, S, n, d]."""
+        return operations.bidirectional_attention(q, k, v, context.segment_ids, context.visible), self
 
 
 class Slots(NamedTuple):

@@ -27,6 +27,43 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float = EPSILON) -> jax.Ar
     return (wide * inverse * scale.astype(jnp.float32)).astype(x.dtype)
 
 
+class LayerNorm(Block):
+    """LayerNorm with a learned scale and bias over the last axis (Ba et al., 2016).
+
+    Attributes:
+        size: c, for counting; the input's last axis decides.
+        epsilon: added to the variance.
+    """
+
+    size: int = 0
+    epsilon: float = 1e-5
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., c] -> [..., c]."""
+        scale = self.weight("scale", nn.initializers.ones, (x.shape[-1],), ("norm",), "norm")
+        bias = self.weight("bias", nn.initializers.zeros, (x.shape[-1],), ("norm",), "bias")
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        inverse = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + self.epsilon)
+        return (centred * inverse * scale + bias).astype(x.dtype)
+
+    @nn.nowrap
+    def parameters(self, folded: bool = False) -> int:
+        """Scale and bias."""
+        return 2 * self.size
+
+    @nn.nowrap
+    def elementwise_flops(self, reach: Reach, folded: bool = True) -> float:
+        """One an element."""
+        return self.size
+
+    @nn.nowrap
+    def step_cost(self, on: OnChip) -> Iterator[Operation]:
+        """Nothing of its own, as of `RMSNorm`."""
+        return iter(())
+
+
 class RMSNorm(Block):
     """RMSNorm with a learned scale over the last axis (Zhang & Sennrich, 2019).
 

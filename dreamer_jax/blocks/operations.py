@@ -21,6 +21,7 @@ from pallas_kernels.depth_attention import DepthAttention
 from pallas_kernels.expert_mlp import ExpertMLP
 from pallas_kernels.kept import keep
 from pallas_kernels.sequence_attention import SequenceAttention
+from pallas_kernels.sequence_attention.bidirectional import bidirectional_attention
 
 
 def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, out: jax.Array) -> jax.Array:
@@ -36,6 +37,7 @@ class Operations:
     Attributes:
         sequence_attention, depth_attention, expert_mlp, expert_linear: see the classes of pallas_kernels.
         feed_forward: see `swiglu`.
+        bidirectional_attention: see the function of pallas_kernels.
     """
 
     sequence_attention: Any
@@ -43,6 +45,7 @@ class Operations:
     expert_mlp: Any
     expert_linear: Any
     feed_forward: Callable[..., Any] = swiglu
+    bidirectional_attention: Callable[..., Any] = bidirectional_attention
 
 
 def operations_of(

@@ -100,6 +100,15 @@ def truncated_normal(std: float) -> Initializer:
     return init
 
 
+def uniform(bound: float) -> Initializer:
+    """Uniform between -bound and bound."""
+
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+    return init
+
+
 def is_box(leaf: Any) -> bool:
     """Whether a leaf of a boxed tree is a `Parameter`."""
     return isinstance(leaf, Parameter)

@@ -1,11 +1,15 @@
-"""The residual stream, for counting."""
+"""The residual stream: what scales the branches that are added to it, and what it costs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import flax.linen as nn
+import jax
+
 from dreamer_jax.blocks.counting import BFLOAT16_BYTES, Counted, OnChip, Operation, Reach
+from dreamer_jax.blocks.parameters import Block
 
 
 @dataclass(frozen=True)
@@ -38,3 +42,35 @@ class Residual(Counted):
         forward = stream * (2 * self.norms + 3) + 2 * on.tokens * self.rotated * BFLOAT16_BYTES
         traffic = forward * (1 + on.again.cheap + 2) + 2 * stream
         yield Operation("norms, rotations, residual stream", 0, traffic)
+
+
+class LayerScale(Block):
+    """A learned factor for every channel of a branch (Touvron et al., 2021).
+
+    Attributes:
+        size: h.
+        start: what the factors start at.
+    """
+
+    size: int
+    start: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., h] -> [..., h]."""
+        return x * self.weight("factor", nn.initializers.constant(self.start), (self.size,), ("norm",), "norm")
+
+    @nn.nowrap
+    def parameters(self, folded: bool = False) -> int:
+        """The factors."""
+        return self.size
+
+    @nn.nowrap
+    def elementwise_flops(self, reach: Reach, folded: bool = True) -> float:
+        """One an element."""
+        return self.size
+
+    @nn.nowrap
+    def step_cost(self, on: OnChip) -> Iterator[Operation]:
+        """Nothing of its own: it is part of the loops over the residual stream."""
+        return iter(())

@@ -15,9 +15,9 @@ from dreamer_jax.families import Family
 Counts = dict[str, float]
 
 
-def average_context(length: int) -> float:
-    """Keys a causal query sees on average over `length` positions, its own included: (length + 1) / 2."""
-    return (length + 1) / 2
+def average_context(length: int, causal: bool = True) -> float:
+    """Keys a query sees on average over `length` positions, its own included: all, or if causal (length + 1) / 2."""
+    return (length + 1) / 2 if causal else length
 
 
 def parameters(family: Family, folded: bool = False) -> dict[str, int]:
@@ -72,7 +72,7 @@ def training_flops(family: Family, sequence_length: int) -> tuple[float, float]:
     3 times the forward: the backward pass takes two products for each of the forward, and elementwise work is taken to
     behave alike. Depths that aren't differentiated count once. Documents are taken to fill the rows of S tokens.
     """
-    reach = _reach(family, average_context(sequence_length), None)
+    reach = _reach(family, average_context(sequence_length, family.flags.causal), None)
     passes = [(share.block, share.depths + 2 * share.differentiated) for share in family.blocks()]
     matmul = sum(count * block.matmul_flops(reach) for block, count in passes)
     return matmul, sum(count * block.elementwise_flops(reach) for block, count in passes)
@@ -84,7 +84,7 @@ def executed_training_flops(family: Family, sequence_length: int, remat: bool) -
     Some blocks take more than two products for each of the forward. `remat` computes the forward of the differentiated
     depths a second time; the head is computed once.
     """
-    reach = _reach(family, average_context(sequence_length), None)
+    reach = _reach(family, average_context(sequence_length, family.flags.causal), None)
     matmul, elementwise = training_flops(family, sequence_length)
     for share in family.blocks():
         matmul += share.differentiated * share.block.extra_training_flops()

@@ -68,9 +68,10 @@ class Match:
 
 def cost(family: Family, context: int) -> Cost:
     """Cost of a model that generates `context` tokens (1024 in Table 1)."""
+    average = analytic.average_context(context, family.flags.causal)
     return Cost(
         params=int(analytic.total(analytic.parameters(family))),
-        flops_per_token=analytic.total(analytic.matmul_flops(family, analytic.average_context(context))),
+        flops_per_token=analytic.total(analytic.matmul_flops(family, average)),
         memory_bytes=sum(memory.generation(family, context).values()),
     )
 
@@ -154,8 +155,9 @@ def _require_room(family: Family, knobs: list[Knob], target: Target, context: in
     """The parts that no search moves must leave something for those that it moves, made as small as they can be."""
     family = changed(family, {knob.key: knob.smallest for knob in knobs if knob.moves == "params"})
     moved = {knob.part for knob in knobs}
+    average = analytic.average_context(context, family.flags.causal)
     counts = {
-        "FLOPs per token": ("flops_per_token", analytic.matmul_flops(family, analytic.average_context(context))),
+        "FLOPs per token": ("flops_per_token", analytic.matmul_flops(family, average)),
         "parameters": ("params", analytic.parameters(family)),
     }
     for what, (quantity, parts) in counts.items():

@@ -22,10 +22,11 @@ def report(config: Config, context: int = 1024, batch: int = 1) -> Report:
         Nested dicts of numbers: parameters, FLOPs per token, bytes.
     """
     model = build(config.model)
-    average = analytic.average_context(context)
+    average = analytic.average_context(context, model.flags.causal)
     return {
         "model": model.describe(),
         "context": context,
+        "average_context": average,
         "batch": batch,
         "parameters": _with_total(analytic.parameters(model)),
         "parameters_folded": _with_total(analytic.parameters(model, folded=True)),
@@ -65,7 +66,7 @@ def _training(config: Config) -> dict[str, Any]:
     model, length = build(config.model), config.data.sequence_length
     rows = config.training.batch_size // config.training.microbatches // config.mesh.size
     remat = config.training.remat
-    context = analytic.average_context(length)
+    context = analytic.average_context(length, model.flags.causal)
     forward = analytic.total(analytic.matmul_flops(model, context))
     forward_elementwise = analytic.total(analytic.elementwise_flops(model, context))
     useful = analytic.training_flops(model, length)
@@ -91,10 +92,10 @@ def _with_total(parts: dict[str, int] | dict[str, float]) -> dict[str, float]:
 
 
 def _heading(report: Report, sentence: str) -> str:
-    average = analytic.average_context(report["context"])
     return (
         f"{sentence}\n"
-        f"forward FLOPs: folded (Eq. 8), average context {average:g} of {report['context']} generated tokens"
+        f"forward FLOPs: folded (Eq. 8), average context {report['average_context']:g} of {report['context']} "
+        "generated tokens"
     )
 
 

@@ -43,7 +43,7 @@ def _show(loaded: LoadedConfig) -> None:
 def _check(loaded: LoadedConfig) -> None:
     config = loaded.config
     named = {"data.path": config.data.path, "data.heldout_path": config.data.heldout_path}
-    if config.data.source == "task":
+    if config.data.source in ("task", "puzzle"):
         named = {}
     if config.data.source == "prepared":  # a directory, complete when it has its index
         named = {key: f"{path}/index.json" if path else "" for key, path in named.items()}
@@ -61,11 +61,14 @@ def summary(config: Config) -> str:
     """A few lines on what would run."""
     model, data, training = config.model, config.data, config.training
     tokens = training.batch_size * data.sequence_length
-    source = data.path if data.source != "task" else f"built-in task {data.task}, difficulty 1 to {data.difficulty}"
+    generated = {
+        "task": f"built-in task {data.task}, difficulty 1 to {data.difficulty}, tokenizer {data.tokenizer}",
+        "puzzle": f"puzzle {data.puzzle.task}, depth {data.puzzle.easiest} to {data.puzzle.difficulty}",
+    }
     sizes = f"{model.family}, hidden size {model.hidden_size}, vocabulary {model.vocab_size}"
     lines = {
         "model": f"{getattr(model, 'summary', sizes)}, {model.dtype}",
-        "data": f"{source}, tokenizer {data.tokenizer}",
+        "data": generated.get(data.source, f"{data.path}, tokenizer {data.tokenizer}"),
         "training": f"{training.steps} steps of {training.batch_size} x {data.sequence_length} = {tokens} tokens, "
         f"learning rate {training.learning_rate:g}",
         "devices": f"{config.mesh.size}",

@@ -32,13 +32,14 @@ COMMANDS = {
     "analyze": ("dreamer_jax.cli.analyze", "what depth attention and the experts do: statistics, figures, a report"),
     "export": ("dreamer_jax.cli.export", "a trained model as a folder for PyTorch, verified"),
     "import": ("dreamer_jax.cli.import_", "an exported folder, perhaps fine-tuned, as a run"),
+    "frontier": ("dreamer_jax.cli.frontier", "accuracy by task depth and thinking steps, beside a paper's"),
     "info": ("dreamer_jax.cli.info", "versions, devices, and which extras are installed"),
 }
 """Command -> (module with `run(arguments) -> exit code`, summary)."""
 
 OPTION = "--family-module"
 """The option of every command; see dreamer_jax/config/models."""
-HEAVY = [["train"], ["bench"], ["eval"], ["generate"], ["chat"]]
+HEAVY = [["train"], ["frontier"], ["bench"], ["eval"], ["generate"], ["chat"]]
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from dreamer_jax.config.keys import INTEGERS, SECTIONS, convert, did_you_mean, key_types, unknown_key
+from dreamer_jax.config.keys import INTEGERS, SECTIONS, SECTIONS_WITHIN, convert, did_you_mean, key_types, unknown_key
 from dreamer_jax.config.values import ModelConfig
 from dreamer_jax.errors import ConfigError
 
@@ -158,7 +158,13 @@ def _read_section(path: Path, section: str, node: yaml.Node) -> list[Line]:
         return []
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{at(path, node)}: {section}: expected keys and values, got {describe(node)}")
-    return [Line(path, section, *entry) for entry in entries(path, node, prefix=f"{section}.")]
+    found: list[Line] = []
+    for name, key_node, value_node in entries(path, node, prefix=f"{section}."):
+        if f"{section}.{name}" in SECTIONS_WITHIN:
+            found += _read_section(path, f"{section}.{name}", value_node)
+        else:
+            found.append(Line(path, section, name, key_node, value_node))
+    return found
 
 
 def scalar(path: Path, key: str, node: yaml.Node, expected: Any) -> Any:

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import operator
 import re
 import types
 from collections.abc import Mapping
@@ -26,6 +27,14 @@ INTEGERS = tuple[int, ...]
 
 SECTIONS = tuple(section.name for section in dataclasses.fields(Config))
 """The names of the sections, in the order of a file."""
+SECTIONS_WITHIN = tuple(
+    f"{section}.{f.name}"
+    for section, section_type in get_type_hints(Config).items()
+    if dataclasses.is_dataclass(section_type)
+    for f in dataclasses.fields(section_type)
+    if dataclasses.is_dataclass(get_type_hints(section_type)[f.name])
+)
+"""The names of the sections within sections."""
 FAMILY = "model.family"
 """The key that decides which keys the section `model` has."""
 
@@ -49,15 +58,23 @@ def key_types(model: type[ModelConfig]) -> Mapping[str, Any]:
     """
     found = {FAMILY: str}
     for section, section_type in sections(model).items():
-        hints = get_type_hints(section_type)
-        found.update({f"{section}.{f.name}": hints[f.name] for f in dataclasses.fields(section_type)})
+        found.update(_keys_in(section, section_type))
     return types.MappingProxyType(found)
+
+
+def _keys_in(section: str, section_type: type) -> dict[str, Any]:
+    """The dotted keys of a section, and of the sections in it."""
+    hints, found = get_type_hints(section_type), {}
+    for f in dataclasses.fields(section_type):
+        key, annotation = f"{section}.{f.name}", hints[f.name]
+        within = isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
+        found |= _keys_in(key, annotation) if within else {key: annotation}
+    return found
 
 
 def values_of(config: Config) -> dict[str, Any]:
     """Dotted key -> value, in the order of a file."""
-    keys = (key.split(".") for key in key_types(type(config.model)))
-    return {f"{section}.{name}": getattr(getattr(config, section), name) for section, name in keys}
+    return {key: operator.attrgetter(key)(config) for key in key_types(type(config.model))}
 
 
 def unknown_key(key: str, model: type[ModelConfig], prefix: str = "") -> str | None:
@@ -88,7 +105,7 @@ def nearest_key(unknown: str, model: type[ModelConfig]) -> str | None:
     keys = list(key_types(model))
     by_name: dict[str, str] = {}
     for key in keys:
-        by_name.setdefault(key.partition(".")[2], key)
+        by_name.setdefault(key.rpartition(".")[2], key)
     if not section and (alike := difflib.get_close_matches(name, SECTIONS, n=1, cutoff=0.7)):
         return alike[0]
     if name in by_name:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_type_hints
 
 from dreamer_jax.config.files import Line, read_file
 from dreamer_jax.config.keys import FAMILY, convert, key_types, sections, unknown_key
@@ -18,7 +19,7 @@ from dreamer_jax.errors import ConfigError
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"
-_DOTTED = re.compile(r"[a-z_]+\.[a-z0-9_]+")
+_DOTTED = re.compile(r"[a-z_]+(?:\.[a-z0-9_]+)+")
 
 
 @dataclass(frozen=True)
@@ -128,18 +129,23 @@ def build(settings: Mapping[str, Setting]) -> LoadedConfig:
     origins = {key: settings[key].origin if key in settings else DEFAULT for key in key_types(model)}
     try:
         parts = {
-            section: section_type(
-                **{
-                    key.partition(".")[2]: setting.value
-                    for key, setting in settings.items()
-                    if key.startswith(f"{section}.")
-                }
-            )
-            for section, section_type in sections(model).items()
+            section: _section(section_type, section, settings) for section, section_type in sections(model).items()
         }
         return LoadedConfig(Config(**parts), origins)
     except ConfigError as error:
         raise ConfigError(_with_origin(error, origins), error.key) from None
+
+
+def _section(section_type: type, name: str, settings: Mapping[str, Setting]) -> Any:
+    """A section from the settings of its keys, and the sections in it from theirs."""
+    values, hints = {}, get_type_hints(section_type)
+    for field in dataclasses.fields(section_type):
+        key = f"{name}.{field.name}"
+        if dataclasses.is_dataclass(hints[field.name]):
+            values[field.name] = _section(hints[field.name], key, settings)
+        elif key in settings:
+            values[field.name] = settings[key].value
+    return section_type(**values)
 
 
 def _split(words: Sequence[str]) -> list[Word]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.config.puzzle import PuzzleConfig
 from dreamer_jax.config.values import ModelConfig, Remat, experts_of, require, require_positive
 
 
@@ -19,9 +20,9 @@ from dreamer_jax.config.values import ModelConfig, Remat, experts_of, require, r
 class DataConfig:
     """Where the text comes from and how it becomes rows of tokens."""
 
-    source: Literal["task", "jsonl", "prepared"] = "task"
+    source: Literal["task", "jsonl", "prepared", "puzzle"] = "task"
     """task: a built-in generator of reasoning problems. jsonl: a file with one JSON object a line. prepared: a
-    directory made by `dreamer data prepare`."""
+    directory made by `dreamer data prepare`. puzzle: a classification task of the section data.puzzle."""
     task: Literal["boolean", "arithmetic", "reachability"] = "boolean"
     """Built-in task: nested boolean expressions, chained modular arithmetic, or graph reachability."""
     difficulty: int = 4
@@ -32,7 +33,7 @@ class DataConfig:
     """Held-out file or directory; empty: the last heldout_records records of a shuffle of path are kept out of
     training."""
     heldout_records: int = 256
-    """Held-out records: of the file when heldout_path is empty, or instances of the task."""
+    """Held-out records: of the file when heldout_path is empty, or instances of the task or puzzle."""
     prompt: str = "{question}\n"
     """Text before the answer; {name} stands for a field of the record."""
     completion: str = "{answer}"
@@ -50,10 +51,12 @@ class DataConfig:
     ends of rows, which are full."""
     on_error: Literal["stop", "skip"] = "stop"
     """A broken record stops with its number, or is counted and skipped."""
+    puzzle: PuzzleConfig = field(default_factory=PuzzleConfig)
+    """The task of source puzzle."""
 
     def __post_init__(self) -> None:
         require_positive(self, "data", allow_zero=("heldout_records",))
-        if self.source != "task":
+        if self.source in ("jsonl", "prepared"):
             needed = {"jsonl": "a file, e.g. --data.path train.jsonl", "prepared": "a directory, e.g. --data.path data"}
             require(bool(self.path), "data.path", f"is empty; data.source {self.source} needs {needed[self.source]}")
         require(
@@ -227,7 +230,7 @@ class EvaluationConfig:
     every: int = 500
     """Steps between evaluations; the last step is always evaluated."""
     harder: int = 0
-    """Tasks: also evaluate instances of exactly this difficulty (0: don't)."""
+    """Tasks and puzzles: also evaluate instances of exactly this difficulty (0: don't)."""
     tasks: str = ""
     """Benchmarks of `dreamer eval` to go through as well, commas between them, such as gsm8k,mathqa (empty: none)."""
     tasks_every: int = 0

@@ -9,6 +9,7 @@ from dreamer_jax.errors import ConfigError
 
 Implementation = Literal["auto", "xla", "pallas"]
 Remat = Literal["full", "attention", "none"]
+Readout = Literal["pair", "pair_linear", "cls"]
 
 
 class ModelConfig(Protocol):
@@ -50,11 +51,13 @@ def require(condition: bool, key: str, problem: str) -> None:
         raise ConfigError(f"{key}: {problem}", key=key)
 
 
-def require_positive(section: object, prefix: str, allow_zero: tuple[str, ...] = ()) -> None:
-    """Every number of a section is positive, but for the named ones, which may be zero."""
+def require_positive(
+    section: object, prefix: str, allow_zero: tuple[str, ...] = (), signed: tuple[str, ...] = ()
+) -> None:
+    """Every number of a section is positive, but for the named ones, which may be zero, or are `signed`."""
     for f in dataclasses.fields(section):  # type: ignore[arg-type]
         value = getattr(section, f.name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or f.name in signed:
             continue
         smallest_ok = value >= 0 if f.name in allow_zero else value > 0
         require(

@@ -27,15 +27,17 @@ def to_yaml(config: LoadedConfig | Config, origins: Mapping[str, str] | None = N
     if isinstance(config, LoadedConfig):
         origins = config.origins if origins is None else origins
         config = config.config
-    values = values_of(config)
-    lines = []
-    for section in SECTIONS:
-        lines.append(f"{section}:")
-        for key in values:
-            if key.startswith(f"{section}."):
-                comment = " ".join((origins or {}).get(key, "").split())  # a line break would end the comment
-                line = f"  {key.partition('.')[2]}: {_scalar(values[key])}"
-                lines.append(f"{line}  # {comment}" if comment else line)
+    lines: list[str] = []
+    before: list[str] = []
+    for key, value in values_of(config).items():
+        *within, name = key.split(".")
+        for depth, section in enumerate(within):
+            if within[: depth + 1] != before[: depth + 1]:
+                lines.append(f"{'  ' * depth}{section}:")
+        before = within
+        comment = " ".join((origins or {}).get(key, "").split())  # a line break would end the comment
+        line = f"{'  ' * len(within)}{name}: {_scalar(value)}"
+        lines.append(f"{line}  # {comment}" if comment else line)
     return "\n".join(lines) + "\n"
 
 

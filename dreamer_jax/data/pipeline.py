@@ -11,6 +11,7 @@ import numpy as np
 from dreamer_jax.config.sections import Config
 from dreamer_jax.data.mixing import PreparedSource
 from dreamer_jax.data.packing import assemble, plan_rows
+from dreamer_jax.data.puzzles import PuzzleSource
 from dreamer_jax.data.records import Batch, Document, Record
 from dreamer_jax.data.sources import DocumentList, JsonlSource, Source, TaskSource, to_record
 from dreamer_jax.data.tokenizers import Tokenizer, load_tokenizer
@@ -131,6 +132,57 @@ class Data:
         return [to_record(documents[i], self.tokenizer) for i in range(min(n, len(documents)))]
 
 
+class PuzzleData(Data):
+    """Puzzles of the section data.puzzle. A row is an instance; see `batch_of` for what batches hold.
+
+    Nothing is written or answered in words, so there are no records to show.
+    """
+
+    def __init__(self, config: Config):
+        self._puzzles = PuzzleSource(config.data.puzzle, config.data.sequence_length)
+        self._harder = config.evaluation.harder
+        if self._harder:
+            self._puzzles.check(self._harder, "evaluation.harder")
+        self.tokenizer = self._puzzles.tokenizer
+        self._seed, self._batch_size = config.run.seed, config.training.batch_size
+        self._instances = config.data.heldout_records
+        puzzle = config.data.puzzle
+        depths = f"depth {puzzle.easiest} to {puzzle.difficulty}"
+        self.summary = f"puzzle {puzzle.task}, {depths}, {self._instances:,} instances held out"
+        identity = [self._puzzles.identity, self._seed, self._batch_size, config.data.sequence_length]
+        self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+    def batch_at(self, step: int, rows: range | None = None) -> Batch:
+        """Training batch of a step; see `Data.batch_at`."""
+        return self._puzzles.training(self._seed, step, range(self._batch_size) if rows is None else rows)
+
+    def epoch_at(self, step: int) -> int:
+        """Instances are drawn anew, so this is always 0."""
+        return 0
+
+    def heldout_batches(self) -> Iterator[Batch]:
+        """Batches of held-out instances of the depths of training, always the same."""
+        for rows in self._parts():
+            yield self._puzzles.heldout(rows, self._batch_size)
+
+    def harder_batches(self) -> Iterator[Batch]:
+        """As heldout_batches, of depth evaluation.harder."""
+        for rows in self._parts() if self._harder else ():
+            yield self._puzzles.cell(self._harder, rows, self._batch_size)
+
+    def heldout_records(self, n: int) -> list[Record]:
+        """None."""
+        return []
+
+    def harder_records(self, n: int) -> list[Record]:
+        """None."""
+        return []
+
+    def _parts(self) -> Iterator[range]:
+        for first in range(0, self._instances, self._batch_size):
+            yield range(first, min(first + self._batch_size, self._instances))
+
+
 def open_data(config: Config) -> Data:
     """Open the data of a configuration; a JSONL file is read and tokenized here, once, prepared data are not.
 
@@ -138,16 +190,25 @@ def open_data(config: Config) -> Data:
         UserError: a file is missing, empty, broken or too small (the message says which record and what to do).
         ConfigError: the tokenizer doesn't fit model.vocab_size, or a setting can't work.
     """
+    if config.data.source == "puzzle":
+        puzzles = PuzzleData(config)
+        _require_vocabulary(config, puzzles.tokenizer, f"puzzle {config.data.puzzle.task}")
+        return puzzles
     tokenizer = load_tokenizer(config.data.tokenizer)
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size: {config.model.vocab_size} is too small for tokenizer {config.data.tokenizer}, which "
-            f"has {tokenizer.vocab_size} ids; set it to {tokenizer.vocab_size} or more",
-            key="model.vocab_size",
-        )
+    _require_vocabulary(config, tokenizer, f"tokenizer {config.data.tokenizer}")
     sources: dict[str, type[TaskSource] | type[JsonlSource] | type[PreparedSource]] = {
         "task": TaskSource,
         "jsonl": JsonlSource,
         "prepared": PreparedSource,
     }
     return Data(config, tokenizer, sources[config.data.source](config, tokenizer))
+
+
+def _require_vocabulary(config: Config, tokenizer: Tokenizer, name: str) -> None:
+    """The model must have a row for every id of a tokenizer."""
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size: {config.model.vocab_size} is too small for {name}, which has {tokenizer.vocab_size} "
+            f"ids; set it to {tokenizer.vocab_size} or more",
+            key="model.vocab_size",
+        )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 Batch = dict[str, np.ndarray]
-"""Arrays of shape [B, S] by name; packing.assemble says what each one holds."""
+"""Arrays of shape [B, S] by name, see packing.assemble; those of puzzles have more, see puzzles.source.batch_of."""
 
 
 class Record(NamedTuple):

@@ -40,6 +40,9 @@ def _segments(batch: Batch) -> Iterator[tuple[int, int]]:
 
 def _document(batch: Batch, row: int, segment: int, tokenizer: Tokenizer) -> Iterator[str]:
     places = np.flatnonzero(batch["segment_ids"][row] == segment)
+    if "read" in batch:
+        yield from _puzzle(batch, row, places, tokenizer)
+        return
     first, last = int(places[0]), int(places[-1])
     yield f"-- row {row}, document {segment}: places {first} to {last}, {len(places)} tokens"
     # The first input is seen and never predicted; every target is trained on or not.
@@ -50,6 +53,18 @@ def _document(batch: Batch, row: int, segment: int, tokenizer: Tokenizer) -> Ite
         text = _text(ids[start:stop], tokenizer)
         for line in text.split("\n"):
             yield f"{'*' if trained[start] else '>'} {line}"
+
+
+def _puzzle(batch: Batch, row: int, places: np.ndarray, tokenizer: Tokenizer) -> Iterator[str]:
+    """A puzzle and its label; of a graph, its edges."""
+    read = batch["read"][row].tolist()
+    yield f"-- row {row}: {len(places)} tokens, places read {' '.join(map(str, read))}"
+    if "visible" in batch:
+        seen = batch["visible"][row] & ~np.eye(len(batch["visible"][row]), dtype=bool)
+        yield f"  > {' '.join(f'{start}->{end}' for end, start in np.argwhere(seen).tolist())}"
+    else:
+        yield f"  > {tokenizer.decode(batch['tokens'][row, places].tolist())}"
+    yield f"  * {batch['targets'][row, read[0]]}"
 
 
 def _text(ids: list[int], tokenizer: Tokenizer) -> str:

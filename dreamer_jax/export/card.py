@@ -11,15 +11,14 @@ from dreamer_jax.export.description import Description, form_of
 from dreamer_jax.families import build
 
 
-def write_card(folder: Path, description: Description, tokenizer: Tokenizer) -> None:
-    """Write README.md."""
+def write_card(folder: Path, description: Description, tokenizer: Tokenizer | None) -> None:
+    """Write README.md; a model without texts has no tokenizer."""
     config, form = description.config, form_of(description.config)
     about = form.about(description, tokenizer)
     tags = "\n".join(f"- {tag}" for tag in about.tags)
+    library = "library_name: transformers\npipeline_tag: text-generation\n" if tokenizer else ""
     text = f"""---
-library_name: transformers
-pipeline_tag: text-generation
-license: other
+{library}license: other
 tags:
 {tags}
 ---
@@ -72,7 +71,9 @@ def _source(config: Config) -> str:
     return f"from {Path(config.data.path).name}"
 
 
-def _tokenizer_licence(tokenizer: Tokenizer) -> str:
+def _tokenizer_licence(tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return ""
     if isinstance(tokenizer, ByteTokenizer):
         return "- The tokenizer is plain bytes; nobody's rights are in it."
     if not isinstance(tokenizer, RankTokenizer):

@@ -9,6 +9,7 @@ from dreamer_jax.config import Config
 from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.data.tokenizers import Tokenizer
 from dreamer_jax.errors import UserError
+from dreamer_jax.export.depth_recurrent_form import DepthRecurrentForm
 from dreamer_jax.export.dreamer_form import NOT_DESCRIBED, DreamerForm
 from dreamer_jax.export.form import Description, Form
 from dreamer_jax.export.huginn_form import HuginnForm
@@ -16,7 +17,7 @@ from dreamer_jax.export.safetensors_files import read_json
 
 __all__ = ["FORMS", "NOT_DESCRIBED", "Description", "form_of", "generation_settings", "read_description", "twin_of"]
 
-FORMS: dict[str, Form] = {form.family: form for form in (DreamerForm(), HuginnForm())}
+FORMS: dict[str, Form] = {form.family: form for form in (DreamerForm(), HuginnForm(), DepthRecurrentForm())}
 """Family -> the form of its folders."""
 
 

@@ -15,7 +15,6 @@ import numpy as np
 from dreamer_jax.config import Config, LoadedConfig
 from dreamer_jax.config.keys import INTEGERS, key_types, values_of
 from dreamer_jax.config.values import ModelConfig
-from dreamer_jax.data.tokenizers import Tokenizer
 from dreamer_jax.errors import UserError
 from dreamer_jax.export.safetensors_files import Stored, Tensor
 from dreamer_jax.families import build
@@ -78,7 +77,7 @@ class Trace:
 
     Attributes:
         parts: (name, output [B, S, h]) in the order of the forward pass.
-        logits: [B, S, V] float32.
+        logits: [B, S, V] float32; of models that classify rows [B, T, C], after every step.
         clean: [B, S] bool, False where rounding decides what comes out, because a router tied at this token or an
             earlier one of its row, or because recurrences enlarge it.
     """
@@ -132,6 +131,8 @@ class Form(abc.ABC):
     """The PyTorch code, beside this module and in every folder."""
     packages: ClassVar[tuple[str, ...]] = ("torch", "safetensors")
     """What that code needs."""
+    texts: ClassVar[bool] = True
+    """Whether its models write texts, so that a folder has a tokenizer and a continuation is compared."""
 
     def has_shared(self, model: Any) -> bool:
         """Whether the model has shared experts, which are folded into the routed ones or kept."""
@@ -140,8 +141,8 @@ class Form(abc.ABC):
     # config.json
 
     @abc.abstractmethod
-    def settings(self, description: Description, tokenizer: Tokenizer) -> dict[str, Any]:
-        """The content of config.json.
+    def settings(self, description: Description, tokenizer: Any) -> dict[str, Any]:
+        """The content of config.json; the tokenizer is None where there are no texts.
 
         Raises:
             UserError: the form has no place for a setting of the model.
@@ -208,7 +209,7 @@ class Form(abc.ABC):
         """The JAX model in a compute precision, with `trace(tokens) -> Trace`."""
 
     @abc.abstractmethod
-    def about(self, description: Description, tokenizer: Tokenizer) -> About:
+    def about(self, description: Description, tokenizer: Any) -> About:
         """For the model card."""
 
 

@@ -48,7 +48,7 @@ class Finding:
         worst: largest difference of float32 logits, relative to the largest logit.
         mean: mean difference, likewise.
         left_out: share of positions left out because rounding decides there.
-        continuation: tokens of the greedy continuation, all of which agree.
+        continuation: tokens of the greedy continuation, all of which agree; 0 where there are no texts.
         agreement: share of positions with the same bfloat16 greedy token; None for a float32 folder.
         rounding: mean distance of PyTorch's bfloat16 logits from the float32 ones, over that of JAX's.
     """
@@ -61,12 +61,13 @@ class Finding:
     rounding: float | None
 
     def __str__(self) -> str:
-        text = (
-            f"float32 logits differ by {self.worst:.1e} at worst and {self.mean:.1e} on average, relative to the "
-            f"largest; {self.continuation} greedy tokens agree"
-        )
+        worst, mean, compared = f"{self.worst:.1e} at worst", f"{self.mean:.1e} on average", "classes"
+        text = f"float32 logits differ by {worst} and {mean}, relative to the largest"
+        if self.continuation:
+            compared = "greedy tokens"
+            text += f"; {self.continuation} {compared} agree"
         if self.agreement is not None:
-            text += f"; bfloat16 greedy tokens agree on {100 * self.agreement:.1f} % of positions"
+            text += f"; bfloat16 {compared} agree on {100 * self.agreement:.1f} % of positions"
             text += f", and rounding moves logits {self.rounding:.2f} times as far as in JAX"
         if self.left_out:
             text += f" ({100 * self.left_out:.1f} % of positions left out: rounding decides there)"
@@ -120,11 +121,10 @@ def compare_outputs(folder: Path, model: StoredModel, description: Description) 
     """
     tokens = _tokens(model, description)
     form, prompt = form_of(description.config), max(1, tokens.shape[1] - NEW_TOKENS)
-    there, rounded_there, continued = form.torch_side(
-        folder, tokens, prompt, NEW_TOKENS, description.dtype == "bfloat16"
-    )
+    new = NEW_TOKENS if form.texts else 0
+    there, rounded_there, continued = form.torch_side(folder, tokens, prompt, new, description.dtype == "bfloat16")
     strict = form.jax_side(model, folder, description, "float32")
-    here, continuation = strict.trace(tokens), strict.trace(continued)
+    here, continuation = strict.trace(tokens), strict.trace(continued) if new else None
     del strict
     if not here.clean.any():
         raise UserError("rounding decides at every position, so nothing can be compared; was the model trained?")
@@ -134,7 +134,8 @@ def compare_outputs(folder: Path, model: StoredModel, description: Description) 
             f"{folder} doesn't compute what the run does: logits differ by {difference.max():.1e} of the largest, "
             f"first in {_first_difference(here, there)}"
         )
-    _compare_continuation(folder, continuation, continued, prompt)
+    if continuation is not None:
+        _compare_continuation(folder, continuation, continued, prompt)
     agreement = rounding = None
     if rounded_there is not None:
         ours = form.jax_side(model, folder, description, "bfloat16").trace(tokens).logits
@@ -146,24 +147,26 @@ def compare_outputs(folder: Path, model: StoredModel, description: Description) 
                 f"moves logits {rounding:.2f} times as far as in JAX"
             )
     worst, mean = float(difference.max()), float(difference.mean())
-    return Finding(worst, mean, 1 - float(here.clean.mean()), NEW_TOKENS, agreement, rounding)
+    return Finding(worst, mean, 1 - float(here.clean.mean()), new, agreement, rounding)
 
 
 def _tokens(model: StoredModel, description: Description) -> np.ndarray:
-    """[4, S] int32: two rows of random tokens, two of text; S as time and the trained context allow."""
+    """[4, S] int32: two rows of random tokens, two of text where there are any; S as time and the context allow."""
     vocabulary = description.model.vocab_size
     length = min(form_of(description.config).affordable(description.model), model.config.data.sequence_length)
+    random = np.random.default_rng(0).integers(0, vocabulary, (2, length)).astype(np.int32)
+    if not form_of(description.config).texts:
+        return np.concatenate([random, random[:, ::-1]])
     tokenizer = tokenizer_of(description)
     text = [tokenizer.bos, *tokenizer.encode(TEXT)]
     text = np.resize(np.array(text, np.int32), (2, length))
     text = np.minimum(text, vocabulary - 1)  # an imported model may come without its tokenizer
-    random = np.random.default_rng(0).integers(0, vocabulary, text.shape).astype(np.int32)
     return np.concatenate([random, text])
 
 
 def _first_difference(here: Trace, there: Trace) -> str:
     for (name, ours), (_, theirs) in zip(here.parts, there.parts, strict=True):
-        difference = np.abs(ours - theirs)[here.clean].max() / np.abs(ours).max()
+        difference = np.abs(ours - theirs)[here.clean[:, : ours.shape[1]]].max() / np.abs(ours).max()
         if not difference <= TOLERANCE:
             return name
     return "the head"

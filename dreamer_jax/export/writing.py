@@ -45,14 +45,15 @@ def export(
     form = form_of(model.config)
     keeps = keep_shared and form.has_shared(model.config.model)
     description = Description(model.config, {}, dtype, keeps, model.step, model.meta)
-    tokenizer = tokenizer_of(description)
+    tokenizer = tokenizer_of(description) if form.texts else None
     settings = form.settings(description, tokenizer)
     with written_aside(out) as folder:
         tensors = [*form.tensors(model, description), *form.derived(model, description)]
         safetensors_files.write(folder, tensors, shard_bytes)
         _write_json(folder / "config.json", settings)
-        _write_json(folder / "generation_config.json", generation_settings(tokenizer))
-        write_tokenizer(folder, tokenizer, model.config.data.tokenizer, model.config.data.sequence_length)
+        if tokenizer is not None:
+            _write_json(folder / "generation_config.json", generation_settings(tokenizer))
+            write_tokenizer(folder, tokenizer, model.config.data.tokenizer, model.config.data.sequence_length)
         write_card(folder, description, tokenizer)
         (folder / form.model_file).write_bytes(modeling_file(form.model_file))
         verify(folder)

@@ -268,6 +268,11 @@ class Family(abc.ABC):
             tape: in the backward pass of the depth scan, what `start_tape` made.
         """
 
+    @property
+    def row_entries(self) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """What its batches hold beside what every batch does: name -> (shape of a row's, dtype)."""
+        return {}
+
     def start_tape(self, weights: Weights, tokens: int, slots: int) -> PyTree:
         """The empty tape for a scan over T tokens and L depths; see recurrence/tape.py."""
         return {}

@@ -38,7 +38,8 @@ def forward(
         model_state: the model's own, by collection.
         batch: `tokens` [B, S] int32; `segment_ids`, documents of a packed row from 1, 0 for padding, by default one
             document a row; `positions` in their documents, by default 0..S-1; `rows` [B], their numbers in the global
-            batch, by default 0..B-1, which what a row draws depends on.
+            batch, by default 0..B-1, which what a row draws depends on; `visible` [B, S, S] bool and `read` [B, R]
+            int32, see Context.
         depth: L, None for the trained one. A recurrent model takes any, another one at most the layers it has; a
             traced scalar may not exceed the trained depth.
         remat: what is kept for the backward pass.
@@ -56,7 +57,11 @@ def forward(
         segments = jnp.ones((rows, length), jnp.int32)
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
-    context = Context(segments, positions, model_state, None if key is None else _keys(key, batch, rows))
+    visible = batch.get("visible")
+    if visible is not None and family.flags.causal:
+        raise UserError(f"models of the family {family.config.family} are causal; they can't attend along a graph")
+    keys = None if key is None else _keys(key, batch, rows)
+    context = Context(segments, positions, model_state, keys, visible, batch.get("read"))
     entered, memory = family.enter(params, batch, family.fresh(rows, length, drawn.slots), context)
     if initial_state is None:
         initial_state = family.start(entered, context, state_scale)
@@ -111,7 +116,7 @@ def _row_by_row(family, scan, weights, state, inputs, context, drawn):
         memory = family.fresh(*rows_of["segment_ids"].shape, drawn.slots)
         return dataclasses.replace(scan, step=step)(weights, state, inputs, memory, its_context, deepest).state
 
-    by_row = {name: getattr(context, name) for name in ("segment_ids", "positions", "keys")}
+    by_row = {name: getattr(context, name) for name in ("segment_ids", "positions", "keys", "visible", "read")}
     by_row = {name: rows for name, rows in by_row.items() if rows is not None}
     states = jax.lax.map(group, grouped((state, inputs, by_row, jnp.asarray(drawn.depth))))
     return jax.tree.map(lambda leaf: leaf.reshape(rows, *leaf.shape[2:]), states)

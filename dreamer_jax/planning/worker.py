@@ -54,12 +54,15 @@ def main(words: list[str]) -> int:
 
 
 def abstract_batch(config: Config, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """The batch of a step as shapes: what dreamer_jax.data makes, [B, S] each, divided over the mesh."""
-    shape = (config.training.batch_size, config.data.sequence_length)
-    sharding = NamedSharding(mesh, batch_spec(mesh))
-    dtypes = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), jnp.int32)
-    dtypes |= dict.fromkeys(("loss_mask", "answer_mask"), jnp.bool_)
-    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
+    """The batch of a step as shapes: what dreamer_jax.data makes, [B, S] each, and what else the family's data hold,
+    divided over the mesh."""
+    row, sharding = (config.data.sequence_length,), NamedSharding(mesh, batch_spec(mesh))
+    entries: dict[str, Any] = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), (row, jnp.int32))
+    entries |= dict.fromkeys(("loss_mask", "answer_mask"), (row, jnp.bool_)) | build(config.model).row_entries
+    return {
+        name: jax.ShapeDtypeStruct((config.training.batch_size, *shape), dtype, sharding=sharding)
+        for name, (shape, dtype) in entries.items()
+    }
 
 
 def weight_shapes(config: Config, mesh: jax.sharding.Mesh) -> set[tuple[int, ...]]:

@@ -264,16 +264,18 @@ def test_a_family_that_is_not_known(tmp_path: Path, module) -> None:
 
 
 def test_a_key_of_another_family(tmp_path: Path, toy: type) -> None:
-    problem = "'{}' is a setting of family {}, and model.family is {}; remove it, or change model.family"
+    problem = "'{}' is a setting of {}, and model.family is {}; remove it, or change model.family"
+    both = "families dreamer, dreamer_classifier"
     path = write(tmp_path, "model:\n  family: toy\n  da_heads: 4\n")
-    assert message_of(path) == "a.yaml:3: " + problem.format("model.da_heads", "dreamer", "toy")
+    assert message_of(path) == "a.yaml:3: " + problem.format("model.da_heads", both, "toy")
     write(tmp_path, "model:\n  da_heads: 4\n", "base.yaml")
     path = write(tmp_path, "base: base.yaml\nmodel:\n  family: toy\n")
-    assert message_of(path) == "base.yaml:2: " + problem.format("model.da_heads", "dreamer", "toy")
+    assert message_of(path) == "base.yaml:2: " + problem.format("model.da_heads", both, "toy")
     path = write(tmp_path, "model: {laps: 4}\n")
-    assert message_of(path) == "a.yaml:1: " + problem.format("model.laps", "toy", "dreamer")
+    assert message_of(path) == "a.yaml:1: " + problem.format("model.laps", "family toy", "dreamer")
     path = write(tmp_path, "")
-    assert message_of(path, "--model.laps", "4") == "command line: " + problem.format("--model.laps", "toy", "dreamer")
+    said = message_of(path, "--model.laps", "4")
+    assert said == "command line: " + problem.format("--model.laps", "family toy", "dreamer")
 
 
 def test_mistakes_in_the_settings_of_a_family(tmp_path: Path, toy: type) -> None:

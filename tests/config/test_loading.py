@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dreamer_jax.config import load_config
+from dreamer_jax.config import load_config, to_yaml
 from dreamer_jax.config.keys import convert, key_types, nearest_key
 from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.errors import ConfigError
@@ -32,6 +32,17 @@ def test_precedence_and_origins(tmp_path: Path) -> None:
     assert loaded.origins["model.num_experts"] == loaded.origins["run.dir"] == "command line"
     assert loaded.origins["model.sa_heads"] == "default"
     assert set(loaded.origins) == set(key_types(DreamerConfig))
+
+
+def test_a_section_within_a_section(tmp_path: Path) -> None:
+    path = write(tmp_path, "data:\n  puzzle:\n    task: boolean\n    difficulty: 8\n  source: puzzle\n")
+    loaded = load_config(path, ["--data.puzzle.difficulty", "9"])
+    puzzle = loaded.config.data.puzzle
+    assert (puzzle.task, puzzle.difficulty, puzzle.nodes, loaded.config.data.source) == ("boolean", 9, 16, "puzzle")
+    assert loaded.origins["data.puzzle.task"] == f"{path}:3"
+    again = write(tmp_path, to_yaml(loaded), "b.yaml")
+    assert load_config(again).config == loaded.config
+    assert "  puzzle:\n    task: boolean  # " in again.read_text()
 
 
 def test_base_is_relative_to_its_own_file(tmp_path: Path) -> None:
@@ -90,6 +101,15 @@ MISTAKES = {
         "a.yaml:1: training.learning_rate: expected a number, got '.inf'",
     ),
     "not a choice": ("model: {variant: DR+AD}\n", "got 'DR+AD'; did you mean 'DR+DA'?"),
+    "section within": ("data:\n  puzzle: 3\n", "a.yaml:2: data.puzzle: expected keys and values, got '3'"),
+    "key within": (
+        "data:\n  puzzle: {dificulty: 3}\n",
+        "a.yaml:2: unknown key 'data.puzzle.dificulty'; did you mean 'data.puzzle.difficulty'?",
+    ),
+    "value within": (
+        "data: {puzzle: {easiest: 9}}\n",
+        "a.yaml:1: data.puzzle.easiest: 9 is more than data.puzzle.difficulty 5 (data.puzzle.difficulty has its def",
+    ),
     "list": ("model:\n  depth: [8]\n", "a.yaml:2: model.depth: expected one value, got a list"),
     "no value": ("data:\n  prompt:\n", "a.yaml:2: data.prompt: has no value"),
     "tag": ("run: {dir: !!python/name:os.system x}\n", "a.yaml:1: run.dir: tags such as"),

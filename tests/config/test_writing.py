@@ -10,11 +10,12 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from dreamer_jax.config import Config, LoadedConfig, difference, load_config, to_yaml
-from dreamer_jax.config.keys import key_types, sections, values_of
+from dreamer_jax.config.keys import key_types, values_of
+from dreamer_jax.config.loading import Setting, build
 from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.errors import ConfigError
 
-SECTIONS, KEYS = sections(DreamerConfig), key_types(DreamerConfig)
+KEYS = key_types(DreamerConfig)
 
 
 def value_strategy(annotation: Any) -> st.SearchStrategy:
@@ -32,15 +33,15 @@ def value_strategy(annotation: Any) -> st.SearchStrategy:
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
     """A valid configuration: a random set of keys has random values, and those that clash are left at the default."""
-    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    settings: dict[str, Setting] = {}
     config = Config()
     for key in draw(st.lists(st.sampled_from(list(KEYS)), unique=True)):
-        section, _, name = key.partition(".")
-        values[section][name] = draw(value_strategy(KEYS[key]))
+        setting = Setting(draw(value_strategy(KEYS[key])), "a test")
         try:
-            config = Config(**{s: SECTIONS[s](**values[s]) for s in values})
+            config = build({**settings, key: setting}).config
+            settings[key] = setting
         except ConfigError:
-            del values[section][name]
+            pass
     return config
 
 
@@ -64,10 +65,18 @@ def test_round_trip(config: Config) -> None:
     assert reload(to_yaml(config)).config == config
 
 
+def flat(sections: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value."""
+    found = {}
+    for name, value in sections.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
+
+
 @given(configs())
 def test_any_yaml_reader_sees_the_same_values(config: Config) -> None:
     plain = yaml.safe_load(to_yaml(config))
-    found = {f"{s}.{name}": value for s, keys in plain.items() for name, value in keys.items()}
+    found = flat(plain)
     found = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
     assert found == values_of(config)
 

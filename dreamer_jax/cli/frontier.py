@@ -1,0 +1,86 @@
+"""`dreamer frontier graph|boolean|family`: accuracy by task depth and thinking steps, beside the paper's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dreamer_jax.cli.arguments import Parser, positive, say, split_overrides
+
+
+def run(arguments: list[str]) -> int:
+    """Train, evaluate, draw and print; returns the exit code."""
+    words, overrides = split_overrides(arguments)
+    options = _parser().parse_args(words)
+    from dreamer_jax.studies.frontier import study
+    from dreamer_jax.studies.variants import variants_of
+
+    variants = variants_of(options.task, options.preset, options.ablation, options.model, overrides)
+    folder = Path(options.out or f"runs/frontier/{options.task}_{options.preset}")
+    seeds = options.seeds or (3 if options.preset == "paper" and options.task == "graph" else 1)
+    result, code = study(
+        options.task, options.preset, variants, seeds, folder, options.instances, options.ablation, say
+    )
+    if code:
+        return code
+    from dreamer_jax.studies.frontier_figures import draw
+
+    _print(result)
+    for path in draw(result, folder):
+        print(f"figure {path}")
+    print(f"done: {folder / 'frontier.json'}")
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="dreamer frontier",
+        usage="dreamer frontier TASK [options] [--section.key value ...]",
+        description="Trains the models of configs/frontier, evaluates every task depth after every number of thinking "
+        "steps, and shows the result beside the paper's. The same command goes on with a study that was stopped.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("task", metavar="TASK", choices=("graph", "boolean", "family"), help="graph, boolean or family")
+    parser.add_argument(
+        "--preset", choices=("paper", "laptop"), default="paper", help="size of models and runs (paper)"
+    )
+    parser.add_argument("--seeds", type=positive, help="runs of each model (3 for graphs of the paper's size, else 1)")
+    parser.add_argument("--out", metavar="DIR", help="the folder of the study (runs/frontier/TASK_PRESET)")
+    parser.add_argument("--ablation", action="store_true", help="also Table 1, and models without one of their parts")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="also another model with as many parameters: a file of configs/frontier/models; --model.key is then its",
+    )
+    parser.add_argument("--instances", type=positive, default=2000, help="for every task depth (2000)")
+    return parser
+
+
+def _print(result: dict[str, Any]) -> None:
+    """A table for every model: accuracy, and behind it the difference from the paper."""
+    import numpy as np
+    from rich.console import Console
+    from rich.table import Table
+
+    from dreamer_jax.studies.frontier import mean_cells, published_cells, supervision
+    from dreamer_jax.studies.published import PUBLISHED, TABLE_1
+
+    console, paper = Console(highlight=False), published_cells(result)
+    for name, model in result["models"].items():
+        title = f"{name}: {model['headline']}, {model['parameters']:,} parameters, {len(model['seeds'])} seeds"
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for heading in (PUBLISHED[result["task"]].unit, *(f"T={step}" for step in result["steps"])):
+            table.add_column(heading, justify="right")
+        for depth, cells, theirs in zip(result["depths"], mean_cells(result, name), paper, strict=True):
+            pairs = zip(cells, theirs, strict=True)
+            table.add_row(str(depth), *(f"{a:.2f} {a - b:+.2f}" if np.isfinite(b) else f"{a:.2f}" for a, b in pairs))
+        console.print(table)
+    if result["task"] == "graph" and len(result["models"]) > 1:
+        table = Table("Table 1", "12 hops after one step", "8 hops, T >= 12", box=None, pad_edge=False)
+        rows = {f"the paper, loss at {where}": numbers for where, numbers in TABLE_1.items()}
+        rows |= {name: supervision(result, name) for name in result["models"]}
+        for name, numbers in rows.items():
+            table.add_row(name, f"{numbers['shortcut']:.2f}", f"{numbers['far']:.2f}")
+        console.print(table)

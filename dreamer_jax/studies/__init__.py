@@ -1,0 +1,1 @@
+"""Many runs compared: what no single run says."""

@@ -1,0 +1,180 @@
+"""The models of a frontier study: the paper's, its ablations, and other families at the same number of parameters."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from dreamer_jax.budget import analytic
+from dreamer_jax.budget.matching import changed
+from dreamer_jax.config import Config, LoadedConfig, load_config
+from dreamer_jax.config.files import read_file
+from dreamer_jax.config.keys import FAMILY, key_types, values_of
+from dreamer_jax.config.loading import Setting, build, read_overrides, settings_of
+from dreamer_jax.config.models import find
+from dreamer_jax.errors import UserError
+from dreamer_jax.families import Family
+from dreamer_jax.families import build as build_family
+
+FOLDER = Path("configs/frontier")
+BASE = "depth_recurrent"
+"""The name of the paper's model in a study."""
+SHARED = ("vocab_size", "positions", "readout", "classes")
+"""Settings that another family takes over from the paper's model, because the task decides them."""
+LARGEST = 1 << 16
+"""Of a knob."""
+
+LONGER = {"training.steps": "1000"}
+"""Of Table 1: what the loss at every step does to far paths shows late, when the near ones have long been right."""
+
+ABLATIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
+    "graph": {
+        "leaky": {"data.puzzle.negatives": "leaky", **LONGER},
+        "leaky_every_step": {"data.puzzle.negatives": "leaky", "model.loss_at": "every", **LONGER},
+        "no_gate": {"model.gate": "false"},
+        "no_depth_embedding": {"model.depth_embedding_std": "0"},
+    },
+    "boolean": {
+        "every_step": {"model.loss_at": "every"},
+        "no_gate": {"model.gate": "false"},
+        "no_layer_scale": {"model.layer_scale": "0"},
+        "no_depth_embedding": {"model.depth_embedding_std": "0"},
+    },
+}
+"""Task -> name -> settings. The model for graphs has no LayerScale to take away (Table 2)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A model of a study, of which there is a run for every seed.
+
+    Attributes:
+        name: of its folder.
+        loaded: the configuration of its runs but for `run`.
+    """
+
+    name: str
+    loaded: LoadedConfig
+
+    def with_run(self, folder: Path, seed: int) -> LoadedConfig:
+        """The configuration of the run of a seed."""
+        run = dataclasses.replace(self.loaded.config.run, dir=str(folder), seed=seed)
+        return LoadedConfig(dataclasses.replace(self.loaded.config, run=run), self.loaded.origins)
+
+
+def variants_of(
+    task: str, preset: str, ablation: bool, models: Sequence[str], overrides: Sequence[str]
+) -> list[Variant]:
+    """The models of a study, the paper's first.
+
+    Args:
+        task: graph, boolean or family.
+        preset: paper or laptop.
+        ablation: whether its ablations belong to it.
+        models: other families, see `other_family`.
+        overrides: `--section.key value` words for all of them but other families, for which those of `model` count.
+    """
+    path, words = configuration(task, preset), _by_key(overrides)
+    of_model = {key: its for key, its in words.items() if models and key.startswith("model.")}
+    common = {key: its for key, its in words.items() if key not in of_model}
+    base = load_config(path, _joined(common))
+    found = [Variant(BASE, base)]
+    if ablation:
+        for name, settings in ABLATIONS["graph" if task == "graph" else "boolean"].items():
+            changes = {key: [f"--{key}", value] for key, value in settings.items()}
+            found.append(Variant(name, load_config(path, _joined({**common, **changes}))))
+    return found + [Variant(Path(model).stem, other_family(model, base, _joined(of_model))) for model in models]
+
+
+def configuration(task: str, preset: str) -> Path:
+    """The file of a study.
+
+    Raises:
+        UserError: it isn't there, because the command wasn't started in the checkout.
+    """
+    path = FOLDER / f"{task}_{preset}.yaml"
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; start `dreamer frontier` in the checkout")
+    return path
+
+
+def _by_key(overrides: Sequence[str]) -> dict[str, list[str]]:
+    """Key -> the words that set it."""
+    found: dict[str, list[str]] = {}
+    for word in overrides:
+        if word.startswith("--"):
+            last = word[2:].partition("=")[0]
+            found[last] = []
+        found[last].append(word)
+    return found
+
+
+def _joined(words: Mapping[str, list[str]]) -> list[str]:
+    return [word for its in words.values() for word in its]
+
+
+def other_family(model: str, base: LoadedConfig, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """The configuration of a run whose model is another, with as many parameters as the paper's nearest.
+
+    Args:
+        model: a YAML file with a section model, or the name of one in `FOLDER`/models.
+        base: the configuration with the paper's model.
+        overrides: `--model.key value` words.
+
+    Raises:
+        UserError: there is no such file, or the model can't be made so small.
+    """
+    path = Path(model) if model.endswith(".yaml") else FOLDER / "models" / f"{model}.yaml"
+    if not path.is_file():
+        names = ", ".join(sorted(each.stem for each in path.parent.glob("*.yaml")))
+        raise UserError(f"--model {model}: there is no {path}; name a YAML file" + (f", or {names}" if names else ""))
+    own = {key: setting for key, setting in settings_of(read_file(path)).items() if key.startswith("model.")}
+    family = own[FAMILY].value if FAMILY in own else base.config.model.family
+    own |= read_overrides(["--" + FAMILY, family, *overrides])
+    theirs = values_of(base.config)
+    taken = {key: Setting(theirs[key], base.origins[key]) for key in theirs if not key.startswith("model.")}
+    keys = key_types(find(family).config)
+    for name in SHARED:
+        key = f"model.{name}"
+        if key in keys and key in theirs:
+            taken[key] = Setting(theirs[key], base.origins[key])
+    loaded = build({**taken, **own})
+    matched = match_parameters(build_family(loaded.config.model), parameters(base.config))
+    return LoadedConfig(dataclasses.replace(loaded.config, model=matched.config), loaded.origins)
+
+
+def parameters(config: Config) -> int:
+    """Of the model of a configuration."""
+    return _count(build_family(config.model))
+
+
+def _count(family: Family) -> int:
+    return int(analytic.total(analytic.parameters(family)))
+
+
+def match_parameters(family: Family, target: int) -> Family:
+    """The model with the value of its knob that brings it closest to a number of parameters.
+
+    Raises:
+        UserError: it has no knob, or the smallest is larger by more than a twentieth.
+    """
+    knobs = [knob for knob in family.knobs() if knob.moves == "params"] or list(family.knobs())
+    if not knobs:
+        raise UserError(f"models of the family {family.config.family} have no setting that could match the parameters")
+    knob = knobs[0]
+
+    def count(value: int) -> int:
+        return _count(changed(family, {knob.key: value}))
+
+    least = count(knob.smallest)
+    if least > 1.05 * target:
+        raise UserError(
+            f"the smallest model of the family {family.config.family}, with model.{knob.key} {knob.smallest}, has "
+            f"{least:,} parameters and should have {target:,}; use a smaller --model.hidden_size or smaller heads"
+        )
+    values = range(knob.smallest, LARGEST)
+    above = min(bisect.bisect_left(values, target, key=count), len(values) - 1)
+    nearest = min(values[max(above - 1, 0)], values[above], key=lambda value: abs(count(value) - target))
+    return changed(family, {knob.key: nearest})

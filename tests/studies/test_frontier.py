@@ -1,0 +1,213 @@
+"""A study computes each cell once and as a pass of its own would, goes on where it was, and reads its tables right."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dreamer_jax.cli import frontier as command
+from dreamer_jax.data.puzzles import PuzzleSource
+from dreamer_jax.errors import UserError
+from dreamer_jax.families import build, forward, initialise
+from dreamer_jax.runs.models import load_run
+from dreamer_jax.studies import cells, frontier, variants
+from dreamer_jax.studies.frontier_figures import borders
+from dreamer_jax.studies.published import PUBLISHED
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = [
+    *("--model.hidden_size", "8", "--model.heads", "2", "--model.mlp_size", "8"),
+    *("--training.steps", "3", "--training.warmup_steps", "1", "--training.batch_size", "8"),
+    *("--data.heldout_records", "8", "--evaluation.harder", "0"),
+]
+INSTANCES = 60
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A finished study of one tiny model."""
+    folder = tmp_path_factory.mktemp("study")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        words = ["graph", "--seeds", "1", "--out", str(folder), "--instances", str(INSTANCES), *TINY]
+        assert command.run(words) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def again(folder: Path, *words: str) -> int:
+    return command.run(["graph", "--seeds", "1", "--out", str(folder), "--instances", str(INSTANCES), *TINY, *words])
+
+
+def test_what_a_study_leaves(folder: Path) -> None:
+    result = json.loads((folder / "frontier.json").read_text())
+    model = result["models"]["depth_recurrent"]
+    assert result["depths"] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12] and result["steps"][-1] == 20
+    assert model["trained"] == {"depths": [1, 5], "steps": [5, 8]}
+    assert [len(row) for row in model["seeds"]["0"]["accuracy"].values()] == [20] * 11
+    assert (folder / "frontier.png").is_file()
+    assert load_run(folder / "depth_recurrent/seed0").step == 3
+
+
+@pytest.mark.parametrize("steps", [1, 20])
+def test_cells_are_those_of_a_pass_of_so_many_steps(folder: Path, steps: int) -> None:
+    model = load_run(folder / "depth_recurrent/seed0")
+    batch = PuzzleSource(model.config.data.puzzle, 16).cell(7, range(INSTANCES), INSTANCES)
+    passed = forward(model.family, model.params, model.model_state, batch, steps)
+    _, correct = model.family.evaluate(model.params, passed, batch)
+    share = np.asarray(correct)[batch["loss_mask"]].mean()
+    found = json.loads((folder / "frontier.json").read_text())["models"]["depth_recurrent"]["seeds"]["0"]
+    assert found["accuracy"]["7"][steps - 1] == pytest.approx(share)
+
+
+def test_nothing_is_computed_twice(folder: Path, monkeypatch, capsys) -> None:
+    before = (folder / "frontier.json").read_text()
+    computed = []
+    cell = cells._cell
+
+    def counted(model, source, depth, *rest):
+        computed.append(depth)
+        return cell(model, source, depth, *rest)
+
+    monkeypatch.setattr(cells, "_cell", counted)
+    monkeypatch.setattr(frontier, "train", lambda *_: pytest.fail("a finished run was trained again"))
+    assert again(folder) == 0 and computed == []
+    kept = folder / "depth_recurrent/seed0/cells.json"
+    known = json.loads(kept.read_text())
+    del known["accuracy"]["4"], known["accuracy"]["12"]
+    kept.write_text(json.dumps(known))
+    assert again(folder) == 0 and computed == [4, 12]
+    assert (folder / "frontier.json").read_text() == before
+    assert "-0.50" in capsys.readouterr().out  # from what the paper has above the diagonal
+
+
+def test_another_study_in_the_folder_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="holds another study: instances 60 instead of 2000; use another --out"):
+        command.run(["graph", "--seeds", "1", "--out", str(folder), *TINY])
+    with pytest.raises(UserError, match=r"model\.hidden_size: 8 -> 16"):
+        again(folder, "--model.hidden_size", "16")
+
+
+def test_gradients_by_step(folder: Path) -> None:
+    run, steps = folder / "depth_recurrent/seed0", 4
+    norms = cells.gradient_norms(run, steps, 6)
+    model = load_run(run)
+    batch = PuzzleSource(model.config.data.puzzle, 16).cell(5, range(6), 6)
+    family, fresh = model.family, initialise(model.family, jax.random.key(0))[0]
+
+    @jax.jit
+    def gradient(params):
+        def difference(state):
+            passed = forward(family, params, {}, batch, steps, initial_state=state)
+            logits = family.class_logits(params, passed.state, passed.memory, passed.context)
+            return jnp.sum(logits @ jnp.array([-1.0, 1.0]))
+
+        return jax.grad(difference)(params["embedding"][batch["tokens"]])
+
+    for name, params in (("fresh", fresh), ("trained", model.params)):
+        rows = np.reshape(gradient(params), (6, -1))
+        assert len(norms[name]) == steps + 1
+        assert norms[name][0] == pytest.approx(np.mean(np.linalg.norm(rows, axis=-1)), rel=1e-4)
+
+
+def result_of(accuracy: dict[str, list[list[float]]]) -> frontier.Result:
+    """A study with these cells for each seed, the same at all depths."""
+    seeds = {str(i): {"accuracy": {str(d): row for d in (8, 12)}} for i, row in enumerate(accuracy["base"])}
+    return {"task": "graph", "depths": [8, 12], "steps": [1, 2, 12, 15], "models": {"base": {"seeds": seeds}}}
+
+
+def test_tables() -> None:
+    rows = [[0.6] + [0.5] * 10 + [0.8] * 9, [0.8] + [0.5] * 10 + [1.0] * 9]
+    result = result_of({"base": rows})
+    np.testing.assert_allclose(frontier.mean_cells(result, "base"), [[0.7, 0.5, 0.9, 0.9]] * 2)
+    np.testing.assert_allclose(frontier.published_cells(result), [[0.51, 0.54, 0.97, 1.0], [0.51, 0.53, 0.5, 0.5]])
+    assert frontier.supervision(result, "base") == pytest.approx({"shortcut": 0.7, "far": 0.9})
+
+
+def test_borders_of_training() -> None:
+    assert borders([1, 2, 3, 5, 8, 12], [5, 8]) == [2.5, 4.5]
+    assert borders([1, 2, 3], [1, 3]) == []  # they would lie on the frame
+    assert borders([2, 4, 6], [1, 4]) == [1.5]
+
+
+def test_the_papers_numbers() -> None:
+    shared = ROOT.parent / "shared" / "paper_tables.json"
+    if not shared.is_file():
+        pytest.skip("the paper's tables are not beside the checkout")
+    for task, published in PUBLISHED.items():
+        table = json.loads(shared.read_text())["thinking_deeper"][task]
+        depths = next(table[name] for name in table if name.startswith("rows"))
+        assert (list(published.accuracy), list(published.steps)) == (depths, table["cols_steps"])
+        assert [list(row) for row in published.accuracy.values()] == table["accuracy"]
+
+
+@pytest.mark.parametrize("task", ["graph", "boolean", "family"])
+@pytest.mark.parametrize("preset", ["paper", "laptop"])
+def test_configurations_fit_their_cells(task: str, preset: str) -> None:
+    (variant,) = variants.variants_of(task, preset, False, [], [])
+    config, grid = variant.loaded.config, frontier.GRIDS[task, preset]
+    assert variants.parameters(config) < 1_000_000
+    assert config.model.max_depth >= max(grid.steps)
+    source = PuzzleSource(config.data.puzzle, config.data.sequence_length)
+    assert config.model.vocab_size == source.tokenizer.vocab_size
+    wider = PuzzleSource(config.data.puzzle, 100)
+    for depth in grid.depths:
+        wider.check(depth, "a test")
+    assert max(grid.depths) > config.data.puzzle.difficulty and max(grid.steps) > config.model.depth
+    if preset == "paper":
+        assert set(PUBLISHED[task].accuracy) <= set(grid.depths) and PUBLISHED[task].steps == grid.steps
+
+
+def test_variants() -> None:
+    words = ["--model.gate_bias", "-1", "--training.steps=150"]
+    base, leaky, every, no_gate, no_embedding = variants.variants_of("graph", "laptop", True, [], words)
+    configs = [each.loaded.config for each in (base, leaky, every, no_gate, no_embedding)]
+    assert all(config.model.gate_bias == -1 for config in configs)
+    assert [config.training.steps for config in configs] == [150, 1000, 1000, 150, 150]
+    assert [config.data.puzzle.negatives for config in configs] == ["swap", "leaky", "leaky", "swap", "swap"]
+    assert [config.model.loss_at for config in configs] == ["last", "last", "every", "last", "last"]
+    assert [config.model.gate for config in configs] == [True, True, True, False, True]
+    assert [config.model.depth_embedding_std for config in configs] == [1, 1, 1, 1, 0]
+    loaded = base.with_run(Path("runs/x/seed2"), 2)
+    assert (loaded.config.run.dir, loaded.config.run.seed) == ("runs/x/seed2", 2)
+
+
+@pytest.mark.parametrize("model", ["dr", "dreamer", "huginn"])
+def test_other_families_have_as_many_parameters(model: str) -> None:
+    base, other = variants.variants_of(
+        "graph", "paper", False, [model], ["--training.steps", "700", "--model.depth", "6"]
+    )
+    ours, theirs = base.loaded.config, other.loaded.config
+    assert variants.parameters(ours) == 201_474
+    assert abs(variants.parameters(theirs) / 201_474 - 1) < 0.05
+    assert ours.training == theirs.training and ours.data == theirs.data and ours.training.steps == 700
+    assert (ours.model.depth, theirs.model.depth) == (8, 6)
+    assert (theirs.model.vocab_size, theirs.model.readout, theirs.model.positions) == (3, "pair", "none")
+
+
+def test_the_nearest_number_of_parameters_is_found() -> None:
+    model = variants.variants_of("graph", "paper", False, [], [])[0].loaded.config.model
+    family = build(dataclasses.replace(model, mlp_size=7))
+    assert variants.match_parameters(family, 201_474).config.mlp_size == 256
+    assert variants.match_parameters(family, 201_474 + 130).config.mlp_size == 257  # a neuron more: 257 parameters
+    assert variants.match_parameters(family, 201_474 + 120).config.mlp_size == 256
+    with pytest.raises(UserError, match=r"use a smaller --model\.hidden_size"):
+        variants.match_parameters(family, 50_000)
+
+
+def test_messages(monkeypatch, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="invalid choice: 'maze'"):
+        command.run(["maze"])
+    with pytest.raises(UserError, match=r"--model nobody: there is no .*; name a YAML file, or dr, dreamer, huginn"):
+        command.run(["graph", "--model", "nobody"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="start `dreamer frontier` in the checkout"):
+        command.run(["graph"])
