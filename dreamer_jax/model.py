@@ -124,7 +124,7 @@ class Model:
             temperature, top_k, top_p, min_p, seed: as of `inference.Sampling`; temperature 0 is greedy.
             stop: strings that end a text.
             depth: L; None for the trained one.
-            exit_distance: as of `inference.Engine`; 0 takes every token through all depths.
+            exit_distance: as of `inference.Engine`; 0 takes every token through all depths, or until it halts.
             batch_size: prompts computed at once.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)

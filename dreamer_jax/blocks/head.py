@@ -42,10 +42,12 @@ class Head(Counted):
 
     Attributes:
         vocab_size, hidden_size: V, h.
+        losses: states of a token that the loss of training reads out; elsewhere it is one.
     """
 
     vocab_size: int
     hidden_size: int
+    losses: int = 1
 
     def parameters(self, folded: bool = False) -> int:
         """The matrix."""
@@ -55,16 +57,20 @@ class Head(Counted):
         """One product."""
         return 2 * self.hidden_size * self.vocab_size
 
+    def extra_training_flops(self) -> float:
+        """Three products for each state beyond the first that the loss reads out."""
+        return (self.losses - 1) * 3 * 2 * self.hidden_size * self.vocab_size
+
     def logit_elements(self) -> int:
-        """V."""
-        return self.vocab_size
+        """V of every state that is read out."""
+        return self.losses * self.vocab_size
 
     def step_cost(self, on: OnChip):
         """In chunks of rows: logits in float32, the head's gradient added chunk by chunk."""
-        weights = self.vocab_size * self.hidden_size
-        chunks = -(-on.tokens // max(CHUNK_ROWS, CHUNK_ELEMENTS // self.vocab_size))
-        logits = on.tokens * self.vocab_size * (3 * FLOAT32_BYTES + 3 * BFLOAT16_BYTES)
-        flops = 3 * 2 * on.tokens * self.hidden_size * tiled(self.vocab_size)
+        weights, states = self.vocab_size * self.hidden_size, on.tokens * self.losses
+        chunks = -(-states // max(CHUNK_ROWS, CHUNK_ELEMENTS // self.vocab_size))
+        logits = states * self.vocab_size * (3 * FLOAT32_BYTES + 3 * BFLOAT16_BYTES)
+        flops = 3 * 2 * states * self.hidden_size * tiled(self.vocab_size)
         yield Operation("head and loss", flops, logits + chunks * weights * (2 * BFLOAT16_BYTES + 2 * FLOAT32_BYTES))
 
 

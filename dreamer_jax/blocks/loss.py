@@ -17,7 +17,7 @@ CHUNK_ROWS = 2048
 def cross_entropy(
     hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array, z_loss: float = 0.0
 ) -> jax.Array:
-    """Summed cross-entropy of the next token.
+    """Summed cross-entropy of the next token, each weighted if `mask` holds weights.
 
     The gradient is computed with the loss, chunk by chunk, so that no logits are kept or computed twice.
 
@@ -25,11 +25,11 @@ def cross_entropy(
         hidden: [T, h], compute dtype.
         head: [V, h] float32; cast to hidden's dtype, its gradient summed in float32.
         targets: [T] int32.
-        mask: [T] bool, the targets that count.
+        mask: [T] bool, the targets that count; or float32, their weights, whose gradient are the losses.
         z_loss: weight of (log Z)^2, Z being the softmax's normaliser (Chowdhery et al., 2022, section 5).
 
     Returns:
-        Scalar float32: the sum over the masked targets.
+        Scalar float32: the sum over the targets that count.
     """
     weight = head.astype(hidden.dtype)
 
@@ -41,13 +41,14 @@ def cross_entropy(
 
 
 def _forward(hidden, head, targets, mask, z_loss):
-    weight = head.astype(hidden.dtype)
+    weight, weighted = head.astype(hidden.dtype), jnp.issubdtype(mask.dtype, jnp.floating)
 
     def chunk(carry, part):
         total, d_head = carry
         rows, target, counted = part
         logits = _logits(rows, weight)
-        total += jnp.sum(_losses(logits, target, z_loss) * counted)
+        losses = _losses(logits, target, z_loss)
+        total += jnp.sum(losses * counted)
         one_hot = jnp.arange(logits.shape[1]) == target[:, None]
         softmax = jax.nn.softmax(logits)
         if z_loss:
@@ -55,16 +56,18 @@ def _forward(hidden, head, targets, mask, z_loss):
         d_logits = ((softmax - one_hot) * counted[:, None]).astype(rows.dtype)
         d_rows = d_logits @ weight
         d_head += jnp.einsum("tv,th->vh", d_logits, rows, preferred_element_type=jnp.float32)
-        return (total, d_head), d_rows
+        return (total, d_head), (d_rows, losses if weighted else None)
 
     start = (jnp.float32(0), jnp.zeros(head.shape, jnp.float32))
-    (total, d_head), d_hidden = jax.lax.scan(chunk, start, _chunks(head, hidden, targets, mask))
-    return total, (d_hidden.reshape(-1, hidden.shape[1])[: hidden.shape[0]], d_head)
+    (total, d_head), (d_hidden, losses) = jax.lax.scan(chunk, start, _chunks(head, hidden, targets, mask))
+    d_mask = None if losses is None else losses.reshape(-1)[: mask.size]
+    return total, (d_hidden.reshape(-1, hidden.shape[1])[: hidden.shape[0]], d_head, d_mask)
 
 
 def _backward(z_loss, residuals, d_total):
-    d_hidden, d_head = residuals
-    return (d_hidden * d_total.astype(d_hidden.dtype), d_head * d_total, None, None)
+    d_hidden, d_head, d_mask = residuals
+    d_mask = None if d_mask is None else d_mask * d_total
+    return (d_hidden * d_total.astype(d_hidden.dtype), d_head * d_total, None, d_mask)
 
 
 cross_entropy.defvjp(_forward, _backward)

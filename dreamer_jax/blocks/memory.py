@@ -87,12 +87,15 @@ class Slots(NamedTuple):
 
         Positions outside the slots are computed but leave nothing.
         """
-        rows = jnp.arange(self.keys.shape[1])[:, None]
-        place = (depth.index, rows, context.positions)
-        slots = Slots(
+        slots = self.written(k, v, depth, context.positions)
+        return operations.sequence_attention.over_slots(q, *slots, depth.index, context.positions), slots
+
+    def written(self, k: jax.Array, v: jax.Array, depth: Depth, positions: jax.Array) -> Slots:
+        """With k and v [B, P, kv, d] at a depth of positions [B, P]."""
+        place = (depth.index, jnp.arange(self.keys.shape[1])[:, None], positions)
+        return Slots(
             *(kept.at[place].set(new.astype(kept.dtype), mode="drop") for kept, new in zip(self, (k, v), strict=True))
         )
-        return operations.sequence_attention.over_slots(q, *slots, depth.index, context.positions), slots
 
     def fill_deeper(self, depths: jax.Array, positions: jax.Array) -> Slots:
         """Copy what these depths have left into all deeper slots of the same position.
@@ -110,6 +113,22 @@ class Slots(NamedTuple):
             return slots.at[:, rows, positions].set(slots[source, rows, positions], mode="drop")
 
         return Slots(fill(self.keys), fill(self.values))
+
+
+class Unread(NamedTuple):
+    """Slots that are written and not looked at: for positions that stopped, whose keys at deeper depths are known.
+
+    Attributes:
+        slots: see there.
+    """
+
+    slots: Slots
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, context: Context, operations: Operations
+    ) -> tuple[jax.Array, Unread]:
+        """Writes k and v; what it returns of the shape of q has no meaning."""
+        return q, Unread(self.slots.written(k, v, depth, context.positions))
 
 
 class Memory(NamedTuple):

@@ -18,13 +18,13 @@ from pallas_kernels.kept import keep
 
 
 class SelfAttention(Block):
-    """Grouped-query attention over the sequence, rotary positions in halves.
+    """Grouped-query attention over the sequence, rotary positions in halves or none.
 
     Attributes:
         operations: what to compute with.
         hidden_size: h.
         heads, kv_heads, head_size: n, kv, d.
-        rope_base: of the rotation.
+        rope_base: of the rotation; 0 for none, where positions are in the input.
         projection, out: draw the fused projection to queries, keys and values, and the output's.
         queries: what queries and keys get before the rotation: "plain" nothing, "bias" learned biases, "norm" an
             RMSNorm over all heads together.
@@ -64,15 +64,16 @@ class SelfAttention(Block):
         elif self.queries == "norm":
             q, k = RMSNorm(epsilon=self.epsilon, name="q_norm")(q), RMSNorm(epsilon=self.epsilon, name="k_norm")(k)
         q, k, v = (each.reshape(*x.shape[:2], -1, size) for each in (q, k, v))  # [B, P, n or kv, d]
-        position = context.positions[:, :, None]
-        q, k = rope(q, position, self.rope_base), rope(k, position, self.rope_base)
+        if self.rope_base:
+            position = context.positions[:, :, None]
+            q, k = rope(q, position, self.rope_base), rope(k, position, self.rope_base)
         attended, memory = memory.attend(q, k, v, depth, context, self.operations)
         return attended.reshape(*x.shape[:2], -1) @ outward.astype(x.dtype), memory
 
     @nn.nowrap
     def parameters(self, folded: bool = False) -> int:
         """Both projections; biases or scales of queries and keys."""
-        return self._weights + (0 if self.queries == "plain" else self._rotated)
+        return self._weights + (0 if self.queries == "plain" else self._met)
 
     @nn.nowrap
     def matmul_flops(self, reach: Reach, folded: bool = True) -> float:
@@ -82,17 +83,18 @@ class SelfAttention(Block):
     @nn.nowrap
     def elementwise_flops(self, reach: Reach, folded: bool = True) -> float:
         """Bias or norm, and rotation, of q and k; softmax."""
-        return (1 if self.queries == "plain" else 2) * self._rotated + reach.context * self.heads
+        return ((self.queries != "plain") + (self.rope_base > 0)) * self._met + reach.context * self.heads
 
     @nn.nowrap
     def intermediate_elements(self) -> int:
-        """The input, q/k/v before and after the rotation, attended heads."""
-        return self.hidden_size + 2 * self._rotated + (self.kv_heads + self.heads) * self.head_size
+        """The input, q/k/v as projected and as they meet, attended heads."""
+        changed = 1 if self.queries == "plain" and not self.rope_base else 2
+        return self.hidden_size + changed * self._met + (self.kv_heads + self.heads) * self.head_size
 
     @nn.nowrap
     def kept_elements(self) -> int:
         """q, k and v, and the attended heads."""
-        return 2 * self._rotated
+        return 2 * self._met
 
     @nn.nowrap
     def cache_elements(self) -> int:
@@ -109,21 +111,21 @@ class SelfAttention(Block):
     def step_cost(self, on: OnChip) -> Iterator[Operation]:
         """Projections forward, again, and twice backward; and scores."""
         weights, passes = self._weights, 3 + on.again.products
-        moved = 2 * (self.hidden_size + self._rotated) * on.tokens * BFLOAT16_BYTES
+        moved = 2 * (self.hidden_size + self._met) * on.tokens * BFLOAT16_BYTES
         totals = weights * FLOAT32_BYTES * (2 if on.depths > 1 else 1)
         traffic = (moved + weights * BFLOAT16_BYTES) * passes + totals
         yield Operation("attention: projections", 2 * weights * on.tokens * passes, traffic)
         yield scores_cost(self.heads, self.kv_heads, self.head_size, on)
 
     @property
-    def _rotated(self) -> int:
+    def _met(self) -> int:
         """Elements of q and k."""
         return (self.heads + self.kv_heads) * self.head_size
 
     @property
     def _weights(self) -> int:
         """Elements of both matrices."""
-        return 2 * self.hidden_size * self._rotated
+        return 2 * self.hidden_size * self._met
 
 
 def scores_cost(heads: int, kv_heads: int, size: int, on: OnChip) -> Operation:

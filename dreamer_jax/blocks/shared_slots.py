@@ -29,7 +29,7 @@ class SharedSlots(flax.struct.PyTreeNode):
 
     Attributes:
         keys, values: [N, B, S, kv, d], compute dtype.
-        reached: [B, S] int32, r of every position; None with latest, where `fill` copies instead.
+        reached: [B, S] int32, r of every position; None with latest, where `fill_deeper` copies instead.
         layers: C.
         rule: see above.
     """
@@ -80,7 +80,7 @@ class SharedSlots(flax.struct.PyTreeNode):
         depths = jnp.where(some, jnp.maximum(reached - 1, 0), recurrence)
         return depths * self.layers + index[..., None] % self.layers
 
-    def fill(self, depths: jax.Array, positions: jax.Array) -> SharedSlots:
+    def fill_deeper(self, depths: jax.Array, positions: jax.Array) -> SharedSlots:
         """After positions [B] have stopped at recurrences [B]: with latest, what they left last stands for the rest."""
         if self.reached is not None:
             return self

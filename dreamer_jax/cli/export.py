@@ -57,11 +57,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--average", type=positive, default=1, metavar="N", help="the mean of the last N checkpoints' weights (1)"
     )
-    parser.add_argument(
-        "--format",
-        choices=("dreamer", "huginn", "depth_recurrent"),
-        help="form of the folder (that of the run's family)",
-    )
+    parser.add_argument("--format", metavar="FAMILY", help="form of the folder (that of the run's family)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the matrices (the run's model.dtype)")
     parser.add_argument(
         "--keep-shared", action="store_true", help="keep shared experts apart, to train on in PyTorch; else fold them"

@@ -43,7 +43,7 @@ def _answer_file(path: Path, options: argparse.Namespace) -> int:
         texts = model.generate(prompts, options.max_tokens, sampling, options.stop, first)
         for (record, prompt), text in zip(part, texts, strict=True):
             answer = {"prompt": prompt, "generated": text.text, "finish": text.finish, "tokens": len(text.tokens)}
-            if options.exit_distance > 0:
+            if model.exits_early:
                 answer["mean_depth"] = round(text.mean_depth, 3)
             print(json.dumps(record | answer, ensure_ascii=False), flush=True)
         say(f"{first + len(part)}/{len(records)}")

@@ -13,11 +13,15 @@ from dreamer_jax.export.depth_recurrent_form import DepthRecurrentForm
 from dreamer_jax.export.dreamer_form import NOT_DESCRIBED, DreamerForm
 from dreamer_jax.export.form import Description, Form
 from dreamer_jax.export.huginn_form import HuginnForm
+from dreamer_jax.export.ouro_form import OuroForm
 from dreamer_jax.export.safetensors_files import read_json
+from dreamer_jax.export.universal_form import UniversalForm
 
 __all__ = ["FORMS", "NOT_DESCRIBED", "Description", "form_of", "generation_settings", "read_description", "twin_of"]
 
-FORMS: dict[str, Form] = {form.family: form for form in (DreamerForm(), HuginnForm(), DepthRecurrentForm())}
+FORMS: dict[str, Form] = {
+    form.family: form for form in (DreamerForm(), HuginnForm(), DepthRecurrentForm(), OuroForm(), UniversalForm())
+}
 """Family -> the form of its folders."""
 
 
@@ -29,7 +33,7 @@ def form_of(config: Config) -> Form:
     """
     family = config.model.family
     if family not in FORMS:
-        raise UserError(f"models of the family {family} have no PyTorch form yet; {' and '.join(FORMS)} have one")
+        raise UserError(f"models of the family {family} have no PyTorch form yet; {', '.join(FORMS)} have one")
     return FORMS[family]
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from dreamer_jax.config import Config, LoadedConfig
 from dreamer_jax.config.keys import INTEGERS, key_types, values_of
 from dreamer_jax.config.values import ModelConfig
+from dreamer_jax.data.tokenizers import load_tokenizer
 from dreamer_jax.errors import UserError
 from dreamer_jax.export.safetensors_files import Stored, Tensor
 from dreamer_jax.families import build
@@ -245,6 +246,14 @@ def read_training_run(path: Path, content: Mapping[str, Any]) -> tuple[dict[str,
     if type(step) is not int or step < 0 or not all(isinstance(text, str) for text in meta.values()):
         raise UserError(f"{path}: training_run is damaged")
     return values, step, meta
+
+
+def without_run(folder: Path, length: int, dtype: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """(dotted key -> value, meta) for a folder that came from no run: its tokenizer, rows of S tokens, and a dtype."""
+    path = folder.absolute() / "tokenizer.json"
+    tokenizer = str(path) if path.is_file() else "bytes"
+    settings = {"data.tokenizer": tokenizer, "data.sequence_length": length, "model.dtype": dtype}
+    return settings, {"data": "", "tokenizer": load_tokenizer(tokenizer).fingerprint}
 
 
 def checked(path: Path, key: str, value: Any, model: type[ModelConfig]) -> Any:

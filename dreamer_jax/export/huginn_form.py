@@ -14,7 +14,7 @@ import numpy as np
 
 from dreamer_jax.config.loading import Setting, build
 from dreamer_jax.config.models.huginn import HuginnConfig
-from dreamer_jax.data.tokenizers import Tokenizer, load_tokenizer
+from dreamer_jax.data.tokenizers import Tokenizer
 from dreamer_jax.errors import UserError
 from dreamer_jax.export.form import (
     CODES,
@@ -28,6 +28,7 @@ from dreamer_jax.export.form import (
     checked,
     read_training_run,
     training_run,
+    without_run,
 )
 from dreamer_jax.export.huginn import MODEL_TYPE, Name, interleaved, names_of, shape_of, to_leaf, to_tensor
 from dreamer_jax.export.huginn_settings import BLOCK_SIZE, read_model, write_model
@@ -191,12 +192,8 @@ def rotations(shape: tuple[int, ...], base: float) -> np.ndarray:
 
 def _without_run(folder: Path, content: Mapping[str, Any], dtype: str) -> tuple[dict[str, Any], dict[str, str]]:
     """(settings, meta) of a run for a folder that came from none."""
-    path = folder.absolute() / "tokenizer.json"
-    tokenizer = str(path) if path.is_file() else "bytes"
     block = content.get("block_size")
-    length = min(block, BLOCK_SIZE) if type(block) is int else BLOCK_SIZE
-    settings = {"data.tokenizer": tokenizer, "data.sequence_length": length, "model.dtype": dtype}
-    return settings, {"data": "", "tokenizer": load_tokenizer(tokenizer).fingerprint}
+    return without_run(folder, min(block, BLOCK_SIZE) if type(block) is int else BLOCK_SIZE, dtype)
 
 
 def _tensor(stored: StoredModel, names: list[Name], description: Description) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 from dreamer_jax.config.models.huginn import HuginnConfig
 from dreamer_jax.errors import UserError
+from dreamer_jax.export.json_values import flag, number, rope_base, whole
 
 SIZES = {
     "mean_recurrence": ("depth", 32),
@@ -43,7 +44,6 @@ WITHOUT_EFFECT = {"init_strategy": "takase", "sampling_scheme": "poisson-lognorm
 """Written as published; the published code initialises and draws like that whatever they say."""
 
 BLOCK_SIZE = 4096
-LARGEST = 1e30
 CLOSE = 1e-9
 """Products of rounded square roots differ by less."""
 
@@ -60,23 +60,23 @@ def read_model(path: Path, content: Mapping[str, Any], pre_norm: bool, run: Mapp
         UserError: a value is broken, or one of a model that can't be computed.
     """
     _check_built(path, content)
-    model: dict[str, Any] = {ours: _whole(path, content, key, default) for key, (ours, default) in SIZES.items()}
-    heads = _whole(path, content, "n_heads" if "n_heads" in content else "num_attention_heads", 55)
+    model: dict[str, Any] = {ours: whole(path, content, key, default) for key, (ours, default) in SIZES.items()}
+    heads = whole(path, content, "n_heads" if "n_heads" in content else "num_attention_heads", 55)
     if heads < 1 or model["hidden_size"] % heads:
         raise UserError(f"{path}: n_heads {heads} does not divide n_embd {model['hidden_size']}")
     rows = "padded_vocab_size" if content.get("padded_vocab_size") is not None else "vocab_size"
-    biased = _flag(path, content, "qk_bias")
+    biased = flag(path, content, "qk_bias", True)
     model |= {
         "heads": heads,
-        "kv_heads": _whole(path, content, "num_key_value_heads", heads),
+        "kv_heads": whole(path, content, "num_key_value_heads", heads),
         "head_size": model["hidden_size"] // heads,
-        "vocab_size": _whole(path, content, rows, 65536),
+        "vocab_size": whole(path, content, rows, 65536),
         "form": "pre_norm" if pre_norm else "sandwich",
         "coda_norm": not pre_norm,
         "queries": "bias" if biased else "plain",
-        "tied_head": _flag(path, content, "tie_embeddings"),
-        "norm_epsilon": _number(path, content, "norm_eps", 1e-6),
-        "rope_base": _rope_base(path, content) if pre_norm else _number(path, content, "rope_base", 50_000.0),
+        "tied_head": flag(path, content, "tie_embeddings", True),
+        "norm_epsilon": number(path, content, "norm_eps", 1e-6),
+        "rope_base": rope_base(path, content) if pre_norm else number(path, content, "rope_base", 50_000.0),
     }
     if biased and model["kv_heads"] != heads:
         raise UserError(f"{path}: qk_bias with {model['kv_heads']} key heads for {heads} query heads can't be computed")
@@ -150,8 +150,8 @@ def _scales(path: Path, content: Mapping[str, Any], hidden: int, run: Mapping[st
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise UserError(f"{path}: init_values can't be {values!r}")
-    scale = _number(path, values, "embed_scale", hidden**0.5)
-    std = _number(path, values, "std", (2 / (5 * hidden)) ** 0.5)
+    scale = number(path, values, "embed_scale", hidden**0.5)
+    std = number(path, values, "std", (2 / (5 * hidden)) ** 0.5)
     if scale <= 0 or std <= 0:
         raise UserError(f"{path}: init_values embed_scale {scale} and std {std} must be more than zero")
     found = {}
@@ -170,35 +170,3 @@ def _check_built(path: Path, content: Mapping[str, Any]) -> None:
         found = content.get(key)
         if found is not None and found != value:
             raise UserError(f"{path}: {key} is {found!r}; only models with {value!r} can be computed")
-
-
-def _rope_base(path: Path, content: Mapping[str, Any]) -> float:
-    """Retrofitted models have the source's rotation."""
-    rope: Any = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
-    if kind != "default":
-        raise UserError(f"{path}: rope_scaling is of type {kind!r}; only unscaled rotations can be computed")
-    if (base := content.get("rope_theta", rope.get("rope_theta"))) is None:
-        raise UserError(f"{path}: rope_theta is missing; layers with norm_1 and norm_2 alone rotate by it")
-    return _number(path, {"rope_theta": base}, "rope_theta", 0.0)
-
-
-def _whole(path: Path, content: Mapping[str, Any], key: str, default: int) -> int:
-    value = default if content.get(key) is None else content[key]
-    if type(value) is not int:
-        raise UserError(f"{path}: {key} can't be {value!r}; it is a whole number")
-    return value
-
-
-def _number(path: Path, content: Mapping[str, Any], key: str, default: float) -> float:
-    value = default if content.get(key) is None else content[key]
-    if type(value) not in (int, float) or not abs(value) < LARGEST:
-        raise UserError(f"{path}: {key} can't be {value!r}; it is a number")
-    return float(value)
-
-
-def _flag(path: Path, content: Mapping[str, Any], key: str) -> bool:
-    value = True if content.get(key) is None else content[key]
-    if type(value) is not bool:
-        raise UserError(f"{path}: {key} can't be {value!r}; it is true or false")
-    return value

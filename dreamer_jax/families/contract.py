@@ -55,6 +55,7 @@ class Flags:
         injects_inputs: a step gets the embedded input anew at every depth.
         random: in training a pass draws something of its own, with `Context.keys`.
         shares_caches: what one depth leaves in a memory may stand in for another's.
+        halts: `finished` says when a position needs no further depth, and decoding stops there.
     """
 
     causal: bool = True
@@ -63,6 +64,7 @@ class Flags:
     injects_inputs: bool = False
     random: bool = False
     shares_caches: bool = False
+    halts: bool = False
 
 
 @dataclass(frozen=True)
@@ -278,7 +280,7 @@ class Family(abc.ABC):
         return {}
 
     def finished(self, state: PyTree, before: PyTree, depth: Depth) -> jax.Array | None:
-        """[B, P] bool: positions that need no further depth; None if the model never says so."""
+        """[B, P] bool: positions that need no further depth; None if the model never says so (`Flags.halts`)."""
         return None
 
     def readout(self, params: PyTree, state: PyTree, memory: Memory, context: Context) -> tuple[jax.Array, Memory]:
@@ -311,8 +313,17 @@ class Family(abc.ABC):
         """For decoding: what positions in flight [B, P] keep of their own depths."""
         return None
 
-    def refill(self, memory: Any, depths: jax.Array, positions: jax.Array) -> Any:
-        """Slots in which the latest depth that was computed, [B], stands in for the deeper ones at positions [B]."""
+    def refill(self, params: PyTree, state: PyTree, memory: Any, depths: jax.Array, positions: jax.Array) -> Any:
+        """Slots that are filled at the depths which positions [B] didn't go through. By default the latest that was
+        computed stands in for the deeper ones.
+
+        Args:
+            params: as `fold` made them.
+            state: [B, 1, ...], what the positions have come to.
+            memory: the slots.
+            depths: [B], the last depth that was computed.
+            positions: [B].
+        """
         return jax.tree.map(
             lambda slots: slots.fill_deeper(depths, positions), memory, is_leaf=lambda x: hasattr(x, "fill_deeper")
         )

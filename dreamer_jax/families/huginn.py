@@ -10,20 +10,18 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from dreamer_jax.blocks.counting import Counted, Reach, Share
 from dreamer_jax.blocks.feed_forward import FeedForward
 from dreamer_jax.blocks.head import Embedding, Head, embed
+from dreamer_jax.blocks.layer import Layer, apply_layers, init_layers, layer_shares
 from dreamer_jax.blocks.loss import cross_entropy
 from dreamer_jax.blocks.memory import Context, Fresh, Memory, Slots
 from dreamer_jax.blocks.norms import RMSNorm, rms_norm
 from dreamer_jax.blocks.operations import REFERENCE
 from dreamer_jax.blocks.parameters import Parameter, truncated_normal
-from dreamer_jax.blocks.positions import Depth
-from dreamer_jax.blocks.residual import Residual
 from dreamer_jax.blocks.self_attention import SelfAttention
 from dreamer_jax.blocks.shared_slots import SharedSlots
 from dreamer_jax.config.models.huginn import ring
@@ -32,41 +30,6 @@ from dreamer_jax.recurrence import Stepped, Weights
 
 DEEPEST = 16
 """Times the mean: recurrences that training draws at most."""
-
-
-class Layer(nn.Module):
-    """One transformer layer, x [B, P, h] -> [B, P, h].
-
-    Attributes:
-        attention, feed_forward: f of the two halves.
-        form: where norms N stand: "sandwich" N'(x + f(N(x))), which norms the residual stream itself; "pre_norm"
-            x + f(N(x)); "branch_norm" x + N'(f(x)).
-        epsilon: of the norms.
-    """
-
-    attention: SelfAttention
-    feed_forward: FeedForward
-    form: str
-    epsilon: float
-
-    @nn.compact
-    def __call__(self, x: jax.Array, depth: Depth, memory: Any, context: Context) -> tuple[jax.Array, Any]:
-        """The layer and its memory of the sequence, with this position's keys and values."""
-
-        def norm(name: str, x: jax.Array) -> jax.Array:
-            return RMSNorm(epsilon=self.epsilon, name=name)(x)
-
-        def before(name: str, x: jax.Array) -> jax.Array:
-            return x if self.form == "branch_norm" else norm(f"{name}_norm", x)
-
-        def joined(name: str, x: jax.Array, branch: jax.Array) -> jax.Array:
-            if self.form == "sandwich":
-                return norm(f"{name}_out_norm", x + branch)
-            return x + (norm(f"{name}_out_norm", branch) if self.form == "branch_norm" else branch)
-
-        attended, memory = self.attention(before("attention", x), depth, memory, context)
-        x = joined("attention", x, attended)
-        return joined("mlp", x, self.feed_forward(before("mlp", x))), memory
 
 
 class Sequence(NamedTuple):
@@ -142,7 +105,7 @@ class Huginn(Family):
             return Parameter(draw(next(keys), shape, jnp.float32), axes, role)
 
         def layers(count: int) -> dict[str, Any]:
-            return {str(i): self.init_layer(each) for i, each in enumerate(jax.random.split(next(keys), count))}
+            return init_layers(Huginn(c, REFERENCE).layer, next(keys), count)
 
         params = {
             "embedding": box(table, ("vocab", "hidden"), "embedding"),
@@ -155,12 +118,6 @@ class Huginn(Family):
         if not c.tied_head:
             params["head"] = box(table, ("vocab", "hidden"), "embedding")
         return params, {}
-
-    def init_layer(self, key: jax.Array) -> Any:
-        """One layer's parameters, in boxes."""
-        token = jnp.zeros((1, 1), jnp.int32)
-        layer, x = Huginn(self.config, REFERENCE).layer, jnp.zeros((1, 1, self.config.hidden_size))
-        return layer.init(key, x, depth_of(0, 1), Fresh(), Context(token, token))["params"]
 
     def weights(self, params: Any) -> Weights:
         """All recurrences share the adapter and the core."""
@@ -200,11 +157,8 @@ class Huginn(Family):
     def step(self, weights, state, inputs, depth, memory, context, tape=None) -> Stepped:
         """s_l -> s_{l+1}: the adapter of [s; e], and the core's layers."""
         both = jnp.concatenate([state, inputs], axis=-1)
-        x, layers = both @ weights.shared["adapter"].astype(both.dtype), weights.shared["core"]
-        core = memory.sequence.core
-        for j in range(len(layers)):
-            number = Depth(depth.index * len(layers) + j, depth.total)
-            x, core = self.layer.apply({"params": layers[str(j)]}, x, number, core, context)  # type: ignore[misc]
+        x = both @ weights.shared["adapter"].astype(both.dtype)
+        x, core = apply_layers(self.layer, weights.shared["core"], x, depth, memory.sequence.core, context)
         return Stepped(x, memory._replace(sequence=memory.sequence._replace(core=core)))
 
     def readout(self, params: Any, state: jax.Array, memory: Memory, context: Context) -> tuple[jax.Array, Memory]:
@@ -244,9 +198,9 @@ class Huginn(Family):
         core = SharedSlots.empty(c.core_layers, min(kept or depth, depth), *sizes, rule)
         return Sequence(Slots.empty(c.prelude_layers, *sizes), core, Slots.empty(c.coda_layers, *sizes))
 
-    def refill(self, memory: Sequence, depths: jax.Array, positions: jax.Array) -> Sequence:
+    def refill(self, params: Any, state: Any, memory: Sequence, depths: jax.Array, positions: jax.Array) -> Sequence:
         """By the rule of the core's cache."""
-        return memory._replace(core=memory.core.fill(depths, positions))
+        return memory._replace(core=memory.core.fill_deeper(depths, positions))
 
     # Training.
 
@@ -263,32 +217,13 @@ class Huginn(Family):
         """Prelude, core and coda layer by layer; the core's are applied in every recurrence."""
         c, hidden = self.config, self.config.hidden_size
         norm = RMSNorm(hidden, parent=None)
-        norms = 4 if c.form == "sandwich" else 2
-        residual = Residual(hidden, 2, norms, (c.heads + c.kv_heads) * c.head_size)
-
-        def layers(part: str, count: int, depths: int, outside: bool, last: int, kept: int | None) -> list[Share]:
-            blocks = [(self.layer.attention, 1), (self.layer.feed_forward, 1), (norm, norms), (residual, 1)]
-            return [
-                Share(
-                    part,
-                    block,
-                    0 if block is residual else count * n,
-                    count * n * depths,
-                    experts=isinstance(block, FeedForward),
-                    outside=outside,
-                    truncated=count * n * last,
-                    cached=None if kept is None else count * kept,
-                )
-                for block, n in blocks
-            ]
-
         last, kept = c.gradient_recurrences, ring(c.cache, c.core_layers)
         return [
             Share("embedding", Embedding(c.vocab_size, hidden), 1, 1, outside=True),
-            *layers("prelude", c.prelude_layers, 1, True, 1, None),
+            *layer_shares(self.layer, "prelude", c.prelude_layers, 1, outside=True),
             Share("adapter", Adapter(hidden), 1, c.depth, truncated=last),
-            *layers("core", c.core_layers, c.depth, False, last, kept),
-            *layers("coda", c.coda_layers, 1, True, 1, None),
+            *layer_shares(self.layer, "core", c.core_layers, c.depth, truncated=last, cached=kept),
+            *layer_shares(self.layer, "coda", c.coda_layers, 1, outside=True),
             Share("head", norm, 1, 2 if c.coda_norm else 1, outside=True),
             Share("head", Head(c.vocab_size, hidden), 0 if c.tied_head else 1, 1, outside=True),
         ]

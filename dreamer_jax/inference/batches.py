@@ -47,7 +47,7 @@ class RowBatch:
         numbers: of the rows, which the draws depend on.
         size: B of the programs; what `prompts` leave of it is rows that are done from the start.
         max_tokens, sampling, stop_ids: as of `Engine.generate`.
-        exit_distance: as of `Engine`.
+        exit_distance: as of `Engine`; None where every token takes all depths.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RowBatch:
         max_tokens: int,
         sampling: Sampling,
         stop_ids: Sequence[int],
-        exit_distance: float,
+        exit_distance: float | None,
     ):
         self.rows = [Generated([], []) for _ in prompts]
         self._model, self._programs, self._prompts, self._stop_ids = model, programs, prompts, stop_ids
@@ -70,10 +70,10 @@ class RowBatch:
         limits = np.where(np.arange(size) < len(prompts), self._lengths + max_tokens - 1, 0)
         self._limits = limits.astype(np.int32)
         self._capacity = bucket(int(self._lengths.max()) + max_tokens)
-        self._kinds = Kinds(sampling.draws, sampling.ranks, exit_distance > 0)
+        self._kinds = Kinds(sampling.draws, sampling.ranks, exit_distance is not None)
         self._settings = sampling.numbers()
         self._ends = jnp.asarray(list(stop_ids) or [-1], jnp.int32)
-        self._distance = jnp.float32(exit_distance)
+        self._distance = jnp.float32(exit_distance or 0)
 
     def begin(self) -> None:
         """The prompts and the first token after each."""

@@ -46,7 +46,8 @@ class Engine:
     Args:
         model: see `fold`.
         exit_distance: a token stops going deeper when its hidden state moves by less than this, relative to its norm
-            (see `programs.until_settled`); 0 takes every token through all depths. Prompts always go through all.
+            (see `programs.until_settled`); 0 takes every token through all depths, or until it halts if the model's
+            family says when. Prompts always go through all.
         mesh: devices to share the rows and, along an axis `expert`, the experts (see `sharding`); None for one.
 
     Raises:
@@ -64,7 +65,7 @@ class Engine:
         self.model = model
         self._programs = programs_for(sharding)
         self._row_shards = 1 if sharding is None else sharding.row_shards
-        self._exit_distance = exit_distance
+        self._exit_distance = exit_distance if exit_distance > 0 or model.family.flags.halts else None
         # One program hardly uses more than one core of a CPU: its steps are small and wait for each other.
         alone = mesh is None and jax.default_backend() == "cpu"
         self._most_batches = _cores() if alone else 1
@@ -80,6 +81,11 @@ class Engine:
     ) -> Engine:
         """The engine of a checkpoint (`load_run`); `depth` and `dtype` as of `fold`."""
         return cls(fold(trained.config.model, trained.params, trained.model_state, depth, dtype), exit_distance, mesh)
+
+    @property
+    def exits_early(self) -> bool:
+        """Whether a token may stop before the last depth."""
+        return self._exit_distance is not None
 
     def generate(
         self,

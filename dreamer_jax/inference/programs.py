@@ -19,6 +19,8 @@ DECODE_BLOCK = 32
 """Tokens a row gets at most in one call of `decode`."""
 LOGITS = 1 << 24
 """Logits that are held at once when scoring."""
+NOWHERE = 1 << 30
+"""A position outside of all slots."""
 
 
 class Progress(NamedTuple):
@@ -52,10 +54,11 @@ def all_depths(model: FoldedModel, tokens: jax.Array, positions: jax.Array, slot
 def until_settled(
     model: FoldedModel, tokens: jax.Array, positions: jax.Array, slots: PyTree, distance: jax.Array
 ) -> tuple[jax.Array, PyTree, jax.Array]:
-    """Tokens [B, 1] at these positions through the depths until the residual stream stops changing.
+    """Tokens [B, 1] at these positions through the depths until the residual stream stops changing, or they halt.
 
     A row stops after the depth at which |x' - x| / |x'| < `distance`, or when the family says that it has finished;
     what stands for its deeper keys and values is the family's rule. The batch goes on until all rows have stopped.
+    With a distance of 0 only the family decides.
 
     Returns:
         What the head is applied to [B, 1, h], the slots, and how many depths each row took, [B] int32.
@@ -64,10 +67,11 @@ def until_settled(
 
     def body(carry):
         l, flight, slots, running, depths = carry
-        new, slots = model.step(flight, positions, l, slots)
+        # Rows that have stopped leave no further keys: those they left last may have to stand for deeper ones.
+        new, slots = model.step(flight, jnp.where(running[:, None], positions, NOWHERE), l, slots)
         before, after = (family.stream(f.state)[:, 0].astype(jnp.float32) for f in (flight, new))
         moved = jnp.linalg.norm(after - before, axis=-1) / jnp.linalg.norm(after, axis=-1)
-        goes_on = running & (moved >= distance)
+        goes_on = running & ~(moved < distance)
         finished = family.finished(new.state, flight.state, depth_of(l, model.total_depth))
         if finished is not None:
             goes_on &= ~finished[:, 0]
@@ -80,7 +84,7 @@ def until_settled(
     rows = positions.shape[0]
     start = (jnp.int32(0), *model.enter(tokens, positions, slots), jnp.ones(rows, bool), jnp.zeros(rows, jnp.int32))
     _, flight, slots, _, depths = jax.lax.while_loop(unfinished, body, start)
-    slots = family.refill(slots, depths - 1, positions[:, 0])
+    slots = family.refill(model.params, flight.state, slots, depths - 1, positions[:, 0])
     return *model.leave(flight, positions, slots), depths
 
 

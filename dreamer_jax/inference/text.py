@@ -70,6 +70,11 @@ class LanguageModel:
         self.batch_size = batch_size
         self._engine = engine
 
+    @property
+    def exits_early(self) -> bool:
+        """Whether a token may stop before the last depth."""
+        return self._engine.exits_early
+
     def generate(
         self,
         prompts: Sequence[Prompt],

@@ -51,6 +51,23 @@ def test_value_and_gradient(chunked):
     np.testing.assert_allclose(loss.cross_entropy(x, w, y, m), value, rtol=1e-6)  # without a gradient
 
 
+def test_weights_in_place_of_a_mask(chunked):
+    """The sum is weighted, and a weight's gradient is the loss that it stands before."""
+    hidden, head, targets, _ = inputs()
+    weights = np.random.default_rng(1).normal(size=T)
+    log_p = log_probabilities(hidden, head)
+    losses = -log_p[np.arange(T), targets]
+    d_logits = (np.exp(log_p) - np.eye(V)[targets]) * weights[:, None]
+    x, w, y, _ = as_float32(hidden, head, targets, targets > 0)
+    found, gradients = jax.value_and_grad(lambda *a: 3 * loss.cross_entropy(a[0], a[1], y, a[2]), (0, 1, 2))(
+        x, w, jnp.float32(weights)
+    )
+    np.testing.assert_allclose(found, 3 * (losses @ weights), rtol=1e-5)
+    wanted = (d_logits @ head, d_logits.T @ hidden, losses)
+    for a, b in zip(gradients, wanted, strict=True):
+        np.testing.assert_allclose(a, 3 * b, rtol=1e-5, atol=1e-5)
+
+
 def test_nothing_masked_in_costs_nothing(chunked):
     x, w, y, _ = as_float32(*inputs())
     value, gradient = jax.value_and_grad(loss.cross_entropy)(x, w, y, jnp.zeros(T, bool))

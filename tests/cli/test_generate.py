@@ -16,6 +16,8 @@ from dreamer_jax.inference import Text
 class Echo:
     """Answers a prompt with `<prompt>`."""
 
+    exits_early = True
+
     def generate(self, prompts, max_tokens, sampling, stop, first_number):
         return [Text(f"<{prompt}>{first_number + i}", [7, 8, 9], "stop", 2.5) for i, prompt in enumerate(prompts)]
 
@@ -41,7 +43,7 @@ def test_a_file_gives_a_line_for_each_record(tmp_path, capsys):
     records = [{"prompt": "p", "id": 1}, {"question": "why?"}, {"prompt": "last"}]
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert main(["generate", "runs/x", "--file", str(path), "--batch-size", "2", "--exit-distance", "0.1"]) == 0
+    assert main(["generate", "runs/x", "--file", str(path), "--batch-size", "2"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["generated"] for line in lines] == ["<p>0", "<Q: why?\nA: >1", "<last>2"]
     assert lines[0] == {"prompt": "p", "id": 1, "generated": "<p>0", "finish": "stop", "tokens": 3, "mean_depth": 2.5}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -14,7 +15,9 @@ import pytest
 
 import dreamer_jax
 from dreamer_jax.cli.main import main
+from dreamer_jax.config import load_config
 from dreamer_jax.config.models import VARIABLE
+from dreamer_jax.config.models.dreamer import DreamerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -32,8 +35,10 @@ SMALL_RUN = {
     "data.heldout_records": "4",
     "data.difficulty": "2",
 }
-"""Takes the place of whatever a documented `dreamer train` or `dreamer bench train` says."""
-SMALL_HUGINN = {"model.head_size": "8", "model.mlp_size": "32", "model.core_layers": "1"}
+"""Takes the place of whatever a documented `dreamer train` or `dreamer bench train` says, as far as the family has such
+settings."""
+SMALL_OTHERS = {"model.head_size": "8", "model.mlp_size": "32", "model.core_layers": "1", "model.layers": "1"}
+"""And of families other than Dreamer."""
 
 
 def documented_commands() -> list[tuple[str, str]]:
@@ -76,12 +81,21 @@ def with_options(words: list[str], options: dict[str, str]) -> list[str]:
     return rest
 
 
+def small_for(words: list[str]) -> dict[str, str]:
+    """What of the small settings the family of a command's configuration has."""
+    named = [ROOT / word for word in words if word.endswith(".yaml")]
+    model = load_config(named[0]).config.model if named and named[0].is_file() else DreamerConfig()
+    fields = {f"model.{field.name}" for field in dataclasses.fields(model)}
+    small = SMALL_RUN | SMALL_OTHERS
+    return {key: value for key, value in small.items() if not key.startswith("model.") or key in fields}
+
+
 @pytest.fixture(scope="module")
 def huginn(tmp_path_factory):
     """A finished run of that family."""
     directory = str(tmp_path_factory.mktemp("runs") / "huginn")
-    small = {key: value for key, value in SMALL_RUN.items() if "expert" not in key} | SMALL_HUGINN
-    words = with_options(["train", str(ROOT / "configs/models/huginn/tiny.yaml")], small)
+    words = ["train", str(ROOT / "configs/models/huginn/tiny.yaml")]
+    words = with_options(words, small_for(words))
     assert main([*words, "--run.dir", directory]) == 0
     return directory
 
@@ -119,13 +133,11 @@ def test_documented_command(command, workplace, trained, capsys):
     if words[0] in OWN_TESTS or "prepared" in words:
         pytest.skip("run by that command's own tests: needs prepared data, an exported folder or a run with Chromium")
     if words[0] == "train" or words[:2] in (["bench", "train"], ["bench", "generate"], ["bench", "export"]):
-        small = dict(SMALL_RUN)
+        small = small_for(words)
         if "jsonl" in command or "gsm8k" in command:
             small |= {"data.path": "my.jsonl", "data.tokenizer": "bytes", "evaluation.harder": "0"}
         elif words[0] == "train":
             small["evaluation.harder"] = "3"
-        if "huginn" in command:
-            small = {key: value for key, value in small.items() if "expert" not in key} | SMALL_HUGINN
         if "LA" in words:
             small["model.num_experts"] = "4"
         if words[0] == "bench":

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import ml_dtypes
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from dreamer_jax.config.loading import LoadedConfig
 from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.config.models.huginn import HuginnConfig
+from dreamer_jax.config.models.ouro import OuroConfig
 from dreamer_jax.config.sections import Config, DataConfig, RunConfig
 from dreamer_jax.data import open_data
 from dreamer_jax.export import safetensors_files
@@ -138,3 +140,30 @@ def write_folder(folder: Path, tensors: dict[str, np.ndarray], settings: dict[st
     safetensors_files.write(folder, listed)
     (folder / "config.json").write_text(json.dumps(settings))
     return folder
+
+
+OURO = OuroConfig(
+    depth=3,
+    layers=2,
+    hidden_size=16,
+    heads=4,
+    kv_heads=2,
+    head_size=6,
+    mlp_size=12,
+    vocab_size=259,
+    rope_base=1000.0,
+    dtype="float32",
+)
+
+
+def ouro_run(directory: Path, model: OuroConfig = OURO) -> Path:
+    """A run in which no weight is zero or one."""
+    rng = np.random.default_rng(0)
+
+    def draw(path: Any, leaf: Any) -> np.ndarray:
+        norm = path[-1].key in ("scale", "final_norm")
+        return (norm + 0.3 * rng.normal(size=leaf.shape)).astype(np.float32)
+
+    params = jax.tree_util.tree_map_with_path(draw, nn.meta.unbox(build(model).shapes[0]))
+    data = DataConfig(sequence_length=32, difficulty=2, heldout_records=8)
+    return write_small_run(Config(model=model, data=data, run=RunConfig(dir=str(directory))), params, {})

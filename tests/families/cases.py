@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dreamer_jax.config.models.depth_recurrent import DepthRecurrentConfig
 from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.config.models.dreamer_classifier import DreamerClassifierConfig
+from dreamer_jax.config.models.huginn import HuginnConfig
+from dreamer_jax.config.models.huginn_classifier import HuginnClassifierConfig
+from dreamer_jax.config.models.ouro import OuroConfig
+from dreamer_jax.config.models.universal import UniversalConfig
 from dreamer_jax.families import build, forward, initialise
 
 VARIANTS = ("LA", "LA+DA", "DR", "DR+DA")
@@ -22,6 +28,42 @@ SEGMENT_IDS = np.array(
 )
 POSITIONS = np.array([[i for size in row for i in range(abs(size))] for row in ROWS], np.int32)
 REAL = SEGMENT_IDS > 0
+
+
+_SIZES: dict[str, Any] = {"depth": 2, "hidden_size": 16, "vocab_size": 23, "dtype": "float32"}
+_DREAMER: dict[str, Any] = {
+    "sa_heads": 2,
+    "sa_kv_heads": 1,
+    "sa_head_size": 8,
+    "da_heads": 1,
+    "da_kv_heads": 1,
+    "da_head_size": 8,
+    "num_experts": 6,
+    "experts_per_token": 2,
+    "expert_size": 8,
+    "router_size": 8,
+}
+_HUGINN: dict[str, Any] = {
+    "heads": 2,
+    "kv_heads": 2,
+    "head_size": 8,
+    "mlp_size": 22,
+    "core_layers": 1,
+    "coda_layers": 0,
+    "gradient_recurrences": 1,
+}
+_OURO: dict[str, Any] = {"layers": 2, "heads": 2, "kv_heads": 2, "head_size": 8, "mlp_size": 22}
+TINY_MODELS: dict[str, Any] = {
+    "depth_recurrent": DepthRecurrentConfig(**_SIZES, depth_min=1, max_depth=4, heads=2, mlp_size=20, dropout=0.2),
+    "dreamer": DreamerConfig(**_SIZES, **_DREAMER, variant="DR"),
+    "dreamer_classifier": DreamerClassifierConfig(**_SIZES, **_DREAMER, variant="LA"),
+    "huginn": HuginnConfig(**_SIZES, **_HUGINN, prelude_layers=1),
+    "huginn_classifier": HuginnClassifierConfig(**_SIZES, **_HUGINN, prelude_layers=0),
+    "ouro": OuroConfig(**_SIZES, **_OURO),
+    "universal": UniversalConfig(**_SIZES, heads=2, mlp_size=20, halting_bias=0.0),
+}
+"""Family -> its smallest model, for what has to hold of every family (test_registry.py); meshes have tests of their own
+for what else Dreamer and Huginn have."""
 
 
 def small_config(variant: str = "DR+DA", mixing: str = "parallel_attention", **changes: Any) -> DreamerConfig:

@@ -58,7 +58,7 @@ def decoded(config, params, tokens, depths):
             0, depth, lambda l, carry: folded.step(carry[0], position, l, carry[1]), (flight, slots)
         )
         hidden, slots = folded.leave(flight, position, slots)
-        slots = folded.family.refill(slots, (depth - 1).reshape(1), position[0])
+        slots = folded.family.refill(folded.params, flight.state, slots, (depth - 1).reshape(1), position[0])
         return folded.logits(hidden)[0, 0], slots
 
     rows = []

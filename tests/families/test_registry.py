@@ -1,0 +1,87 @@
+"""What has to hold of every family of the registry: eight devices, bfloat16, and going on from a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from dreamer_jax.config import models
+from dreamer_jax.config.sections import CheckpointConfig, Config, MeshConfig
+from dreamer_jax.config.values import experts_of
+from dreamer_jax.families import build
+from dreamer_jax.parallel import batch_spec, make_mesh
+from dreamer_jax.runs.checkpoints import Checkpoints
+from dreamer_jax.training.state import abstract_state, create_state
+from dreamer_jax.training.train_step import make_train_step
+from tests.families.cases import TINY_MODELS
+from tests.families.puzzle_cases import puzzles
+from tests.training.cases import random_batch, tiny_config
+
+META = {"data": "d", "tokenizer": "t"}
+
+
+def test_every_family_is_tested():
+    """Whoever registers a family gives its smallest model."""
+    assert set(TINY_MODELS) == {family.key for family in models.at_hand()}
+
+
+def on_devices(family: str, devices: int, dtype: str = "float32") -> Config:
+    model = dataclasses.replace(TINY_MODELS[family], dtype=dtype)
+    mesh = MeshConfig(data=(2, 2), expert=2) if experts_of(model) else MeshConfig(data=(4, 2))
+    return dataclasses.replace(tiny_config(), model=model, mesh=mesh if devices > 1 else MeshConfig())
+
+
+@functools.cache
+def program(family: str, devices: int, dtype: str) -> tuple[Config, Any, Any]:
+    """(configuration, mesh, train step)."""
+    config = on_devices(family, devices, dtype)
+    mesh = make_mesh(config.mesh)
+    return config, mesh, make_train_step(config, mesh)
+
+
+def steps(family: str, devices: int, dtype: str = "float32", state: Any = None, saved: Any = None) -> Any:
+    """Parameters, the model's own state and losses on the host after three steps.
+
+    Args:
+        state: of two steps, to go on with.
+        saved: where to save the state of two steps.
+    """
+    config, mesh, step = program(family, devices, dtype)
+    texts = build(config.model).flags.generates
+    state, losses = create_state(config, mesh) if state is None else state, []
+    for seed in range(int(state.step), 3):
+        batch = random_batch(seed) if texts else puzzles(config.model, seed, rows=8, length=12)
+        state, metrics = step(state, jax.device_put(batch, NamedSharding(mesh, batch_spec(mesh))))
+        losses.append(float(metrics["loss"]))
+        if seed == 1 and saved is not None:
+            saved.save(state)
+            saved.close()
+    return jax.device_get((state.params, state.model_state)), losses
+
+
+def assert_close(found: Any, wanted: Any, tolerance: float) -> None:
+    """Every leaf to a share of its largest magnitude; keys' biases have no gradient but roundings."""
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(np.abs(b).max(), 1e-3))
+
+
+@pytest.mark.parametrize("family", TINY_MODELS)
+def test_eight_devices_bfloat16_and_going_on(family, tmp_path):
+    """Eight devices train as one does, bfloat16 nearly so; who goes on from a checkpoint comes to the same."""
+    checkpoints = functools.partial(Checkpoints, tmp_path, CheckpointConfig(), META)
+    found, losses = steps(family, 8, saved=checkpoints())
+    wanted, wanted_losses = steps(family, 1)
+    assert_close(found, wanted, 5e-5)
+    np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
+    _, rounded = steps(family, 8, "bfloat16")
+    np.testing.assert_allclose(rounded, wanted_losses, rtol=0.05)
+    config, mesh, _ = program(family, 8, "float32")
+    again, last = steps(family, 8, state=checkpoints().restore(abstract_state(config, mesh)))
+    assert last == losses[2:]
+    jax.tree.map(np.testing.assert_array_equal, again, found)
