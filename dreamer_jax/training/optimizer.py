@@ -27,7 +27,8 @@ def learning_rate(config: TrainingConfig, step: jax.typing.ArrayLike) -> jax.Arr
         fall = optax.cosine_decay_schedule(1.0, falls, alpha=config.learning_rate_floor)
         return rate * fall(jnp.maximum(step - config.warmup_steps, 0))
     starts = config.steps - config.cooldown_steps
-    return rate * optax.linear_schedule(1.0, config.learning_rate_floor, max(1, config.cooldown_steps), starts)(step)
+    fall = optax.linear_schedule(1.0, config.learning_rate_floor, max(1, config.cooldown_steps), starts)
+    return rate * jnp.maximum(fall(step), 0.0)  # which rounding would miss by 1e-7
 
 
 def next_learning_rate(config: TrainingConfig, state: Any) -> jax.Array:

@@ -135,7 +135,8 @@ def test_documented_command(command, workplace, trained, capsys):
     if words[0] == "train" or words[:2] in (["bench", "train"], ["bench", "generate"], ["bench", "export"]):
         small = small_for(words)
         if "jsonl" in command or "gsm8k" in command:
-            small |= {"data.path": "my.jsonl", "data.tokenizer": "bytes", "evaluation.harder": "0"}
+            small |= {"data.source": "jsonl", "data.path": "my.jsonl", "data.tokenizer": "bytes"}
+            small |= {"evaluation.harder": "0", "training.warmup_steps": "1", "training.cooldown_steps": "0"}
         elif words[0] == "train":
             small["evaluation.harder"] = "3"
         if "LA" in words:
