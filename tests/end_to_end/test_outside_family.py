@@ -210,4 +210,5 @@ def test_is_analysed(trained, capsys):
     assert sum(summary["observed"]["halted"]) == pytest.approx(1, abs=1e-4)
     assert len(summary["residual"]["norm"]) == len(summary["lens"]["accuracy"]) == 3
     assert (trained / "analysis" / "report.html").stat().st_size > 10_000
-    assert "experts" not in summary and summary["model"] == {"variant": "toy", "depth": 3}
+    assert "experts" not in summary
+    assert summary["model"] == {"variant": "toy", "depth": 3, "predicts": "next token"}
