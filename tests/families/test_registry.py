@@ -71,7 +71,11 @@ def assert_close(found: Any, wanted: Any, tolerance: float) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(np.abs(b).max(), 1e-3))
 
 
-@pytest.mark.parametrize("family", TINY_MODELS)
+# A classifier's core is that of the family it is made of, and tests/parallel/test_depth_recurrent.py has the puzzles.
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[pytest.mark.slow] if name.endswith("_classifier") else []) for name in TINY_MODELS],
+)
 def test_eight_devices_bfloat16_and_going_on(family, tmp_path):
     """Eight devices train as one does, bfloat16 nearly so; who goes on from a checkpoint comes to the same."""
     checkpoints = functools.partial(Checkpoints, tmp_path, CheckpointConfig(), META)
