@@ -248,6 +248,18 @@ def read_training_run(path: Path, content: Mapping[str, Any]) -> tuple[dict[str,
     return values, step, meta
 
 
+def dtype_of(folder: Path, tensors: Mapping[str, Stored], *names: str) -> str:
+    """The dtype of a folder's matrices: that of the first of these tensors that is there.
+
+    Raises:
+        UserError: none is.
+    """
+    table = next((tensors[name] for name in names if name in tensors), None)
+    if table is None:
+        raise UserError(f"{folder}: the tensor {names[0]} is missing")
+    return next(dtype for dtype, code in CODES.items() if code == table.dtype)
+
+
 def without_run(folder: Path, length: int, dtype: str) -> tuple[dict[str, Any], dict[str, str]]:
     """(dotted key -> value, meta) for a folder that came from no run: its tokenizer, rows of S tokens, and a dtype."""
     path = folder.absolute() / "tokenizer.json"

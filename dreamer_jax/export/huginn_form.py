@@ -26,6 +26,7 @@ from dreamer_jax.export.form import (
     abstract,
     at,
     checked,
+    dtype_of,
     read_training_run,
     training_run,
     without_run,
@@ -88,10 +89,7 @@ class HuginnForm(Form):
     def read(self, folder: Path, content: dict[str, Any]) -> Description:
         """Layers and dtype are read off the tensors; without a run, its data come from the folder."""
         path, tensors = folder / "config.json", open_tensors(folder)
-        table = tensors.get(EMBEDDING) or tensors.get(HEAD)
-        if table is None:
-            raise UserError(f"{folder}: the tensor {EMBEDDING} is missing")
-        dtype = next(name for name, code in CODES.items() if code == table.dtype)
+        dtype = dtype_of(folder, tensors, EMBEDDING, HEAD)
         values, step, meta = read_training_run(path, content)
         if not values:
             values, meta = _without_run(folder, content, dtype)

@@ -23,6 +23,7 @@ from dreamer_jax.export.form import (
     abstract,
     at,
     checked,
+    dtype_of,
     read_training_run,
     training_run,
     without_run,
@@ -111,11 +112,7 @@ class OuroForm(Form):
     def read(self, folder: Path, content: dict[str, Any]) -> Description:
         """The dtype is read off the tensors; without a run, its data come from the folder."""
         path, tensors = folder / "config.json", open_tensors(folder)
-        if EMBEDDING not in tensors:
-            raise UserError(f"{folder}: the tensor {EMBEDDING} is missing")
-        dtype = next((name for name, code in CODES.items() if code == tensors[EMBEDDING].dtype), None)
-        if dtype is None:
-            raise UserError(f"{folder}: {EMBEDDING} is {tensors[EMBEDDING].dtype}; use {' or '.join(CODES)}")
+        dtype = dtype_of(folder, tensors, EMBEDDING)
         values, step, meta = read_training_run(path, content)
         if not values:
             length = min(whole(path, content, "max_position_embeddings", ROW_LENGTH), ROW_LENGTH)
