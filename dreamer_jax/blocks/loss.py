@@ -37,7 +37,7 @@ def cross_entropy(
         rows, target, counted = part
         return total + jnp.sum(_losses(_logits(rows, weight), target, z_loss) * counted), None
 
-    return jax.lax.scan(chunk, jnp.float32(0), _chunks(head, hidden, targets, mask))[0]
+    return jax.lax.scan(chunk, jnp.float32(0), chunks(head, hidden, targets, mask))[0]
 
 
 def _forward(hidden, head, targets, mask, z_loss):
@@ -59,7 +59,7 @@ def _forward(hidden, head, targets, mask, z_loss):
         return (total, d_head), (d_rows, losses if weighted else None)
 
     start = (jnp.float32(0), jnp.zeros(head.shape, jnp.float32))
-    (total, d_head), (d_hidden, losses) = jax.lax.scan(chunk, start, _chunks(head, hidden, targets, mask))
+    (total, d_head), (d_hidden, losses) = jax.lax.scan(chunk, start, chunks(head, hidden, targets, mask))
     d_mask = None if losses is None else losses.reshape(-1)[: mask.size]
     return total, (d_hidden.reshape(-1, hidden.shape[1])[: hidden.shape[0]], d_head, d_mask)
 
@@ -82,7 +82,7 @@ def token_losses(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tupl
         logits = _logits(rows, weight)
         return _losses(logits, target), jnp.argmax(logits, axis=-1) == target
 
-    losses, correct = jax.lax.map(chunk, _chunks(head, hidden, targets))
+    losses, correct = jax.lax.map(chunk, chunks(head, hidden, targets))
     return losses.reshape(-1)[: targets.size], correct.reshape(-1)[: targets.size]
 
 
@@ -96,7 +96,7 @@ def _losses(logits: jax.Array, targets: jax.Array, z_loss: float = 0.0) -> jax.A
     return losses + z_loss * normaliser**2 if z_loss else losses
 
 
-def _chunks(head: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def chunks(head: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Each array [T, ...] as [chunks, rows, ...], zero-padded to whole chunks."""
     tokens = arrays[0].shape[0]
     count = -(-tokens // max(CHUNK_ROWS, CHUNK_ELEMENTS // head.shape[0]))

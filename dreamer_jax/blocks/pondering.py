@@ -1,0 +1,56 @@
+"""The embedding that a model expects next: all rows of the table, weighted by its own prediction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+
+from dreamer_jax.blocks.counting import Counted, Reach
+from dreamer_jax.blocks.head import logits_of
+from dreamer_jax.blocks.loss import chunks
+
+
+def expected_embedding(hidden: jax.Array, head: jax.Array, table: jax.Array) -> jax.Array:
+    """softmax(hidden head^T) table: [B, P, h], [V, h], [V, h] -> [B, P, h].
+
+    The softmax is float32, the product in the dtype of `hidden`; in chunks of tokens, each computed again for its
+    gradient, so that no more probabilities exist at once than the loss has logits.
+    """
+    weight, rows = head.astype(hidden.dtype), table.astype(hidden.dtype)
+
+    @jax.checkpoint
+    def mean(part: jax.Array) -> jax.Array:
+        return jax.nn.softmax(logits_of(part, weight)).astype(part.dtype) @ rows
+
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    found = jax.lax.map(lambda parts: mean(*parts), chunks(head, flat))
+    return found.reshape(-1, hidden.shape[-1])[: len(flat)].reshape(hidden.shape)
+
+
+@dataclass(frozen=True)
+class Pondering(Counted):
+    """What `expected_embedding` costs; both matrices are counted where they belong.
+
+    Attributes:
+        vocab_size, hidden_size: V, h.
+    """
+
+    vocab_size: int
+    hidden_size: int
+
+    def matmul_flops(self, reach: Reach, folded: bool = True) -> float:
+        """Logits, and the mean of the rows."""
+        return 4 * self.vocab_size * self.hidden_size
+
+    def elementwise_flops(self, reach: Reach, folded: bool = True) -> float:
+        """The softmax, and adding the mean to the input."""
+        return self.vocab_size + self.hidden_size
+
+    def extra_training_flops(self) -> float:
+        """Both products a second time, for the gradient."""
+        return self.matmul_flops(Reach(1, 1))
+
+    def intermediate_elements(self) -> int:
+        """The prediction's state and the mean; probabilities exist in chunks only."""
+        return 2 * self.hidden_size
