@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
 
 from dreamer_jax.blocks.counting import Reach
+from dreamer_jax.blocks.low_rank import LowRank, linear
 from dreamer_jax.blocks.operations import Operations
 from dreamer_jax.blocks.parameters import Block, Initializer, uniform
 from pallas_kernels.kept import keep
+from pallas_kernels.weights import Stacked
 
 
 class FeedForward(Block):
     """W_out (silu(W_gate x) * W_up x), with matrices [F, h].
 
-    On a mesh F is divided like experts: its rows are experts of one neuron, of which every token selects all.
+    On a mesh F is divided like experts: its rows are experts of one neuron, of which every token selects all. Only
+    where the matrices are changed by a rank, or are stacked ones in decoding, F has to be whole.
 
     Attributes:
         operations: what to compute with.
         hidden_size: h.
         size: F.
         gate, up, out: draw the matrices.
+        rank: of the `LowRank` that every matrix has beside it, which counts itself; 0 for none.
     """
 
     operations: Operations
@@ -31,16 +36,34 @@ class FeedForward(Block):
     gate: Initializer
     up: Initializer
     out: Initializer
+    rank: int = 0
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, P, h] -> [B, P, h]."""
 
-        def matrix(name: str, init: Initializer) -> jax.Array:
-            return self.weight(name, init, (self.size, self.hidden_size), ("expert", "hidden")).astype(x.dtype)
+        def matrix(name: str, init: Initializer) -> Any:
+            return self.weight(name, init, (self.size, self.hidden_size), ("expert", "hidden"))
 
-        matrices = matrix("gate", self.gate), matrix("up", self.up), matrix("out", self.out)
-        return self.operations.feed_forward(x.reshape(-1, x.shape[-1]), *matrices).reshape(x.shape)
+        gate, up, out = matrix("gate", self.gate), matrix("up", self.up), matrix("out", self.out)
+        if not self.rank and not isinstance(gate, Stacked):
+            matrices = (each.astype(x.dtype) for each in (gate, up, out))
+            return self.operations.feed_forward(x.reshape(-1, x.shape[-1]), *matrices).reshape(x.shape)
+
+        def changed(name: str, x: jax.Array, product: jax.Array) -> jax.Array:
+            low = self.low_ranks.get(name)
+            return product if low is None else product + low.copy(name=f"{name}_low")(x)
+
+        gates = keep(changed("gate", x, linear(self.operations, x, gate, rows=True)))
+        inner = jax.nn.silu(gates) * keep(changed("up", x, linear(self.operations, x, up, rows=True)))
+        return changed("out", inner, linear(self.operations, inner, out))
+
+    @property
+    def low_ranks(self) -> dict[str, LowRank]:
+        """What changes the matrices, by name, unbound."""
+        inward, outward = (self.hidden_size, self.size), (self.size, self.hidden_size)
+        sizes = {"gate": inward, "up": inward, "out": outward} if self.rank else {}
+        return {name: LowRank(self.operations, *its, self.rank, parent=None) for name, its in sizes.items()}
 
     @nn.nowrap
     def parameters(self, folded: bool = False) -> int:

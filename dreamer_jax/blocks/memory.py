@@ -119,10 +119,10 @@ class Unread(NamedTuple):
     """Slots that are written and not looked at: for positions that stopped, whose keys at deeper depths are known.
 
     Attributes:
-        slots: see there.
+        slots: `Slots`, or others that are written like them.
     """
 
-    slots: Slots
+    slots: Any
 
     def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, context: Context, operations: Operations

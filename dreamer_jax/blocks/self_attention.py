@@ -7,8 +7,10 @@ from typing import Any, Literal
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from dreamer_jax.blocks.counting import BFLOAT16_BYTES, FLOAT32_BYTES, OnChip, Operation, Reach, tiled
+from dreamer_jax.blocks.low_rank import LowRank, linear
 from dreamer_jax.blocks.memory import Context
 from dreamer_jax.blocks.norms import EPSILON, RMSNorm
 from dreamer_jax.blocks.operations import Operations
@@ -27,8 +29,10 @@ class SelfAttention(Block):
         rope_base: of the rotation; 0 for none, where positions are in the input.
         projection, out: draw the fused projection to queries, keys and values, and the output's.
         queries: what queries and keys get before the rotation: "plain" nothing, "bias" learned biases, "norm" an
-            RMSNorm over all heads together.
+            RMSNorm over all heads together, "head_norm" one over each head.
         epsilon: of the norm.
+        rank: of the `LowRank` that every matrix, those of q, k and v apart, has beside it, which counts itself; 0 for
+            none.
     """
 
     operations: Operations
@@ -39,8 +43,9 @@ class SelfAttention(Block):
     rope_base: float
     projection: Initializer
     out: Initializer
-    queries: Literal["plain", "bias", "norm"] = "plain"
+    queries: Literal["plain", "bias", "norm", "head_norm"] = "plain"
     epsilon: float = EPSILON
+    rank: int = 0
 
     @nn.compact
     def __call__(self, x: jax.Array, depth: Depth, memory: Any, context: Context) -> tuple[jax.Array, Any]:
@@ -55,7 +60,11 @@ class SelfAttention(Block):
         size, queries, keys = self.head_size, self.heads * self.head_size, self.kv_heads * self.head_size
         inward = self.weight("qkv", self.projection, (self.hidden_size, queries + 2 * keys), ("hidden", "heads"))
         outward = self.weight("out", self.out, (queries, self.hidden_size), ("heads", "hidden"))
-        qkv = keep(x @ inward.astype(x.dtype))
+        qkv, low = linear(self.operations, x, inward), self.low_ranks
+        if low:
+            changes = [low[name].copy(name=f"{name}_low")(x) for name in ("q", "k", "v")]
+            qkv = qkv + jnp.concatenate(changes, axis=-1)
+        qkv = keep(qkv)
         q, k, v = qkv[..., :queries], qkv[..., queries : queries + keys], qkv[..., queries + keys :]
         if self.queries == "bias":
             zeros = nn.initializers.zeros
@@ -64,16 +73,33 @@ class SelfAttention(Block):
         elif self.queries == "norm":
             q, k = RMSNorm(epsilon=self.epsilon, name="q_norm")(q), RMSNorm(epsilon=self.epsilon, name="k_norm")(k)
         q, k, v = (each.reshape(*x.shape[:2], -1, size) for each in (q, k, v))  # [B, P, n or kv, d]
+        if self.queries == "head_norm":
+            q, k = RMSNorm(epsilon=self.epsilon, name="q_norm")(q), RMSNorm(epsilon=self.epsilon, name="k_norm")(k)
         if self.rope_base:
             position = context.positions[:, :, None]
             q, k = rope(q, position, self.rope_base), rope(k, position, self.rope_base)
         attended, memory = memory.attend(q, k, v, depth, context, self.operations)
-        return attended.reshape(*x.shape[:2], -1) @ outward.astype(x.dtype), memory
+        attended = attended.reshape(*x.shape[:2], -1)
+        out = linear(self.operations, attended, outward)
+        return (out + low["out"].copy(name="out_low")(attended) if low else out), memory
+
+    @property
+    def low_ranks(self) -> dict[str, LowRank]:
+        """What changes the matrices, by name, unbound."""
+        hidden, queries, keys = self.hidden_size, self.heads * self.head_size, self.kv_heads * self.head_size
+        sizes = {"q": (hidden, queries), "k": (hidden, keys), "v": (hidden, keys), "out": (queries, hidden)}
+        made = sizes.items() if self.rank else ()
+        return {name: LowRank(self.operations, *its, self.rank, parent=None) for name, its in made}
+
+    @property
+    def query_parameters(self) -> int:
+        """Biases or scales of queries and keys."""
+        return {"plain": 0, "head_norm": 2 * self.head_size}.get(self.queries, self._met)
 
     @nn.nowrap
     def parameters(self, folded: bool = False) -> int:
         """Both projections; biases or scales of queries and keys."""
-        return self._weights + (0 if self.queries == "plain" else self._met)
+        return self._weights + self.query_parameters
 
     @nn.nowrap
     def matmul_flops(self, reach: Reach, folded: bool = True) -> float:

@@ -53,18 +53,22 @@ class SharedSlots(flax.struct.PyTreeNode):
         self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, context: Context, operations: Operations
     ) -> tuple[jax.Array, SharedSlots]:
         """Attention over the own row, [B, P, n, d], after k and v are written; `depth.index` is l C + j."""
+        slots = self.written(k, v, depth, context.positions)
+        seen = slots._numbers(depth.index, context.positions)
+        return operations.sequence_attention.over_slots(q, slots.keys, slots.values, seen, context.positions), slots
+
+    def written(self, k: jax.Array, v: jax.Array, depth: Depth, positions: jax.Array) -> SharedSlots:
+        """With k and v [B, P, kv, d] of positions [B, P]; `depth.index` is l C + j."""
         rows, number = jnp.arange(self.keys.shape[1])[:, None], depth.index % len(self.keys)
-        place = (number, rows, context.positions)
+        place = (number, rows, positions)
         new = {
             name: getattr(self, name).at[place].set(part.astype(self.keys.dtype), mode="drop")
             for name, part in (("keys", k), ("values", v))
         }
         if self.reached is not None:
-            own = jnp.broadcast_to(depth.index // self.layers + 1, context.positions.shape)
-            new["reached"] = self.reached.at[rows, context.positions].set(own, mode="drop")
-        slots = self.replace(**new)
-        seen = slots._numbers(depth.index, context.positions)
-        return operations.sequence_attention.over_slots(q, slots.keys, slots.values, seen, context.positions), slots
+            own = jnp.broadcast_to(depth.index // self.layers + 1, positions.shape)
+            new["reached"] = self.reached.at[rows, positions].set(own, mode="drop")
+        return self.replace(**new)
 
     def _numbers(self, index: jax.Array, positions: jax.Array) -> jax.Array:
         """Which number every key is taken from, as `over_slots` wants it."""

@@ -279,8 +279,14 @@ class Family(abc.ABC):
         """The empty tape for a scan over T tokens and L depths; see recurrence/tape.py."""
         return {}
 
-    def finished(self, state: PyTree, before: PyTree, depth: Depth) -> jax.Array | None:
-        """[B, P] bool: positions that need no further depth; None if the model never says so (`Flags.halts`)."""
+    def finished(self, params: PyTree, state: PyTree, before: PyTree, depth: Depth) -> jax.Array | None:
+        """[B, P] bool: positions that need no further depth; None if the model never says so (`Flags.halts`).
+
+        Args:
+            params: as `fold` made them, for a rule that reads the head; that costs a product with it at every depth.
+            state, before: after this depth, and before it.
+            depth: l of all positions.
+        """
         return None
 
     def readout(self, params: PyTree, state: PyTree, memory: Memory, context: Context) -> tuple[jax.Array, Memory]:

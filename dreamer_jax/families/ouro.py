@@ -136,7 +136,7 @@ class Ouro(Family):
             counts["exit_probability"] = jnp.sum(share.reshape(-1) * context.real)
         return Stepped(Looped(x, going_on), memory._replace(sequence=kept), (x, logit), counts)
 
-    def finished(self, state: Looped, before: Looped, depth: Depth) -> jax.Array | None:
+    def finished(self, params: Any, state: Looped, before: Looped, depth: Depth) -> jax.Array | None:
         """Q-exit (section 3.2, Algorithm 1): p_1 + ... + p_t = 1 - prod_{s<=t} (1 - lambda_s) has reached q.
 
         At q = 1 nothing may stop: where a lambda is rounded to 1 the sum would reach it."""

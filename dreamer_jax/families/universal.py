@@ -165,7 +165,7 @@ class Universal(Family):
             result = jnp.where(before.running[..., None], result, state.x)
         return Stepped(State(result, after), memory, (), counts)
 
-    def finished(self, state: State, before: State, depth: Depth) -> jax.Array | None:
+    def finished(self, params: Any, state: State, before: State, depth: Depth) -> jax.Array | None:
         """Positions that have halted."""
         if state.pondered is None or not self.flags.halts:
             return None

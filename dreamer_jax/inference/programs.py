@@ -72,7 +72,7 @@ def until_settled(
         before, after = (family.stream(f.state)[:, 0].astype(jnp.float32) for f in (flight, new))
         moved = jnp.linalg.norm(after - before, axis=-1) / jnp.linalg.norm(after, axis=-1)
         goes_on = running & ~(moved < distance)
-        finished = family.finished(new.state, flight.state, depth_of(l, model.total_depth))
+        finished = family.finished(model.params, new.state, flight.state, depth_of(l, model.total_depth))
         if finished is not None:
             goes_on &= ~finished[:, 0]
         state = jax.tree.map(lambda a, b: jnp.where(_of_rows(running, a), a, b), new.state, flight.state)

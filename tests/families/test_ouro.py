@@ -233,7 +233,7 @@ def test_exit_by_the_sum_of_probabilities():
 
     def finished(q, going_on):
         state = Looped(jnp.zeros((1, 1, 16)), jnp.full((1, 1), going_on))
-        found = build(dataclasses.replace(TINY, exit_threshold=q)).finished(state, state, depth_of(0, 3))
+        found = build(dataclasses.replace(TINY, exit_threshold=q)).finished({}, state, state, depth_of(0, 3))
         return None if found is None else bool(found[0, 0])
 
     assert finished(0.0, 1.0) is True

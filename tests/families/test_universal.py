@@ -352,7 +352,7 @@ def test_the_engine_asks_who_has_halted():
         family = folded(form).family
         assert not Engine(folded(form)).exits_early
         state = State(jnp.zeros((1, 1, 16)), None if form == "none" else Pondered.none(1, 1, 16))
-        assert family.finished(state, state, depth_of(0, 4)) is None
+        assert family.finished({}, state, state, depth_of(0, 4)) is None
 
 
 def test_reading_a_position_that_still_runs():

@@ -1,0 +1,306 @@
+"""Recursive transformers against a plain float64 version of their equations; training, early exit, counting."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dreamer_jax.blocks.memory import Context
+from dreamer_jax.budget import memory, program
+from dreamer_jax.config.models.recursive import RecursiveConfig
+from dreamer_jax.errors import ConfigError, UserError
+from dreamer_jax.families import build, depth_of, forward, initialise
+from dreamer_jax.inference import Engine, fold
+from dreamer_jax.inference.programs import until_settled
+from tests.families.plain_recursive import PlainRecursive, softmax, wide
+
+TINY = RecursiveConfig(
+    depth=3,
+    layers=2,
+    hidden_size=16,
+    heads=4,
+    kv_heads=2,
+    head_size=6,
+    mlp_size=12,
+    vocab_size=23,
+    rank=3,
+    share_norms=False,
+    rope_base=100.0,
+    norm_epsilon=1e-3,
+    exit_weight=0.3,
+    dtype="float32",
+)
+_TWICE = dataclasses.replace(TINY, depth=2, exit_weight=0.0)
+FORMS = {
+    "cycle": TINY,
+    "sequence": dataclasses.replace(_TWICE, sharing="sequence", queries="head_norm"),
+    "middle_cycle": dataclasses.replace(_TWICE, sharing="middle_cycle", form="branch_norm", queries="norm"),
+    "plain": dataclasses.replace(_TWICE, rank=0, share_norms=True, tied_head=True),
+}
+"""Every order of layers, every arrangement of norms, with and without what relaxes them."""
+ROWS, LENGTH = 2, 6
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+"""Compiles quickly; programs of this size run fast enough."""
+RNG = np.random.default_rng(0)
+TOKENS, TARGETS = (RNG.integers(0, 23, (ROWS, LENGTH)).astype(np.int32) for _ in range(2))
+MASK = RNG.random((ROWS, LENGTH)) < 0.7
+BATCH = {"tokens": TOKENS, "targets": TARGETS, "loss_mask": MASK}
+
+
+@functools.cache
+def drawn_params(config):
+    """Parameters in which nothing is one or zero."""
+    rng = np.random.default_rng(1)
+
+    def draw(path, leaf):
+        norm = path[-1].key in ("scale", "final_norm")
+        return (norm + 0.3 * rng.normal(size=leaf.shape)).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, nn.meta.unbox(build(config).shapes[0]))
+
+
+@functools.cache
+def passing(config):
+    """params -> (loss, what it logs, states of every loop, logits) and the gradient, jitted."""
+    family = build(config)
+
+    def loss(params):
+        passed = forward(family, params, {}, BATCH)
+        value, logged = family.loss(params, passed, BATCH)
+        hidden, _ = family.readout(params, passed.state, passed.memory, passed.context)
+        return value, (logged, passed.outputs, family.logits(params, hidden))
+
+    return jit(jax.value_and_grad(loss, has_aux=True))
+
+
+@functools.cache
+def passed(form):
+    return passing(FORMS[form])(drawn_params(FORMS[form]))
+
+
+@functools.cache
+def whole(config):
+    """params -> logits [B, S, V], jitted."""
+    family = build(config)
+
+    def logits(params):
+        passed = forward(family, params, {}, BATCH)
+        return family.logits(params, family.readout(params, passed.state, passed.memory, passed.context)[0])
+
+    return jit(logits)
+
+
+@functools.cache
+def plainly(form):
+    """Logits [B, S, V], loops, states [loops, B, S, h] by the equations."""
+    config = FORMS[form]
+    rows = [PlainRecursive(config, wide(drawn_params(config))).row(tokens) for tokens in TOKENS]
+    logits, loops, states = zip(*rows, strict=True)
+    return np.stack(logits), np.stack(loops), np.stack(states, 1)
+
+
+def cross_entropy(logits):
+    picked = np.take_along_axis(logits, np.broadcast_to(TARGETS[..., None], (*logits.shape[:-1], 1)), -1)[..., 0]
+    return ((np.log(np.exp(logits).sum(-1)) - picked) * MASK).sum((-1, -2))
+
+
+# A pass and its loss.
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_pass_is_that_of_the_equations(form):
+    logits = whole(FORMS[form])(drawn_params(FORMS[form]))
+    np.testing.assert_allclose(logits, plainly(form)[0], atol=1e-4)
+
+
+def test_the_loss_reads_every_loop():
+    """L_3 + 0.3 (L_1 + L_2), each through the one final norm and head."""
+    (loss, (logged, outputs, _)), _ = passed("cycle")
+    _, _, states = plainly("cycle")
+    np.testing.assert_allclose(outputs, states, atol=2e-5)
+    losses = cross_entropy(PlainRecursive(TINY, wide(drawn_params(TINY))).read(states))
+    np.testing.assert_allclose(loss, losses[2] + 0.3 * (losses[0] + losses[1]), rtol=1e-5)
+    np.testing.assert_allclose(logged["last_loss"], losses[2], rtol=1e-5)
+
+
+def unrolled(config):
+    """The loss as a plain loop with plain formulas, for autodiff."""
+    family = build(config)
+
+    def loss(params):
+        positions = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
+        context = Context(jnp.ones_like(positions), positions)
+        x, memory = family.enter(params, BATCH, family.fresh(ROWS, LENGTH, 1), context)
+        total = 0.0
+        for l in range(family.depth):
+            x, *_ = family.step(
+                family.weights(params).at(jnp.int32(l)), x, (), depth_of(l, family.depth), memory, context
+            )
+            logits = family.logits(params, family.readout(params, x, memory, context)[0])
+            losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), TARGETS[..., None], -1)[..., 0]
+            weight = 1 if l == family.depth - 1 else config.exit_weight
+            total += weight * jnp.sum(losses * MASK)
+        return total
+
+    return jit(jax.value_and_grad(loss))
+
+
+@pytest.mark.parametrize("form", ["cycle", "sequence"])
+def test_gradients_are_those_of_an_unrolled_loop(form):
+    loss, wanted = unrolled(FORMS[form])(drawn_params(FORMS[form]))
+    (found, _), gradients = passed(form)
+    scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(wanted))
+    np.testing.assert_allclose(found, loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * scale, rtol=1e-5), gradients, wanted)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(gradients))
+
+
+def test_training_starts_at_the_shared_matrices():
+    """B of every LoRA is zero, and A isn't, of which every application has its own; norms begin at one."""
+    relaxation = initialise(build(TINY), jax.random.key(0))[0]["relaxation"]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(relaxation):
+        kind = path[-1].key
+        assert {"up": not np.any(leaf), "down": 0.1 < np.std(leaf) < 0.5, "scale": np.all(leaf == 1)}[kind]
+        assert kind != "down" or np.abs(leaf[0] - leaf[1]).max() > 0.1
+
+
+def test_one_application_is_the_same_in_every_order():
+    """B = 1: nothing is shared, and cycle and sequence are one stack of K layers."""
+    looped = dataclasses.replace(TINY, depth=1, exit_weight=0.0)
+    params = drawn_params(looped)
+    stacked = dict(params)
+    for name in ("layers", "relaxation"):
+        stacked[name] = jax.tree.map(lambda *rows: np.stack(rows), *(params[name][str(k)] for k in range(2)))
+    same = whole(dataclasses.replace(looped, sharing="sequence"))(stacked)
+    np.testing.assert_allclose(whole(looped)(params), same, atol=1e-5)
+
+
+# Decoding.
+
+
+@functools.cache
+def folded(form):
+    return fold(FORMS[form], drawn_params(FORMS[form]), {})
+
+
+@functools.cache
+def stepping():
+    return jit(lambda model, *rest: model.step(*rest))
+
+
+@pytest.mark.parametrize("form", ["cycle", "sequence"])
+def test_positions_at_different_depths(form):
+    """Position i is at depth t - i at time t: each comes to what the pass over the row says."""
+    model = folded(form)
+    depth = model.family.depth
+    slots, places = model.empty_slots(ROWS, LENGTH), jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
+    flight, slots = model.enter(TOKENS, places, slots)
+    for time in range(LENGTH + depth - 1):
+        depths = time - places
+        flying = (depths >= 0) & (depths < depth)
+        new, slots = stepping()(model, flight, jnp.where(flying, places, 99), jnp.clip(depths, 0, depth - 1), slots)
+        flight = new._replace(state=jnp.where(flying[..., None], new.state, flight.state))
+    hidden, _ = model.leave(flight, places, slots)
+    np.testing.assert_allclose(model.logits(hidden), plainly(form)[0], atol=1e-4)
+
+
+RULES = {
+    "sure": {"exit_confidence": 0.15, "refill": "propagate"},
+    "settled": {"exit_change": 0.5, "refill": "share"},
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_token_stops_where_the_rule_says(rule):
+    """One after the other, by the equations: states, loops, and what later tokens see of loops that were left out."""
+    config = dataclasses.replace(TINY, **RULES[rule])
+    params = drawn_params(TINY)
+    model = fold(config, params, {})
+    settled, slots, prompt = jit(until_settled), model.empty_slots(ROWS, LENGTH), 0
+    rows = [PlainRecursive(config, wide(params)).row(tokens, prompt) for tokens in TOKENS]
+    wanted, loops = (np.stack(each) for each in list(zip(*rows, strict=True))[:2])
+    assert len(np.unique(loops)) > 1 and (np.diff(loops) > 0).any(), loops
+    for place in range(LENGTH):
+        places = jnp.full((ROWS, 1), place)
+        hidden, slots, depths = settled(model, TOKENS[:, place, None], places, slots, jnp.float32(0))
+        np.testing.assert_array_equal(depths, loops[:, place])
+        np.testing.assert_allclose(model.logits(hidden)[:, 0], wanted[:, place], atol=1e-4)
+    assert np.abs(wanted - plainly("cycle")[0]).max() > 1e-2
+
+
+def test_the_engine_generates_what_the_whole_pass_says():
+    """Without a rule all tokens go through all loops; with one the engine asks for it."""
+    model, prompt = folded("middle_cycle"), [1, 5, 6]
+    config = FORMS["middle_cycle"]
+    row = Engine(model).generate([prompt], 4)[0]
+    plain = PlainRecursive(config, wide(drawn_params(config))).row([*prompt, *row.tokens])[0]
+    assert row.tokens == plain.argmax(-1)[2:6].tolist() and row.depths[1:] == [2, 2, 2]
+    assert not Engine(model).exits_early
+    assert Engine(fold(dataclasses.replace(TINY, exit_change=0.1), drawn_params(TINY), {})).exits_early
+
+
+def test_rules_to_stop_by():
+    """Confidence is the difference of the two largest probabilities, change is relative to the new state."""
+    params = drawn_params(TINY)
+    x, before = RNG.normal(size=(2, 1, 4, 16)).astype(np.float32)
+    top = np.sort(softmax(PlainRecursive(TINY, wide(params)).read(np.float64(x))), -1)
+    gap = (top[..., -1] - top[..., -2])[0]
+    change = (np.linalg.norm(x - before, axis=-1) / np.linalg.norm(x, axis=-1))[0]
+
+    def finished(**settings):
+        return build(dataclasses.replace(TINY, **settings)).finished(params, x, before, depth_of(0, 3))
+
+    for threshold in np.sort(gap)[:3]:
+        np.testing.assert_array_equal(finished(exit_confidence=float(threshold) + 1e-5)[0], gap > threshold + 1e-5)
+    for threshold in np.sort(change)[:3]:
+        np.testing.assert_array_equal(finished(exit_change=float(threshold) + 1e-5)[0], change < threshold + 1e-5)
+    assert finished() is None
+
+
+def test_how_deep_it_can_go():
+    """Loops that are all the same can go on; those with weights of their own can't."""
+    assert build(FORMS["plain"]).check_depth(9) == 9
+    for form in ("cycle", "sequence"):
+        with pytest.raises(UserError, match="can't be applied"):
+            build(FORMS[form]).check_depth(4)
+
+
+# Counting, and what is refused.
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_both_counters_agree(form):
+    config = dataclasses.replace(FORMS[form], depth=4, mlp_size=40, exit_weight=0.0)
+    found = program.count(config, 24)
+    assert found == program.expected(config, 24)
+    h, n, kv, f, r = 16, 24, 12, 40, 3
+    matrices, ends = h * (2 * n + 2 * kv) + 3 * h * f, 2 * (form == "middle_cycle")
+    norms = 2 * h + {"sequence": 12, "middle_cycle": n + kv}.get(form, 0)
+    low = r * (h + n + 2 * (h + kv) + n + h + 3 * (h + f))
+    relaxed = form != "plain"
+    applied = 8 * (norms + low) if relaxed else 2 * norms
+    tables = 23 * h * (1 if form == "plain" else 2) + h
+    assert found.parameters == (2 + ends) * matrices + ends * norms + applied + tables
+    assert memory.caches(build(config), 10)["layers cache"] == 8 * 10 * 2 * kv * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"kv_heads": 3}, "3 does not divide"),
+        ({"head_size": 7}, "7 is odd"),
+        ({"rank": -1}, "too small"),
+        ({"exit_confidence": 1.5}, "1.5 is no probability"),
+        ({"sharing": "middle_cycle"}, "model.exit_weight: reads the head after every loop.* use cycle"),
+        ({"sharing": "sequence", "exit_weight": 0.0, "exit_change": 0.1}, "model.exit_change: compares loops"),
+    ],
+)
+def test_settings_that_are_refused(change, said):
+    with pytest.raises(ConfigError, match=said):
+        dataclasses.replace(TINY, **change)
