@@ -32,6 +32,7 @@ COMMANDS = {
     "analyze": ("dreamer_jax.cli.analyze", "what depth attention and the experts do: statistics, figures, a report"),
     "export": ("dreamer_jax.cli.export", "a trained model as a folder for PyTorch, verified"),
     "import": ("dreamer_jax.cli.import_", "an exported folder, perhaps fine-tuned, as a run"),
+    "convert": ("dreamer_jax.cli.convert", "a pretrained Llama, Qwen3 or OLMo 2 as a model of recurrent depth"),
     "frontier": ("dreamer_jax.cli.frontier", "accuracy by task depth and thinking steps, beside a paper's"),
     "info": ("dreamer_jax.cli.info", "versions, devices, and which extras are installed"),
 }

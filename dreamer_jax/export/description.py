@@ -14,14 +14,14 @@ from dreamer_jax.export.dreamer_form import NOT_DESCRIBED, DreamerForm
 from dreamer_jax.export.form import Description, Form
 from dreamer_jax.export.huginn_form import HuginnForm
 from dreamer_jax.export.ouro_form import OuroForm
+from dreamer_jax.export.recursive_form import RecursiveForm
 from dreamer_jax.export.safetensors_files import read_json
 from dreamer_jax.export.universal_form import UniversalForm
 
 __all__ = ["FORMS", "NOT_DESCRIBED", "Description", "form_of", "generation_settings", "read_description", "twin_of"]
 
-FORMS: dict[str, Form] = {
-    form.family: form for form in (DreamerForm(), HuginnForm(), DepthRecurrentForm(), OuroForm(), UniversalForm())
-}
+_FORMS = DreamerForm, HuginnForm, DepthRecurrentForm, OuroForm, UniversalForm, RecursiveForm
+FORMS: dict[str, Form] = {form.family: form() for form in _FORMS}
 """Family -> the form of its folders."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,31 @@ def import_run(folder: Path, out: Path) -> Description:
     Raises:
         UserError: the folder is incomplete, damaged or of a later version, or `out` exists.
     """
+    description = read_description(folder)
+    tensors = checked_tensors(folder, description)
+    write_model(description, out, lambda: to_jax(tensors, description))
+    return description
+
+
+def write_model(description: Description, out: Path, make: Callable[[], tuple[Any, dict[str, Any]]]) -> None:
+    """Write a run directory: one checkpoint, with a fresh optimizer.
+
+    Args:
+        description: of the model and its run.
+        out: the run directory; nothing may exist there.
+        make: () -> (params, model state), float32.
+
+    Raises:
+        UserError: `out` exists or can't be written.
+    """
     from dreamer_jax.runs.leaves import write_run
     from dreamer_jax.training.optimizer import make_optimizer
 
-    description = read_description(folder)
-    tensors = checked_tensors(folder, description)
     with written_aside(out) as aside:
-        params, model_state = to_jax(tensors, description)
+        params, model_state = make()
         loaded = description.loaded(str(out))
         start = make_optimizer(loaded.config.training, build(loaded.config.model).roles).init
         write_run(loaded, aside, description.step, params, model_state, description.meta, start)
-    return description
 
 
 def read_model(folder: Path) -> TrainedModel:

@@ -17,6 +17,7 @@ from dreamer_jax.config.models.huginn import HuginnConfig
 from dreamer_jax.config.models.huginn_classifier import HuginnClassifierConfig
 from dreamer_jax.config.models.ouro import OuroConfig
 from dreamer_jax.config.models.ponder import PonderConfig
+from dreamer_jax.config.models.recursive import RecursiveConfig
 from dreamer_jax.config.models.universal import UniversalConfig
 from dreamer_jax.families import build, forward, initialise
 
@@ -64,6 +65,7 @@ TINY_MODELS: dict[str, Any] = {
     "huginn_classifier": HuginnClassifierConfig(**_SIZES, **_HUGINN, prelude_layers=0),
     "ouro": OuroConfig(**_SIZES, **_OURO),
     "ponder": PonderConfig(**_SIZES, **_OURO),
+    "recursive": RecursiveConfig(**_SIZES, **_OURO, rank=2, share_norms=False, exit_weight=0.1),
     "universal": UniversalConfig(**_SIZES, heads=2, mlp_size=20, halting_bias=0.0),
 }
 """Family -> its smallest model, for what has to hold of every family (test_registry.py); meshes have tests of their own

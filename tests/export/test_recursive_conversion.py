@@ -1,0 +1,295 @@
+"""Pretrained stacks as recursive transformers: official outputs, folders of transformers itself, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dreamer_jax
+from dreamer_jax.cli.main import main
+from dreamer_jax.errors import UserError
+from dreamer_jax.export.recursive_conversion import config_of, params_of, tied_layers
+from dreamer_jax.export.sources import read_source
+from dreamer_jax.families import build, forward
+from tests.export.cases import WHY_SKIPPED, write_folder
+from tests.families.plain_recursive import PlainRecursive, wide
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
+ORDERS = {  # (loops, sharing, init) -> where 6 layers go
+    (2, "cycle", "stepwise"): [(0, (0, 3)), (2, (1, 4)), (5, (2, 5))],
+    (3, "sequence", "lower"): [(0, (0, 1, 2)), (1, (3, 4, 5))],
+    (2, "middle_cycle", "upper"): [(3, (1, 3)), (4, (2, 4))],
+    (2, "middle_sequence", "average"): [(None, (1, 2)), (None, (3, 4))],
+    (4, "middle_cycle", "stepwise"): [(1, (1, 2, 3, 4))],
+}
+SETTINGS = {
+    "model_type": "llama",
+    "num_hidden_layers": 6,
+    "hidden_size": 8,
+    "vocab_size": 11,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 6,
+}
+
+
+def llama_tensors(layers=6, equal=False):
+    """Of the model in SETTINGS; all of its layers may be the same."""
+    rng, tensors = np.random.default_rng(0), {}
+    for name, shape in (("embed_tokens", (11, 8)), ("norm", (8,))):
+        tensors[f"model.{name}.weight"] = rng.normal(size=shape).astype(np.float32)
+    sizes = {"self_attn.q": (8, 8), "self_attn.k": (4, 8), "self_attn.v": (4, 8), "self_attn.o": (8, 8)}
+    sizes |= {"mlp.gate": (6, 8), "mlp.up": (6, 8), "mlp.down": (8, 6)}
+    for i in range(layers):
+        for name, shape in sizes.items():
+            again = tensors.get(f"model.layers.0.{name}_proj.weight") if equal else None
+            values = rng.normal(size=shape).astype(np.float32) if again is None else again
+            tensors[f"model.layers.{i}.{name}_proj.weight"] = values
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{i}.{name}.weight"] = np.ones(8, np.float32)
+    return tensors | {"lm_head.weight": rng.normal(size=(11, 8)).astype(np.float32)}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("llama") / "folder", llama_tensors(), SETTINGS)
+
+
+def converted(source, loops, sharing="cycle", init="stepwise", rank=0, share_norms=None):
+    config = config_of(source, loops, sharing, rank, share_norms)
+    return dataclasses.replace(config, dtype="float32"), params_of(source, config, tied_layers(source, config, init))
+
+
+def plain_logits(config, params, tokens):
+    model = wide(params)
+    return np.stack([PlainRecursive(config, model).row(row)[0] for row in tokens])
+
+
+@functools.cache
+def compiled(config):
+    family = build(config)
+
+    def logits(params, tokens):
+        passed = forward(family, params, {}, {"tokens": tokens})
+        return family.logits(params, family.readout(params, passed.state, passed.memory, passed.context)[0])
+
+    return jax.jit(logits, compiler_options={"xla_backend_optimization_level": 0})
+
+
+# Official outputs.
+
+
+@pytest.fixture(scope="module")
+def official(tmp_path_factory):
+    """Outputs, and their source as a folder."""
+    if not GOLDEN.is_dir():
+        pytest.skip("the official outputs aren't here")
+    arrays = np.load(GOLDEN / "relaxed_recursive_tiny.npz")
+    said = json.loads((GOLDEN / "relaxed_recursive_tiny.json").read_text())["config"]
+    tensors = {name[2:]: arrays[name] for name in arrays.files if name.startswith("w/")}
+    folder = write_folder(tmp_path_factory.mktemp("official") / "llama", tensors, {"model_type": "llama", **said})
+    return {name: arrays[name] for name in arrays.files}, read_source(folder)
+
+
+@pytest.mark.parametrize("init", ["stepwise", "average"])
+def test_official_sharing_and_decomposition(official, init):
+    """Shared weights, products A B, and logits without LoRA, at rank 4 with scale 1 and 2, and at full rank; norms are
+    tied there."""
+    arrays, source = official
+    tokens, case = arrays["input_ids"], f"cycle_B2_{init}"
+    config, params = converted(source, 2, init=init)
+    np.testing.assert_allclose(plain_logits(config, params, tokens), arrays[f"{case}/logits_shared"], atol=1e-4)
+    for k in range(3) if init == "average" else ():
+        its, theirs = params["layers"][str(k)], f"{case}/shared_w/layers_{k}_{k + 3}"
+        qkv = [arrays[f"{theirs}/self_attn.{name}_proj.weight"] for name in "qkv"]
+        np.testing.assert_allclose(its["attention"]["qkv"], np.concatenate(qkv).T, atol=1e-6)
+        np.testing.assert_allclose(its["feed_forward"]["out"], arrays[f"{theirs}/mlp.down_proj.weight"].T, atol=1e-6)
+        np.testing.assert_allclose(its["mlp_norm"]["scale"], arrays[f"{theirs}/post_attention_layernorm.weight"])
+    config, params = converted(source, 2, init=init, rank=4, share_norms=True)
+    found = plain_logits(config, params, tokens)
+    np.testing.assert_allclose(found, arrays[f"{case}/svd_r4_s1/logits"], atol=5e-4)
+    np.testing.assert_allclose(compiled(config)(params, tokens), found, atol=1e-4)
+    products = [name for name in arrays if name.startswith(f"{case}/svd_r4_s1/BA/")]
+    for name in products:
+        l, _, kind = name.rpartition("/")[2].removesuffix("_proj").partition("_")
+        ours = {"o": "out", "down": "out"}.get(kind, kind)
+        half = params["relaxation"][str(int(l) % 3)]["attention" if kind in "qkvo" else "feed_forward"][f"{ours}_low"]
+        np.testing.assert_allclose((half["down"] @ half["up"])[int(l) // 3].T, arrays[name], atol=1e-5)
+    assert len(products) == (42 if init == "average" else 4)
+    for tree in (params["relaxation"][k][half] for k in "012" for half in ("attention", "feed_forward")):
+        for name in tree:
+            tree[name] = {**tree[name], "up": 2 * tree[name]["up"]}
+    found = plain_logits(config, params, tokens)
+    np.testing.assert_allclose(found, arrays[f"{case}/svd_r4_s2/logits"], atol=5e-4)
+    config, params = converted(source, 2, init=init, rank="full", share_norms=True)
+    found = plain_logits(config, params, tokens)
+    np.testing.assert_allclose(found, arrays[f"{case}/svd_rfull_s1/logits"], atol=5e-4)
+
+
+@pytest.mark.parametrize(("loops", "sharing"), [(2, "cycle"), (3, "sequence"), (2, "middle_sequence")])
+def test_full_rank_with_the_norms_of_the_source_is_the_source(official, loops, sharing):
+    """Every W to 1e-6, and the logits of the original to 1e-4; with tied norms they err by more than 1."""
+    arrays, source = official
+    config, params = converted(source, loops, sharing, rank="full")
+    assert config.rank == 32 and not config.share_norms
+    model = PlainRecursive(config, wide(params))
+    for l, (k, b) in enumerate(model.order(), int(config.ends)):
+        its, original = model.weights(k, b), source.layer(l)
+        for half in ("attention", "feed_forward"):
+            for name in original[half]:
+                np.testing.assert_allclose(its[half][name], original[half][name], atol=1e-6 * 4)
+    found = plain_logits(config, params, arrays["input_ids"])
+    np.testing.assert_allclose(found, arrays["logits_original"], atol=1e-4)
+    tied = plain_logits(*converted(source, 2, rank="full", share_norms=True), arrays["input_ids"])
+    assert np.abs(tied - arrays["logits_original"]).max() > 1
+
+
+def test_one_loop_is_the_original(official):
+    """Rank 0 and B = 1, whichever way the layers are shared."""
+    arrays, source = official
+    for sharing in ("cycle", "middle_sequence"):
+        config, params = converted(source, 1, sharing)
+        np.testing.assert_allclose(
+            plain_logits(config, params, arrays["input_ids"]), arrays["logits_original"], atol=1e-4
+        )
+
+
+# Which layers are taken.
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda its: "-".join(map(str, its)))
+def test_layers_that_are_chosen(llama, order):
+    loops, sharing, init = order
+    source = read_source(llama)
+    assert [tuple(its) for its in tied_layers(source, config_of(source, loops, sharing), init)] == ORDERS[order]
+
+
+def test_equal_layers_make_every_way_to_start_the_same(tmp_path):
+    source = read_source(write_folder(tmp_path / "equal", llama_tensors(equal=True), SETTINGS))
+    _, wanted = converted(source, 2, init="stepwise", rank=2)
+    for init in ("average", "lower", "upper"):
+        _, found = converted(source, 2, init=init, rank=2)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), found["layers"], wanted["layers"])
+        assert max(np.abs(leaf["up"]).max() for leaf in found["relaxation"]["0"]["attention"].values()) < 1e-5
+
+
+def test_parameters_are_those_of_the_family(llama):
+    """The same tree and shapes as fresh ones, in every order of layers, with and without LoRA and norms of its own."""
+    source = read_source(llama)
+    for sharing in ("cycle", "sequence", "middle_cycle", "middle_sequence"):
+        for rank, share_norms in ((0, True), (0, False), (2, True), ("full", False)):
+            config, params = converted(source, 2, sharing, rank=rank, share_norms=share_norms)
+            wanted = jax.tree.map(lambda leaf: leaf.shape, build(config).boxed)
+            assert jax.tree.map(jnp.shape, params) == unboxed(wanted)
+
+
+def unboxed(boxes):
+    return jax.tree.map(lambda box: box.value, boxes, is_leaf=lambda its: hasattr(its, "axes"))
+
+
+# Folders that transformers writes.
+
+
+def transformers_model(kind):
+    transformers = pytest.importorskip("transformers", reason=WHY_SKIPPED)
+    torch = pytest.importorskip("torch", reason=WHY_SKIPPED)
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 259,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+    }
+    sizes |= {"Qwen3": {"head_dim": 6, "tie_word_embeddings": True}}.get(kind, {})
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter += 0.3 * torch.randn_like(parameter)
+    return torch, model
+
+
+@pytest.mark.parametrize(("kind", "sharing"), [("Llama", "cycle"), ("Qwen3", "sequence"), ("Olmo2", "middle_cycle")])
+def test_folders_of_transformers_itself(tmp_path, capsys, kind, sharing):
+    """Logits of the original, from one loop and from full rank; then as a run, in shards, with what is said."""
+    torch, model = transformers_model(kind)
+    model.save_pretrained(tmp_path / "folder", max_shard_size="5MB" if kind == "Llama" else "20KB")
+    tokens = np.random.default_rng(0).integers(0, 259, (2, 9)).astype(np.int32)
+    with torch.no_grad():
+        wanted = model(torch.tensor(tokens).long()).logits.numpy()
+    source = read_source(tmp_path / "folder")
+    for loops, rank in ((1, 0), (2, "full")):
+        config, params = converted(source, loops, sharing, rank=rank)
+        np.testing.assert_allclose(compiled(config)(params, tokens), wanted, atol=1e-4)
+    if kind != "Llama":
+        assert len({its.path for its in source.tensors.values()}) > 1
+        return
+    words = ["convert", str(tmp_path / "folder"), str(tmp_path / "run"), "--to", "recursive", "--loops", "1"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "Llama, 4 layers" in said and "shared layer 3: layer 3, in place of 3" in said
+    found = dreamer_jax.load(tmp_path / "run")
+    np.testing.assert_allclose(found.logits(tokens), wanted, atol=1e-4)
+    assert found.config.data.sequence_length == 64
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model_type": "gpt2"}, "a model of type 'gpt2'; conversions read llama, qwen3, olmo2"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_scaling is of type 'llama3'"),
+        ({"attention_bias": True}, "attention_bias is True; only False can be computed"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
+        ({"layer_types": ["sliding_attention"] * 6}, "layer_types has 'sliding_attention'"),
+        ({"hidden_size": "8"}, "hidden_size can't be '8'; it is a whole number"),
+        ({"num_attention_heads": None}, "num_attention_heads is missing"),
+        ({"intermediate_size": 7}, "mlp.gate_proj.weight has shape (6, 8) where config.json asks for (7, 8)"),
+        ({"num_hidden_layers": 7}, "the tensor model.layers.6.input_layernorm.weight is missing"),
+        ({"num_hidden_layers": 5}, "model.layers.5.input_layernorm.weight is not part of the model"),
+        ({"model_type": "qwen3", "head_dim": 4}, "the tensor model.layers.0.self_attn.q_norm.weight is missing"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is true, but lm_head.weight isn't"),
+    ],
+)
+def test_folders_that_do_not_fit_are_refused(llama, tmp_path, capsys, settings, said):
+    folder = write_folder(tmp_path / "folder", llama_tensors(), SETTINGS | settings)
+    refuses(capsys, [str(folder), str(tmp_path / "run")], said)
+
+
+def refuses(capsys, words, said):
+    assert main(["convert", *words, "--to", "recursive"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1 and "Traceback" not in error, error
+
+
+def test_words_and_files_that_do_not_fit_are_refused(llama, tmp_path, capsys):
+    out = str(tmp_path / "run")
+    refuses(capsys, [str(llama), out, "--loops", "4"], "--loops 4 does not divide 6 layers")
+    words = ["--loops", "3", "--sharing", "middle_cycle"]
+    refuses(capsys, [str(llama), out, *words], "the 4 layers between the first and the last")
+    refuses(capsys, [str(llama), out, "--rank", "half"], "'half' is neither a number of 0 or more nor `full`")
+    refuses(capsys, [str(tmp_path / "nowhere"), out], "does not exist")
+    (tmp_path / "there").mkdir()
+    refuses(capsys, [str(llama), str(tmp_path / "there")], "exists; name a path that doesn't")
+    copy = Path(shutil.copytree(llama, tmp_path / "copy"))
+    path = copy / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match="truncated"):
+        read_source(copy)
+    assert not Path(out).exists()
