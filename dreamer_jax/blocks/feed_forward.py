@@ -43,7 +43,8 @@ class FeedForward(Block):
         """[B, P, h] -> [B, P, h]."""
 
         def matrix(name: str, init: Initializer) -> Any:
-            return self.weight(name, init, (self.size, self.hidden_size), ("expert", "hidden"))
+            axes = ("mlp" if self.rank else "expert", "hidden")
+            return self.weight(name, init, (self.size, self.hidden_size), axes)
 
         gate, up, out = matrix("gate", self.gate), matrix("up", self.up), matrix("out", self.out)
         if not self.rank and not isinstance(gate, Stacked):

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dreamer_jax.config.values import experts_of
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import build
 from dreamer_jax.inference.model import FoldedModel
@@ -69,7 +70,8 @@ def shard(model: FoldedModel, mesh: Mesh) -> tuple[FoldedModel, ModelSharding]:
     """
     if jax.process_count() > 1:
         raise UserError("generation runs in one process; start it on one host, with that host's devices")
-    shards = mesh.shape.get(EXPERT, 1)
+    # Without experts every device has everything, and computes the same.
+    shards = mesh.shape.get(EXPERT, 1) if experts_of(model.config) else 1
     params, specs = _divided(model.params, model.family.boxed, shards)
     everywhere: Any = PartitionSpec()
     if shards > 1:
