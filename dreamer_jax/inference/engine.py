@@ -57,7 +57,8 @@ class Engine:
     def __init__(self, model: FoldedModel, exit_distance: float = 0.0, mesh: Mesh | None = None):
         if not 0 <= exit_distance < math.inf:
             raise UserError(f"exit distance {exit_distance}: must be 0 (never exit early) or more")
-        if exit_distance > 0 and not model.family.flags.recurrent:
+        flags = model.family.flags
+        if exit_distance > 0 and not (flags.recurrent or flags.shares_caches):
             raise UserError(f"early exit needs a recurrent model; {model.family.headline()}: distinct layers")
         sharding = None
         if mesh is not None:
@@ -65,7 +66,7 @@ class Engine:
         self.model = model
         self._programs = programs_for(sharding)
         self._row_shards = 1 if sharding is None else sharding.row_shards
-        self._exit_distance = exit_distance if exit_distance > 0 or model.family.flags.halts else None
+        self._exit_distance = exit_distance if exit_distance > 0 or flags.halts else None
         # One program hardly uses more than one core of a CPU: its steps are small and wait for each other.
         alone = mesh is None and jax.default_backend() == "cpu"
         self._most_batches = _cores() if alone else 1

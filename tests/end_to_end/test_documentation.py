@@ -58,7 +58,7 @@ DREAMER = sorted({command for _, command in COMMANDS if command.startswith("drea
 EXAMPLE = "looped.py"
 """The worked example of docs/architecture.md, as its commands name it."""
 SCRIPTS = sorted({command for _, command in COMMANDS if command.startswith("bash launch/")})
-OWN_TESTS = ("analyze", "data", "eval", "export", "frontier", "import", "plan")
+OWN_TESTS = ("analyze", "convert", "data", "eval", "export", "frontier", "import", "plan")
 ELSEWHERE = ("pip install ", "source ", "tensorboard ")
 """Set-up lines that the environment of the tests already stands for."""
 

@@ -198,8 +198,8 @@ def folded(form):
 
 
 def test_positions_at_different_depths():
-    """Position i is at depth t - i at time t: each comes to what the pass over the row says. Here every matrix, LoRA and
-    norm differs between depths."""
+    """Position i is at depth t - i at time t: each comes to what the pass over the row says. Here every matrix, LoRA
+    and norm differs between depths."""
     model = folded("sequence")
     depth, step = model.family.depth, jit(lambda model, *rest: model.step(*rest))
     slots, places = model.empty_slots(ROWS, LENGTH), jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
@@ -246,6 +246,9 @@ def test_the_engine_generates_what_the_whole_pass_says():
     assert row.tokens == plain.argmax(-1)[2:6].tolist() and row.depths[1:] == [2, 2, 2]
     assert not Engine(model).exits_early
     assert Engine(fold(dataclasses.replace(TINY, exit_change=0.1), drawn_params(TINY), {})).exits_early
+    assert Engine(folded("cycle"), exit_distance=0.1).exits_early  # loops, though each has weights of its own
+    with pytest.raises(UserError, match="early exit needs a recurrent model"):
+        Engine(folded("sequence"), exit_distance=0.1)
 
 
 def test_rules_to_stop_by():
