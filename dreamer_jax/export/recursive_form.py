@@ -69,7 +69,8 @@ class RecursiveForm(PlainForm):
         """Every leaf under its own name."""
         leaves = jax.tree_util.tree_leaves_with_path(abstract(description.model)["params"])
         paths = [[key.key for key in path] for path, _ in leaves]
-        return [(".".join(path),) * 2 for path in sorted(paths, key=lambda path: ORDER.index(path[0]))]
+        names = [".".join(path) for path in sorted(paths, key=lambda path: ORDER.index(path[0]))]
+        return list(zip(names, names, strict=True))
 
     def tensors(self, stored: StoredModel, description: Description) -> list[Tensor]:
         """Read when they are written, because a converted model may be large; norms stay float32, as in JAX."""

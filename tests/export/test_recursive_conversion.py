@@ -149,7 +149,7 @@ def test_full_rank_with_the_norms_of_the_source_is_the_source(official, loops, s
         its, original = model.weights(k, b), source.layer(l)
         for half in ("attention", "feed_forward"):
             for name in original[half]:
-                np.testing.assert_allclose(its[half][name], original[half][name], atol=1e-6 * 4)
+                np.testing.assert_allclose(its[half][name], original[half][name], atol=1e-6)
     found = plain_logits(config, params, arrays["input_ids"])
     np.testing.assert_allclose(found, arrays["logits_original"], atol=1e-4)
     tied = plain_logits(*converted(source, 2, rank="full", share_norms=True), arrays["input_ids"])
@@ -164,6 +164,16 @@ def test_one_loop_is_the_original(official):
         np.testing.assert_allclose(
             plain_logits(config, params, arrays["input_ids"]), arrays["logits_original"], atol=1e-4
         )
+
+
+def test_another_official_llama(official, tmp_path):
+    """The source of the retrofitted model: 8 layers, its own base of rotations; as one loop, and at full rank."""
+    arrays = np.load(GOLDEN / "retrofit_llama_tiny.npz")
+    said = json.loads((GOLDEN / "retrofit_llama_tiny.json").read_text())["llama config"]
+    tensors = {name[8:]: arrays[name] for name in arrays.files if name.startswith("llama/w/")}
+    source = read_source(write_folder(tmp_path / "llama", tensors, {"model_type": "llama", **said}))
+    for its in (converted(source, 1), converted(source, 3, "middle_cycle", "average", "full")):
+        np.testing.assert_allclose(plain_logits(*its, arrays["input_ids"]), arrays["llama/logits"], atol=1e-4)
 
 
 # Which layers are taken.

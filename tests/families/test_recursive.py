@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 from dreamer_jax.blocks.low_rank import LowRank
 from dreamer_jax.blocks.memory import Context
@@ -21,6 +22,7 @@ from dreamer_jax.errors import ConfigError, UserError
 from dreamer_jax.families import build, depth_of, forward
 from dreamer_jax.inference import Engine, fold
 from dreamer_jax.inference.programs import until_settled
+from dreamer_jax.inference.sharding import shard
 from tests.families.plain_recursive import PlainRecursive, softmax, wide
 
 TINY = RecursiveConfig(
@@ -276,6 +278,15 @@ def test_how_deep_it_can_go():
     for form in ("cycle", "sequence"):
         with pytest.raises(UserError, match="can't be applied"):
             build(FORMS[form]).check_depth(4)
+
+
+def test_generation_on_a_mesh_divides_nothing_that_must_be_whole():
+    """Stacked matrices and LoRA know no parts of F: every device has everything. Without them F is divided."""
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "expert"))
+    for form in ("sequence", "cycle"):
+        model, sharding = shard(folded(form), mesh)
+        assert all(spec == PartitionSpec() for spec in sharding.specs) and model.family == folded(form).family
+    assert any("expert" in spec for spec in shard(folded("plain"), mesh)[1].specs)
 
 
 # Counting, and what is refused.
