@@ -3,7 +3,7 @@
 Shared layer k starts as one of the source's layers, or as the mean of those that it stands for. With a rank, every
 application gets by singular value decomposition what is nearest to the difference of its own source layer:
 
-    W_l - W'_k = U S V^T,  A = U_r,  B = S_r V_r^T               in x W + x A B, scale 1
+    W_l - W'_k = U S V^T,  down = U_r,  up = S_r V_r^T           in x W'_k + x down up, scale 1
 
 and keeps its own norms. At full rank the model is the source.
 """
@@ -138,7 +138,7 @@ def _changes(source: Source, shared: dict[str, Any], original: dict[str, Any], r
 
 
 def nearest(difference: np.ndarray, rank: int) -> dict[str, np.ndarray]:
-    """A [a, r] and B [r, b] whose product is the nearest to a matrix [a, b] of all of that rank."""
+    """[a, r] and [r, b] whose product is the nearest to a matrix [a, b] of all of that rank."""
     left, sizes, right = np.linalg.svd(difference, full_matrices=False)
     return {"down": left[:, :rank], "up": sizes[:rank, None] * right[:rank]}
 

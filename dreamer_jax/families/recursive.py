@@ -5,7 +5,7 @@
     layer l has the weights of shared layer k, and is its b-th application:
         cycle     k = l mod K, b = l div K          the stack of K layers is looped B times
         sequence  k = l div B, b = l mod B          every layer is repeated in its place
-    W_l = W'_k + A_l B_l                            relaxed: low-rank changes of every matrix, at every application
+    W_l = W'_k + down_l up_l                        relaxed: a low-rank change of every matrix, at every application
     logits = head N(x)
 
 A depth of the scan is what has weights of its own on the way through the stack. With `cycle` that is a loop b: all of
@@ -40,6 +40,7 @@ from dreamer_jax.blocks.parameters import Parameter, is_box, normal
 from dreamer_jax.blocks.positions import Depth
 from dreamer_jax.blocks.self_attention import SelfAttention
 from dreamer_jax.blocks.shared_slots import SharedSlots
+from dreamer_jax.errors import UserError
 from dreamer_jax.families.contract import Batch, Family, Flags, Knob, Pass, depth_of
 from dreamer_jax.recurrence import Stepped, Weights
 from dreamer_jax.recurrence.tape import merged
@@ -111,6 +112,15 @@ class Recursive(Family):
         attention = SelfAttention(self.operations, *sizes, draw, draw, c.queries, c.norm_epsilon, rank, parent=None)
         feed_forward = FeedForward(self.operations, c.hidden_size, c.mlp_size, draw, draw, draw, rank, parent=None)
         return Layer(attention, feed_forward, c.form, c.norm_epsilon, parent=None)
+
+    def check_depth(self, depth: int) -> int:
+        """See the contract."""
+        if self.relaxed and not self.config.in_place and depth > self.depth:
+            raise UserError(
+                f"depth {depth}: each of the {self.depth} loops has weights of its own (model.rank, "
+                "model.share_norms), so there can't be more of them"
+            )
+        return super().check_depth(depth)
 
     # Parameters.
 

@@ -275,8 +275,8 @@ def test_rules_to_stop_by():
 def test_how_deep_it_can_go():
     """Loops that are all the same can go on; those with weights of their own can't."""
     assert build(FORMS["plain"]).check_depth(9) == 9
-    for form in ("cycle", "sequence"):
-        with pytest.raises(UserError, match="can't be applied"):
+    for form, said in (("cycle", "each of the 3 loops has weights of its own"), ("sequence", "can't be applied")):
+        with pytest.raises(UserError, match=said):
             build(FORMS[form]).check_depth(4)
 
 
