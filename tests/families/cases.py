@@ -65,7 +65,6 @@ TINY_MODELS: dict[str, Any] = {
     "huginn_classifier": HuginnClassifierConfig(**_SIZES, **_HUGINN, prelude_layers=0),
     "ouro": OuroConfig(**_SIZES, **_OURO),
     "ponder": PonderConfig(**_SIZES, **_OURO),
-    "recursive": RecursiveConfig(**_SIZES, **_OURO, rank=2, share_norms=False, exit_weight=0.1),
     "recursive": RecursiveConfig(**_SIZES, **{**_OURO, "layers": 1}, rank=2, share_norms=False),
     "universal": UniversalConfig(**_SIZES, heads=2, mlp_size=20, halting_bias=0.0),
 }
