@@ -1,4 +1,4 @@
-"""Dense feed-forward networks of a layer: SwiGLU (Shazeer, 2020), and two matrices with biases."""
+"""Dense feed-forward networks of a layer: SwiGLU (Shazeer, 2020), and two matrices with or without biases."""
 
 from __future__ import annotations
 
@@ -99,28 +99,37 @@ class MLP(Block):
         hidden_size: h.
         size: F.
         activation: f.
+        bias: whether there are b_1 and b_2.
+        inward, outward: draw W_1 and W_2; None for uniform up to one over the root of the input's size.
     """
 
     hidden_size: int
     size: int
     activation: Callable[[jax.Array], jax.Array]
+    bias: bool = True
+    inward: Initializer | None = None
+    outward: Initializer | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, drop: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
         """[..., h] -> [..., h]; `drop` is applied between the matrices."""
 
-        def affine(name: str, x: jax.Array, shape: tuple[int, int], axes: tuple[str, str]) -> jax.Array:
-            matrix = self.weight(f"{name}_matrix", uniform(shape[0] ** -0.5), shape, axes)
-            bias = self.weight(f"{name}_bias", nn.initializers.zeros, shape[1:], ("norm",), "bias")
-            return x @ matrix.astype(x.dtype) + bias.astype(x.dtype)
+        def affine(name: str, draw: Any, x: jax.Array, shape: tuple[int, int], axes: tuple[str, str]) -> jax.Array:
+            matrix = self.weight(f"{name}_matrix", draw or uniform(shape[0] ** -0.5), shape, axes)
+            out = x @ matrix.astype(x.dtype)
+            if self.bias:
+                bias = self.weight(f"{name}_bias", nn.initializers.zeros, shape[1:], ("norm",), "bias")
+                out = out + bias.astype(x.dtype)
+            return out
 
-        inner = keep(affine("in", x, (self.hidden_size, self.size), ("hidden", "mlp")))
-        return affine("out", drop(self.activation(inner)), (self.size, self.hidden_size), ("mlp", "hidden"))
+        h, f = self.hidden_size, self.size
+        inner = keep(affine("in", self.inward, x, (h, f), ("hidden", "mlp")))
+        return affine("out", self.outward, drop(self.activation(inner)), (f, h), ("mlp", "hidden"))
 
     @nn.nowrap
     def parameters(self, folded: bool = False) -> int:
-        """Both matrices and biases: 2 h F + F + h."""
-        return 2 * self.hidden_size * self.size + self.size + self.hidden_size
+        """Both matrices and biases: 2 h F, and F + h."""
+        return 2 * self.hidden_size * self.size + self._biases
 
     @nn.nowrap
     def matmul_flops(self, reach: Reach, folded: bool = True) -> float:
@@ -130,7 +139,11 @@ class MLP(Block):
     @nn.nowrap
     def elementwise_flops(self, reach: Reach, folded: bool = True) -> float:
         """Biases and the activation."""
-        return 2 * self.size + self.hidden_size
+        return self.size + self._biases
+
+    @property
+    def _biases(self) -> int:
+        return self.size + self.hidden_size if self.bias else 0
 
     @nn.nowrap
     def intermediate_elements(self) -> int:

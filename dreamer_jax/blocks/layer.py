@@ -1,7 +1,8 @@
-"""A transformer layer of causal attention and SwiGLU, in four arrangements of its norms, and a stack of such layers."""
+"""A transformer layer of causal attention and a feed-forward, its norms in four arrangements, and a stack of layers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from dreamer_jax.blocks.counting import Share
-from dreamer_jax.blocks.feed_forward import FeedForward
+from dreamer_jax.blocks.feed_forward import MLP, FeedForward
 from dreamer_jax.blocks.memory import Context, Fresh
 from dreamer_jax.blocks.norms import RMSNorm
 from dreamer_jax.blocks.positions import Depth
@@ -27,19 +28,21 @@ class Layer(nn.Module):
         form: where norms N stand: "sandwich" N'(x + f(N(x))), which norms the residual stream itself; "pre_norm"
             x + f(N(x)); "branch_norm" x + N'(f(x)); "double_norm" x + N'(f(N(x))).
         epsilon: of the norms.
+        norm: makes one.
     """
 
     attention: SelfAttention
-    feed_forward: FeedForward
+    feed_forward: FeedForward | MLP
     form: Form
     epsilon: float
+    norm: Callable[..., Any] = RMSNorm
 
     @nn.compact
     def __call__(self, x: jax.Array, depth: Depth, memory: Any, context: Context) -> tuple[jax.Array, Any]:
         """The layer and its memory of the sequence, with this position's keys and values."""
 
         def norm(name: str, x: jax.Array) -> jax.Array:
-            return RMSNorm(epsilon=self.epsilon, name=name)(x)
+            return self.norm(epsilon=self.epsilon, name=name)(x)
 
         def before(name: str, x: jax.Array) -> jax.Array:
             return x if self.form == "branch_norm" else norm(f"{name}_norm", x)
@@ -96,7 +99,7 @@ def layer_shares(
     attention = layer.attention
     hidden, rotated = attention.hidden_size, (attention.heads + attention.kv_heads) * attention.head_size
     residual = Residual(hidden, 2, layer.norms, rotated)
-    norm = RMSNorm(hidden, parent=None)
+    norm = layer.norm(hidden, parent=None)
     return [
         Share(
             part,

@@ -26,6 +26,7 @@ class Context(NamedTuple):
         visible: [B, S, S] bool, whether position i sees position j of its own document, such as a graph's edges; None
             where it sees all that its attention lets it see. Whole rows only, and for `Bidirectional` only.
         read: [B, R] int32, the positions whose states answer a row's question; None where every position has targets.
+        key: for what a step of training draws once, the same for all rows; None in evaluation and decoding.
     """
 
     segment_ids: jax.Array
@@ -34,6 +35,7 @@ class Context(NamedTuple):
     keys: jax.Array | None = None
     visible: jax.Array | None = None
     read: jax.Array | None = None
+    key: jax.Array | None = None
 
     @property
     def real(self) -> jax.Array:

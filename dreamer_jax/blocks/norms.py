@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -27,31 +28,46 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float = EPSILON) -> jax.Ar
     return (wide * inverse * scale.astype(jnp.float32)).astype(x.dtype)
 
 
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array | float = 0.0, epsilon: float = 1e-5) -> jax.Array:
+    """Subtract the mean, divide by the standard deviation over the last axis, scale, and add the bias.
+
+    Args:
+        x: [..., c].
+        scale, bias: [c].
+        epsilon: added to the variance.
+    """
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    inverse = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + epsilon)
+    return (centred * inverse * scale + bias).astype(x.dtype)
+
+
 class LayerNorm(Block):
     """LayerNorm with a learned scale and bias over the last axis (Ba et al., 2016).
 
     Attributes:
         size: c, for counting; the input's last axis decides.
         epsilon: added to the variance.
+        bias: whether there is one.
     """
 
     size: int = 0
     epsilon: float = 1e-5
+    bias: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., c] -> [..., c]."""
         scale = self.weight("scale", nn.initializers.ones, (x.shape[-1],), ("norm",), "norm")
-        bias = self.weight("bias", nn.initializers.zeros, (x.shape[-1],), ("norm",), "bias")
-        wide = x.astype(jnp.float32)
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        inverse = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + self.epsilon)
-        return (centred * inverse * scale + bias).astype(x.dtype)
+        bias: Any = 0.0
+        if self.bias:
+            bias = self.weight("bias", nn.initializers.zeros, (x.shape[-1],), ("norm",), "bias")
+        return layer_norm(x, scale, bias, self.epsilon)
 
     @nn.nowrap
     def parameters(self, folded: bool = False) -> int:
         """Scale and bias."""
-        return 2 * self.size
+        return (2 if self.bias else 1) * self.size
 
     @nn.nowrap
     def elementwise_flops(self, reach: Reach, folded: bool = True) -> float:

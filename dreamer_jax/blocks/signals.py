@@ -41,3 +41,26 @@ class Signals(Counted):
     def step_cost(self, on: OnChip) -> Iterator[Operation]:
         """Nothing of its own: it is part of the loops over the residual stream."""
         return iter(())
+
+
+@dataclass(frozen=True)
+class DepthEmbedding(Counted):
+    """A learned vector that is added at a depth, for counting.
+
+    Attributes:
+        size: h.
+    """
+
+    size: int
+
+    def parameters(self, folded: bool = False) -> int:
+        """The vector."""
+        return self.size
+
+    def elementwise_flops(self, reach: Reach, folded: bool = True) -> float:
+        """One sum."""
+        return self.size
+
+    def step_cost(self, on: OnChip) -> Iterator[Operation]:
+        """Nothing of its own: it is part of the loops over the residual stream."""
+        return iter(())

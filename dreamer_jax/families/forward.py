@@ -61,7 +61,7 @@ def forward(
     if visible is not None and family.flags.causal:
         raise UserError(f"models of the family {family.config.family} are causal; they can't attend along a graph")
     keys = None if key is None else _keys(key, batch, rows)
-    context = Context(segments, positions, model_state, keys, visible, batch.get("read"))
+    context = Context(segments, positions, model_state, keys, visible, batch.get("read"), key)
     entered, memory = family.enter(params, batch, family.fresh(rows, length, drawn.slots), context)
     if initial_state is None:
         initial_state = family.start(entered, context, state_scale)
