@@ -43,8 +43,7 @@ class RepeatGradient(flax.struct.PyTreeNode, Tape):
     @classmethod
     def empty(cls, repeats: int, tokens: int, kv_heads: int, size: int) -> RepeatGradient:
         """For T tokens."""
-        zeros = jnp.zeros((repeats, tokens, kv_heads, size), jnp.float32)
-        return cls(zeros, zeros)
+        return cls(*(jnp.zeros((repeats, tokens, kv_heads, size), jnp.float32) for _ in range(2)))
 
 
 class Repeats(flax.struct.PyTreeNode):

@@ -276,7 +276,7 @@ class Family(abc.ABC):
         return {}
 
     def start_tape(self, weights: Weights, tokens: int, slots: int) -> PyTree:
-        """The empty tape for a scan over T tokens and L depths; see recurrence/tape.py."""
+        """The empty tape for a scan over T tokens and L depths; see recurrence/tape.py. No array stands in it twice."""
         return {}
 
     def finished(self, params: PyTree, state: PyTree, before: PyTree, depth: Depth) -> jax.Array | None:
