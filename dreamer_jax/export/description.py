@@ -9,6 +9,7 @@ from dreamer_jax.config import Config
 from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.data.tokenizers import Tokenizer
 from dreamer_jax.errors import UserError
+from dreamer_jax.export.cotformer_form import CotformerForm
 from dreamer_jax.export.depth_recurrent_form import DepthRecurrentForm
 from dreamer_jax.export.dreamer_form import NOT_DESCRIBED, DreamerForm
 from dreamer_jax.export.form import Description, Form
@@ -22,6 +23,10 @@ __all__ = ["FORMS", "NOT_DESCRIBED", "Description", "form_of", "generation_setti
 
 _FORMS = DreamerForm, HuginnForm, DepthRecurrentForm, OuroForm, UniversalForm, RecursiveForm
 FORMS: dict[str, Form] = {form.family: form() for form in _FORMS}
+FORMS: dict[str, Form] = {
+    form.family: form
+    for form in (DreamerForm(), HuginnForm(), DepthRecurrentForm(), OuroForm(), UniversalForm(), CotformerForm())
+}
 """Family -> the form of its folders."""
 
 

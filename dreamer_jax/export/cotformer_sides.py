@@ -1,0 +1,105 @@
+"""CoTFormer in PyTorch and in JAX, repeat by repeat. Both decide by the threshold, as generation does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dreamer_jax.export.form import Description, TorchSide, Trace
+from dreamer_jax.export.reading import checked_tensors, to_jax
+from dreamer_jax.export.safetensors_files import open_tensors
+from dreamer_jax.families import build, forward
+
+TIE = {"float32": 1e-5, "bfloat16": 0.02}
+"""Where a gate comes nearer to the threshold, two right programs may take different repeats."""
+
+
+class JaxSide:
+    """The model of a folder, whose tensors have been compared with the checkpoint's bit by bit.
+
+    Args:
+        folder: the folder.
+        description: of it.
+        dtype: compute precision.
+    """
+
+    def __init__(self, folder: Path, description: Description, dtype: str):
+        model = dataclasses.replace(description.model, dtype=dtype)
+        causal = {"decide": "threshold"} if model.adaptive else {}
+        self.family: Any = build(dataclasses.replace(model, **causal))
+        params, _ = to_jax(checked_tensors(folder, description), description)
+        self.params = self.family.cast(jax.tree.map(jnp.asarray, params))
+        self._run = jax.jit(self._pass)
+
+    def trace(self, tokens: np.ndarray) -> Trace:
+        """[B, S] int32 -> states after every repeat, and the logits."""
+        states, tied, logits = map(np.asarray, self._run(self.params, jnp.asarray(tokens)))
+        clean = ~np.logical_or.accumulate(tied.any(0), axis=1)
+        return Trace([(f"repeat {r}", np.asarray(x, np.float32)) for r, x in enumerate(states, 1)], logits, clean)
+
+    def _pass(self, params: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+        """States after every repeat, whether rounding may have decided after it who goes on [R, B, S], logits."""
+        family, config = self.family, self.family.config
+
+        def observe(step):
+            def observed(weights, state, inputs, depth, memory, context, tape=None):
+                stepped = step(weights, state, inputs, depth, memory, context, tape)
+                tied = jnp.zeros(tokens.shape, bool)
+                if config.adaptive:
+                    near = jnp.abs(stepped.state.gate - config.threshold) < TIE[config.dtype]
+                    tied = state.active & near & (depth.index + 1 < depth.total)
+                return stepped._replace(counts=(stepped.state.x, tied))
+
+            return observed
+
+        passed = forward(family, params, {}, {"tokens": tokens}, observe=observe)
+        hidden, _ = family.readout(params, passed.state, passed.memory, passed.context)
+        return *passed.counts, family.logits(params, hidden)
+
+
+def torch_model(folder: Path) -> Any:
+    """The model of a folder, by this package's own copy of its code; weights stay mapped from the files."""
+    import torch
+    from safetensors.torch import load_file
+
+    from dreamer_jax.export.modeling_cotformer import CotformerConfig, CotformerForCausalLM
+
+    config = CotformerConfig(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    with torch.device("meta"):
+        model = CotformerForCausalLM(config)
+    tensors = {}
+    for path in sorted({stored.path for stored in open_tensors(folder).values()}):
+        tensors |= load_file(path)
+    model.load_state_dict(tensors, assign=True)
+    return model.requires_grad_(False).eval()
+
+
+def torch_side(folder: Path, tokens: np.ndarray, prompt: int, new: int, bfloat16: bool) -> TorchSide:
+    """See `Form.torch_side`."""
+    import torch
+
+    model = torch_model(folder)
+    rounded = _trace(model, tokens).logits if bfloat16 else None
+    model.compute_dtype = torch.float32
+    continued = fed = torch.tensor(tokens[-1:, :prompt])
+    cache = None
+    for _ in range(new):
+        out = model(fed, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, fed = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
+        continued = torch.cat([continued, fed], 1)
+    return TorchSide(_trace(model, tokens), rounded, continued.numpy())
+
+
+def _trace(model: Any, tokens: np.ndarray) -> Trace:
+    import torch
+
+    out = model(torch.tensor(tokens), decide="threshold", output_hidden_states=True)
+    states = list(out.hidden_states[:-1])
+    parts = [(f"repeat {r}", x.float().numpy()) for r, x in enumerate(states, 1)]
+    return Trace(parts, out.logits.numpy(), np.ones(tokens.shape, bool))
