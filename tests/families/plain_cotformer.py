@@ -27,10 +27,10 @@ def layer_norm(x, scale, xp):
 
 
 def rotated(x, positions, xp):
-    """[S, d] -> [S, d]; element i turns with element i + d/2."""
+    """[S, n, d] -> [S, n, d]; element i turns with element i + d/2."""
     half = x.shape[-1] // 2
-    angles = positions[:, None] / 10_000 ** (np.arange(half) / half)
-    first, second = x[:, :half], x[:, half:]
+    angles = positions[:, None, None] / 10_000 ** (np.arange(half) / half)
+    first, second = x[..., :half], x[..., half:]
     cos, sin = np.cos(angles), np.sin(angles)
     return xp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
@@ -45,20 +45,17 @@ def gelu(x, xp):
 
 def layer(config, weights, x, positions, earlier, xp):
     """[P, h] at these positions; what they see is appended to `earlier`, (positions, k, v) of each repeat."""
-    size = config.hidden_size // config.heads
     normed = layer_norm(x, weights["attention_norm"]["scale"], xp)
-    q, k, v = xp.split(normed @ weights["attention"]["qkv"], 3, -1)
-    earlier.append((positions, k, v))
-    heads = []
-    for n in range(config.heads):
-        own = slice(n * size, n * size + size)
-        keys = xp.concatenate([rotated(k[:, own], at, xp) for at, k, _ in earlier])
-        places = np.concatenate([at for at, _, _ in earlier])
-        scores = rotated(q[:, own], positions, xp) @ keys.T / size**0.5
-        scores = scores + np.where(places <= positions[:, None], 0, -1e30)
-        shares = xp.exp(scores - scores.max(-1, keepdims=True))
-        heads.append(shares / shares.sum(-1, keepdims=True) @ xp.concatenate([v[:, own] for _, _, v in earlier]))
-    x = x + xp.concatenate(heads, -1) @ weights["attention"]["out"]
+    heads = [part.reshape(len(x), config.heads, -1) for part in xp.split(normed @ weights["attention"]["qkv"], 3, -1)]
+    q, k = (rotated(part, positions, xp) for part in heads[:2])
+    earlier.append((positions, k, heads[2]))
+    places = np.concatenate([at for at, _, _ in earlier])
+    keys, values = (xp.concatenate([its[i] for its in earlier]) for i in (1, 2))
+    scores = xp.einsum("qnd,knd->nqk", q, keys) / q.shape[-1] ** 0.5
+    scores = scores + np.where(places <= positions[:, None], 0, -1e30)
+    shares = xp.exp(scores - scores.max(-1, keepdims=True))
+    seen = xp.einsum("nqk,knd->qnd", shares / shares.sum(-1, keepdims=True), values)
+    x = x + seen.reshape(x.shape) @ weights["attention"]["out"]
     mlp = weights["feed_forward"]
     inner = gelu(layer_norm(x, weights["mlp_norm"]["scale"], xp) @ mlp["in_matrix"], xp)
     return x + inner @ mlp["out_matrix"]
