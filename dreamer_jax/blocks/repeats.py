@@ -51,7 +51,8 @@ class Repeats(flax.struct.PyTreeNode):
 
     Attributes:
         keys, values: of each layer, [R, B, S, kv, d], compute dtype.
-        reached: [B, S] int32, repeats that each position has taken; it has no keys at later ones.
+        reached: [1, B, S] int32, repeats that each position has taken; it has no keys at later ones. Rows are the
+            second axis, as of all slots.
         whole: whether rows are whole: then they may hold several documents, which don't see each other, and a place in
             a row isn't the position. In rows that grow a position's place is the position itself.
     """
@@ -67,20 +68,20 @@ class Repeats(flax.struct.PyTreeNode):
     ) -> Repeats:
         """For B rows of at most S positions."""
         zeros = (jnp.zeros((repeats, rows, length, kv_heads, size), dtype),) * layers
-        return cls(zeros, zeros, jnp.zeros((rows, length), jnp.int32), whole)
+        return cls(zeros, zeros, jnp.zeros((1, rows, length), jnp.int32), whole)
 
     def reaching(self, depth: Depth, active: jax.Array, context: Context) -> Repeats:
         """With those of the positions at hand that are `active` [B, P] seen at this repeat, as soon as their keys are
         there. A position at its first repeat forgets what stood in its place."""
-        rows, places = jnp.arange(len(self.reached))[:, None], self.places(context)
-        reached = jnp.where(active, depth.index + 1, self.reached[rows, places])
-        return self.replace(reached=self.reached.at[rows, places].set(reached, mode="drop"))
+        place = 0, jnp.arange(self.reached.shape[1])[:, None], self.places(context)
+        reached = jnp.where(active, depth.index + 1, self.reached[place])
+        return self.replace(reached=self.reached.at[place].set(reached, mode="drop"))
 
     def places(self, context: Context) -> jax.Array:
         """[B, P], where the positions at hand are in their rows."""
         if not self.whole:
             return context.positions
-        return jnp.broadcast_to(jnp.arange(self.reached.shape[1]), self.reached.shape)
+        return jnp.broadcast_to(jnp.arange(self.reached.shape[2]), self.reached.shape[1:])
 
     def written(self, layer: int, k: jax.Array, v: jax.Array, depth: Depth, context: Context) -> Repeats:
         """With k and v [B, P, kv, d] of a layer at a repeat."""
@@ -135,15 +136,15 @@ def _visible(
 
     Args:
         index, places: of the queries.
-        reached: [B, S], see `Repeats`.
+        reached: [1, B, S], see `Repeats`.
         segments: [B, S], documents of whole rows; None where a row is one document.
         repeats: R.
     """
     number = jnp.arange(repeats)[:, None]  # [R, 1]
-    before = jnp.arange(reached.shape[1]) <= places[..., None]  # [B, P, S]
+    before = jnp.arange(reached.shape[2]) <= places[..., None]  # [B, P, S]
     if segments is not None:
         before &= segments[:, :, None] == segments[:, None]
-    there = number < reached[:, None, None]  # [B, 1, R, S]
+    there = number < reached[0][:, None, None]  # [B, 1, R, S]
     own = index.reshape(*index.shape, *[1] * (4 - index.ndim)) if index.ndim else index
     return before[:, :, None] & there & (number <= own)
 
@@ -172,7 +173,7 @@ def _attend_taped(q, k, v, keys, values, index, reached, segments, tape):
 
 
 def _visible_whole(index, reached, segments, repeats):
-    places = jnp.broadcast_to(jnp.arange(reached.shape[1]), reached.shape)
+    places = jnp.broadcast_to(jnp.arange(reached.shape[2]), reached.shape[1:])
     return _visible(index, reached, places, segments, repeats)
 
 

@@ -312,7 +312,8 @@ class Family(abc.ABC):
         """For a pass over whole rows."""
 
     def slots(self, rows: int, capacity: int, depth: int) -> Any:
-        """For decoding: what is kept of B rows of at most S positions, at L depths; None where nothing is."""
+        """For decoding: what is kept of B rows of at most S positions, at L depths; None where nothing is. Rows are the
+        second axis of every array, which a mesh divides."""
         return None
 
     def flight(self, batch: int, positions: int, depth: int) -> Any:

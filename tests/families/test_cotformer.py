@@ -434,6 +434,12 @@ def test_the_engine_stops_where_the_model_says():
     assert row.depths[1:] == taken[6:-1].tolist()
 
 
+def test_a_mesh_can_divide_the_slots():
+    """By rows, the second axis of every array."""
+    slots = jax.eval_shape(lambda: build(FORMS["threshold"]).slots(7, 20, TINY.depth))
+    assert {leaf.shape[1] for leaf in jax.tree.leaves(slots)} == {7}
+
+
 def test_who_never_stops():
     for config in (TINY, dataclasses.replace(FORMS["capacity"], threshold=0.0)):
         family = build(config)
