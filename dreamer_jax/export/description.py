@@ -21,12 +21,8 @@ from dreamer_jax.export.universal_form import UniversalForm
 
 __all__ = ["FORMS", "NOT_DESCRIBED", "Description", "form_of", "generation_settings", "read_description", "twin_of"]
 
-_FORMS = DreamerForm, HuginnForm, DepthRecurrentForm, OuroForm, UniversalForm, RecursiveForm
+_FORMS = DreamerForm, HuginnForm, DepthRecurrentForm, OuroForm, UniversalForm, RecursiveForm, CotformerForm
 FORMS: dict[str, Form] = {form.family: form() for form in _FORMS}
-FORMS: dict[str, Form] = {
-    form.family: form
-    for form in (DreamerForm(), HuginnForm(), DepthRecurrentForm(), OuroForm(), UniversalForm(), CotformerForm())
-}
 """Family -> the form of its folders."""
 
 

@@ -240,7 +240,7 @@ class Cotformer(Family):
             return largest(logits, active, context.segment_ids, share_going_on(capacities, depth.index))
         return jax.nn.sigmoid(logits) >= c.threshold
 
-    def finished(self, state: State, before: State, depth: Depth) -> jax.Array | None:
+    def finished(self, params: Any, state: State, before: State, depth: Depth) -> jax.Array | None:
         """Positions that don't go on."""
         return ~state.active if self.flags.halts and state.active is not None else None
 

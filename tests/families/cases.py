@@ -59,7 +59,6 @@ _HUGINN: dict[str, Any] = {
 _OURO: dict[str, Any] = {"layers": 2, "heads": 2, "kv_heads": 2, "head_size": 8, "mlp_size": 22}
 TINY_MODELS: dict[str, Any] = {
     "algoformer": AlgoformerConfig(**_SIZES, heads=2, head_size=8, mlp_size=22, scored=2),
-    "cotformer": CotformerConfig(**_SIZES, middle_layers=1, end_layers=0, heads=2, mlp_size=20, adaptive=True),
     "cotformer": CotformerConfig(
         **_SIZES, begin_layers=0, middle_layers=1, end_layers=0, heads=2, mlp_size=20, adaptive=True
     ),

@@ -445,7 +445,7 @@ def test_who_never_stops():
         family = build(config)
         assert not family.flags.halts
         state = State(jnp.zeros((1, 1, 32)), jnp.ones((1, 1)), jnp.ones((1, 1), bool))
-        assert family.finished(state, state, depth_of(0, 3)) is None
+        assert family.finished({}, state, state, depth_of(0, 3)) is None
 
 
 # Counting, and what is refused.
