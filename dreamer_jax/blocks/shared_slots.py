@@ -29,7 +29,8 @@ class SharedSlots(flax.struct.PyTreeNode):
 
     Attributes:
         keys, values: [N, B, S, kv, d], compute dtype.
-        reached: [B, S] int32, r of every position; None with latest, where `fill_deeper` copies instead.
+        reached: [1, B, S] int32, r of every position, rows second as in all slots; None with latest, where `fill_deeper`
+            copies instead.
         layers: C.
         rule: see above.
     """
@@ -46,7 +47,7 @@ class SharedSlots(flax.struct.PyTreeNode):
     ) -> SharedSlots:
         """For B rows of at most S positions, of which `kept` recurrences are kept."""
         zeros = jnp.zeros((layers * kept, rows, capacity, kv_heads, size), dtype)
-        reached = None if rule == "latest" else jnp.zeros((rows, capacity), jnp.int32)
+        reached = None if rule == "latest" else jnp.zeros((1, rows, capacity), jnp.int32)
         return cls(zeros, zeros, reached, layers, rule)
 
     def attend(
@@ -67,7 +68,7 @@ class SharedSlots(flax.struct.PyTreeNode):
         }
         if self.reached is not None:
             own = jnp.broadcast_to(depth.index // self.layers + 1, positions.shape)
-            new["reached"] = self.reached.at[rows, positions].set(own, mode="drop")
+            new["reached"] = self.reached.at[0, rows, positions].set(own, mode="drop")
         return self.replace(**new)
 
     def _numbers(self, index: jax.Array, positions: jax.Array) -> jax.Array:
@@ -75,7 +76,7 @@ class SharedSlots(flax.struct.PyTreeNode):
         if self.reached is None:
             return index % len(self.keys)
         recurrence = (index // self.layers).reshape(*index.shape, *[1] * (3 - index.ndim))  # [1 or B, 1 or P, 1]
-        reached = self.reached[:, None]  # [B, 1, S]
+        reached = self.reached[0][:, None]  # [B, 1, S]
         missing = reached <= recurrence  # [B, 1 or P, S]
         if self.rule == "full":
             return jnp.where(missing, -1, recurrence * self.layers + index[..., None] % self.layers)

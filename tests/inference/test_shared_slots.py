@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from dreamer_jax.blocks.memory import Context
 from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import build
-from dreamer_jax.inference import fold
+from dreamer_jax.inference import Engine, fold
 from tests.families.test_huginn import FORMS, drawn_params, plain_forward, plain_norm, turned
 
 CONFIG = FORMS["huginn"]
@@ -43,6 +44,17 @@ def test_rules_of_the_cache(model, rule, depths):
     if depths == CONSTANT and not rule.startswith("compress"):
         whole = plain_forward(config, wide, tokens[None], depths[0], s0[None])[0]
         np.testing.assert_allclose(found, whole, atol=1e-4)
+
+
+def test_rows_divided_over_devices(model):
+    """A rule that counts recurrences, with rows on two devices that stop early by themselves."""
+    if jax.device_count() < 2:
+        pytest.skip("needs two devices")
+    folded = fold(dataclasses.replace(CONFIG, cache="full"), model[0], {}, DEEPEST)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    prompts = [[1, 5, 6], [2, 7, 8, 9]]
+    alone, spread = (Engine(folded, exit_distance=0.3, mesh=its).generate(prompts, 4) for its in (None, mesh))
+    assert [(row.tokens, row.depths) for row in spread] == [(row.tokens, row.depths) for row in alone]
 
 
 def decoded(config, params, tokens, depths):
