@@ -9,19 +9,31 @@ from dreamer_jax.config import Config
 from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.data.tokenizers import Tokenizer
 from dreamer_jax.errors import UserError
+from dreamer_jax.export.algoformer_form import AlgoformerForm
 from dreamer_jax.export.cotformer_form import CotformerForm
 from dreamer_jax.export.depth_recurrent_form import DepthRecurrentForm
 from dreamer_jax.export.dreamer_form import NOT_DESCRIBED, DreamerForm
 from dreamer_jax.export.form import Description, Form
 from dreamer_jax.export.huginn_form import HuginnForm
 from dreamer_jax.export.ouro_form import OuroForm
+from dreamer_jax.export.ponder_form import PonderForm
 from dreamer_jax.export.recursive_form import RecursiveForm
 from dreamer_jax.export.safetensors_files import read_json
 from dreamer_jax.export.universal_form import UniversalForm
 
 __all__ = ["FORMS", "NOT_DESCRIBED", "Description", "form_of", "generation_settings", "read_description", "twin_of"]
 
-_FORMS = DreamerForm, HuginnForm, DepthRecurrentForm, OuroForm, UniversalForm, RecursiveForm, CotformerForm
+_FORMS = (
+    DreamerForm,
+    HuginnForm,
+    DepthRecurrentForm,
+    OuroForm,
+    UniversalForm,
+    RecursiveForm,
+    CotformerForm,
+    AlgoformerForm,
+    PonderForm,
+)
 FORMS: dict[str, Form] = {form.family: form() for form in _FORMS}
 """Family -> the form of its folders."""
 

@@ -125,7 +125,7 @@ def check_expressible(model: HuginnConfig) -> None:
     sandwich = model.form == "sandwich"
     problems = {
         f"form {model.form}": model.form == "branch_norm",
-        f"queries {model.queries}": model.queries == "norm",
+        f"queries {model.queries}": model.queries in ("norm", "head_norm"),
         f"coda_norm {str(model.coda_norm).lower()} with model.form {model.form}": model.coda_norm != sandwich,
         f"kv_heads {model.kv_heads} other than model.heads {model.heads} with model.queries bias": (
             model.queries == "bias" and model.kv_heads != model.heads

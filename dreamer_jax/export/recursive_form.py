@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-import jax
 import numpy as np
 
 from dreamer_jax.blocks.parameters import FLOAT32
 from dreamer_jax.config.models.recursive import RecursiveConfig
 from dreamer_jax.data.tokenizers import Tokenizer
-from dreamer_jax.export.form import CODES, About, Description, TorchSide, abstract, at
-from dreamer_jax.export.plain_form import PlainForm
+from dreamer_jax.export.causal_form import CausalForm
+from dreamer_jax.export.form import CODES, About, Description, at
 from dreamer_jax.export.safetensors_files import Tensor
 from dreamer_jax.families import build
 from dreamer_jax.runs.leaves import StoredModel
-
-ORDER = ("embedding", "first", "layers", "relaxation", "last", "final_norm", "head")
-"""Parts of the parameters in the order of the forward pass."""
 
 _USE = """\
 ```python
@@ -35,7 +28,7 @@ every application is stacked. All loops are computed here; `exit_confidence` and
 generate`."""
 
 
-class RecursiveForm(PlainForm):
+class RecursiveForm(CausalForm):
     """See the module."""
 
     family = "recursive"
@@ -43,34 +36,14 @@ class RecursiveForm(PlainForm):
     model_file = "modeling_recursive.py"
     config = RecursiveConfig
     names = {"embedding": "embedding"}  # noqa: RUF012
-    tables = ()
-    packages = ("torch", "safetensors", "transformers")
-
-    # config.json
-
-    def settings(self, description: Description, tokenizer: Tokenizer) -> dict[str, Any]:
-        """The section `model`, and the run."""
-        return {
-            "architectures": ["RecursiveForCausalLM"],
-            "auto_map": {
-                "AutoConfig": "modeling_recursive.RecursiveConfig",
-                "AutoModelForCausalLM": "modeling_recursive.RecursiveForCausalLM",
-            },
-            **self.described(description),
-            "max_position_embeddings": description.config.data.sequence_length,
-            "bos_token_id": tokenizer.bos,
-            "eos_token_id": tokenizer.eos,
-            "pad_token_id": tokenizer.pad,
-        }
+    classes = "Recursive"
+    order = ("embedding", "first", "layers", "relaxation", "last", "final_norm", "head")
 
     # Tensors
 
-    def present(self, description: Description) -> list[tuple[str, str]]:
+    def tensor_of(self, leaf: str) -> str:
         """Every leaf under its own name."""
-        leaves = jax.tree_util.tree_leaves_with_path(abstract(description.model)["params"])
-        paths = [[key.key for key in path] for path, _ in leaves]
-        names = [".".join(path) for path in sorted(paths, key=lambda path: ORDER.index(path[0]))]
-        return list(zip(names, names, strict=True))
+        return leaf
 
     def tensors(self, stored: StoredModel, description: Description) -> list[Tensor]:
         """Read when they are written, because a converted model may be large; norms stay float32, as in JAX."""
@@ -86,24 +59,7 @@ class RecursiveForm(PlainForm):
     def _to_tensor(self, leaf: str, values: np.ndarray) -> np.ndarray:
         return values
 
-    def parts(self, description: Description) -> dict[str, str]:
-        """The part of the parameters, with the layer's number where it has one."""
-        splits = {name: name.split(".") for name, _ in self.present(description)}
-        return {name: " ".join(path[: 2 if path[1:2] and path[1].isdigit() else 1]) for name, path in splits.items()}
-
-    # Comparing and describing
-
-    def torch_side(self, folder: Path, tokens: np.ndarray, prompt: int, new: int, bfloat16: bool) -> TorchSide:
-        """See recursive_sides.py."""
-        from dreamer_jax.export.recursive_sides import torch_side
-
-        return torch_side(folder, tokens, prompt, new, bfloat16)
-
-    def jax_side(self, stored: StoredModel, folder: Path, description: Description, dtype: str) -> Any:
-        """See recursive_sides.py."""
-        from dreamer_jax.export.recursive_sides import JaxSide
-
-        return JaxSide(folder, description, dtype)
+    # Describing
 
     def about(self, description: Description, tokenizer: Tokenizer) -> About:
         """Sizes, and how layers are shared."""

@@ -127,13 +127,13 @@ class Huginn(Family):
 
     def draw(self, key: jax.Array, step: jax.Array, rows: int) -> Drawn:
         """r of a train step (section 3.3): 1 + Poisson(rate), rate log-normal with the configured mean and spread; or
-        1 + an exponential's whole part, whose mean is then the same."""
-        c = self.config
+        1 + an exponential's whole part, whose mean is then the same. A curriculum lets the mean grow."""
+        c, mean = self.config, mean_depth(self.config, step)
         if c.depth_draw == "fixed":
-            return Drawn(c.depth, c.depth, c.gradient_recurrences)
+            return Drawn(mean, c.depth, c.gradient_recurrences)
         if c.draw_by == "step":
-            return Drawn(recurrences(c, key), DEEPEST * c.depth, c.gradient_recurrences)
-        depths = jnp.sort(recurrences(c, key, (rows,)))
+            return Drawn(recurrences(c, key, mean=mean), DEEPEST * c.depth, c.gradient_recurrences)
+        depths = jnp.sort(recurrences(c, key, (rows,), mean))
         return Drawn(depths, DEEPEST * c.depth, c.gradient_recurrences, min(c.row_groups, rows))
 
     def enter(self, params: Any, batch: Any, memory: Memory, context: Context) -> tuple[Any, Memory]:
@@ -266,14 +266,32 @@ class Adapter(Counted):
         return 2 * self.hidden_size
 
 
-def recurrences(config: Any, key: jax.Array, shape: tuple[int, ...] = ()) -> jax.Array:
-    """Numbers of recurrences as training draws them, int32, at least 1 and at most `DEEPEST` times the mean."""
+def mean_depth(config: Any, step: int | jax.Array) -> Any:
+    """The mean that a step's recurrences are drawn with: `depth`, or less in the steps of the curriculum, rounded up,
+    as McLeish et al. (2025) train retrofitted models."""
+    if not config.curriculum_steps:
+        return config.depth
+    share = jnp.minimum(step / config.curriculum_steps, 1)
+    grown = share if config.curriculum == "linear" else 1 - jnp.sqrt(1 - share)
+    return jnp.maximum(jnp.ceil(config.depth * grown), 1).astype(jnp.int32)
+
+
+def recurrences(config: Any, key: jax.Array, shape: tuple[int, ...] = (), mean: Any = None) -> jax.Array:
+    """Numbers of recurrences as training draws them, int32, at least 1 and at most `DEEPEST` times `depth`.
+
+    Args:
+        config: says how they are drawn.
+        key: of the draws.
+        shape: how many.
+        mean: see `mean_depth`; None for `depth`.
+    """
+    mean = config.depth if mean is None else mean
     if config.depth_draw == "exponential":
-        draws = jnp.floor(config.depth * jax.random.exponential(key, shape)).astype(jnp.int32)
+        draws = jnp.floor(mean * jax.random.exponential(key, shape)).astype(jnp.int32)
     else:
         rate_key, key = jax.random.split(key)
         spread = config.depth_sigma
-        rate = jnp.exp(jnp.log(config.depth) - spread**2 / 2 + spread * jax.random.normal(rate_key, shape))
+        rate = jnp.exp(jnp.log(mean) - spread**2 / 2 + spread * jax.random.normal(rate_key, shape))
         draws = jax.random.poisson(key, rate, shape, jnp.int32)
     return jnp.minimum(1 + draws, DEEPEST * config.depth)
 

@@ -24,7 +24,7 @@ from dreamer_jax.export.writing import export
 from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run
 from tests.export.cases import WHY_SKIPPED, write_folder, write_small_run
-from tests.export.test_recursive_conversion import SETTINGS, llama_tensors
+from tests.export.source_cases import SETTINGS, llama_tensors
 from tests.families.plain_recursive import PlainRecursive, wide
 from tests.families.test_recursive import FORMS, drawn_params
 

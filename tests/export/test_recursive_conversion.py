@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,10 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.export.recursive_conversion import config_of, params_of, tied_layers
 from dreamer_jax.export.sources import read_source
 from dreamer_jax.families import build, forward
-from tests.export.cases import WHY_SKIPPED, write_folder
+from tests.export.cases import write_folder
+from tests.export.source_cases import SETTINGS, llama_tensors, transformers_model
 from tests.families.plain_recursive import PlainRecursive, wide
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 ORDERS = {  # (loops, sharing, init) -> where 6 layers go
     (2, "cycle", "stepwise"): [(0, (0, 3)), (2, (1, 4)), (5, (2, 5))],
@@ -34,32 +33,6 @@ ORDERS = {  # (loops, sharing, init) -> where 6 layers go
     (2, "middle_sequence", "average"): [(None, (1, 2)), (None, (3, 4))],
     (4, "middle_cycle", "stepwise"): [(1, (1, 2, 3, 4))],
 }
-SETTINGS = {
-    "model_type": "llama",
-    "num_hidden_layers": 6,
-    "hidden_size": 8,
-    "vocab_size": 11,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 6,
-}
-
-
-def llama_tensors(layers=6, equal=False):
-    """Of the model in SETTINGS; all of its layers may be the same."""
-    rng, tensors = np.random.default_rng(0), {}
-    for name, shape in (("embed_tokens", (11, 8)), ("norm", (8,))):
-        tensors[f"model.{name}.weight"] = rng.normal(size=shape).astype(np.float32)
-    sizes = {"self_attn.q": (8, 8), "self_attn.k": (4, 8), "self_attn.v": (4, 8), "self_attn.o": (8, 8)}
-    sizes |= {"mlp.gate": (6, 8), "mlp.up": (6, 8), "mlp.down": (8, 6)}
-    for i in range(layers):
-        for name, shape in sizes.items():
-            again = tensors.get(f"model.layers.0.{name}_proj.weight") if equal else None
-            values = rng.normal(size=shape).astype(np.float32) if again is None else again
-            tensors[f"model.layers.{i}.{name}_proj.weight"] = values
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"model.layers.{i}.{name}.weight"] = np.ones(8, np.float32)
-    return tensors | {"lm_head.weight": rng.normal(size=(11, 8)).astype(np.float32)}
 
 
 @pytest.fixture(scope="module")
@@ -210,29 +183,6 @@ def test_parameters_are_those_of_the_family(llama):
 
 
 # Folders that transformers writes.
-
-
-def transformers_model(kind):
-    transformers = pytest.importorskip("transformers", reason=WHY_SKIPPED)
-    torch = pytest.importorskip("torch", reason=WHY_SKIPPED)
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 259,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.2,
-    }
-    sizes |= {"Qwen3": {"head_dim": 6, "tie_word_embeddings": True}}.get(kind, {})
-    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes)).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter += 0.3 * torch.randn_like(parameter)
-    return torch, model
 
 
 @pytest.mark.parametrize(("kind", "sharing"), [("Llama", "cycle"), ("Qwen3", "sequence"), ("Olmo2", "middle_cycle")])

@@ -16,7 +16,7 @@ from dreamer_jax.blocks.memory import Context
 from dreamer_jax.config.models.huginn import HuginnConfig
 from dreamer_jax.export.huginn import names_of, params_of, to_tensor
 from dreamer_jax.families import Drawn, build, depth_of, forward, initialise
-from dreamer_jax.families.huginn import recurrences
+from dreamer_jax.families.huginn import mean_depth, recurrences
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 OFFICIAL = HuginnConfig(
@@ -125,6 +125,7 @@ FORMS = {
     "llama": dataclasses.replace(
         TINY, form="pre_norm", coda_norm=False, tied_head=False, embedding_scale=1.0, state_std=0.0087
     ),
+    "qwen": dataclasses.replace(TINY, form="pre_norm", queries="head_norm", coda_norm=False),
     "olmo": dataclasses.replace(TINY, form="branch_norm", queries="norm", coda_norm=False, tied_head=False),
 }
 
@@ -196,6 +197,9 @@ def plain_attention(config, weights, x):
         q, k = q + weights["q_bias"], k + weights["k_bias"]
     elif config.queries == "norm":
         q, k = (plain_norm(config, y, weights[f"{name}_norm"]["scale"]) for name, y in (("q", q), ("k", k)))
+    elif config.queries == "head_norm":
+        by_head = ((name, y.reshape(*y.shape[:-1], -1, d), y.shape) for name, y in (("q", q), ("k", k)))
+        q, k = (plain_norm(config, y, weights[f"{name}_norm"]["scale"]).reshape(shape) for name, y, shape in by_head)
     out = np.zeros_like(q)
     for b, i, head in np.ndindex(x.shape[0], x.shape[1], n):
         own = slice(head * d, head * d + d)
@@ -240,6 +244,20 @@ def test_a_step_draws_the_same_for_everybody():
     others = {int(family.draw(jax.random.key(seed), jnp.int32(0), 4).depth) for seed in range(12)}
     assert len(others) > 3
     assert family.draw(jax.random.key(7), jnp.int32(0), 4).gradient_depths == 3
+
+
+def test_a_curriculum_lets_the_mean_grow():
+    """From 1 to the mean depth; with 1 - sqrt(1 - t) three quarters of the time for the first half."""
+    grown = {"linear": [1, 4, 8, 12, 16, 16], "one_minus_sqrt": [1, 3, 5, 8, 16, 16]}  # steps 0, 16, 32, 48, 64, 99
+    for shape, means in grown.items():
+        config = dataclasses.replace(TINY, depth=16, depth_draw="fixed", curriculum=shape, curriculum_steps=64)
+        family = build(config)
+        steps = jnp.asarray([0, 16, 32, 48, 64, 99])
+        drawn = [int(family.draw(jax.random.key(0), step, 4).depth) for step in steps]
+        assert drawn == means
+        assert mean_depth(dataclasses.replace(config, curriculum_steps=0), 0) == 16
+    draws = np.asarray(recurrences(dataclasses.replace(TINY, depth=32), jax.random.key(3), (20_000,), jnp.int32(8)))
+    assert abs(draws.mean() - 9) < 0.1
 
 
 def test_initial_states():

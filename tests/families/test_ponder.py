@@ -40,7 +40,7 @@ BATCH = {"tokens": TOKENS, "targets": TARGETS, "loss_mask": RNG.random((2, 7)) <
 
 
 @functools.cache
-def drawn_params():
+def drawn_params(config=TINY):
     """Parameters in which nothing is one or zero."""
     rng = np.random.default_rng(1)
 
@@ -48,7 +48,7 @@ def drawn_params():
         norm = path[-1].key in ("scale", "final_norm")
         return (norm + 0.3 * rng.normal(size=leaf.shape)).astype(np.float32)
 
-    return jax.tree_util.tree_map_with_path(draw, nn.meta.unbox(build(TINY).shapes[0]))
+    return jax.tree_util.tree_map_with_path(draw, nn.meta.unbox(build(config).shapes[0]))
 
 
 class PlainPonder(PlainOuro):

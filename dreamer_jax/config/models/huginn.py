@@ -8,7 +8,7 @@ from typing import Literal
 from dreamer_jax.config.values import Implementation, require, require_positive
 
 Form = Literal["sandwich", "pre_norm", "branch_norm"]
-Queries = Literal["bias", "norm", "plain"]
+Queries = Literal["bias", "norm", "head_norm", "plain"]
 Draw = Literal["poisson_lognormal", "exponential", "fixed"]
 
 
@@ -46,7 +46,8 @@ class HuginnConfig:
     form: Form = "sandwich"
     """Norms of a layer: N(x + f(N(x))) (Huginn), x + f(N(x)) (Llama) or x + N(f(x)) (OLMo 2)."""
     queries: Queries = "bias"
-    """What queries and keys get before RoPE: biases (Huginn), nothing (Llama) or a norm over all heads (OLMo 2)."""
+    """What queries and keys get before RoPE: biases (Huginn), nothing (Llama), a norm over each head (Qwen3) or over
+    all heads together (OLMo 2)."""
     norm_epsilon: float = 1e-6
     """Added to the mean square in every norm."""
     coda_norm: bool = True
@@ -61,6 +62,10 @@ class HuginnConfig:
     """How training draws the number of recurrences; fixed takes `depth`."""
     depth_sigma: float = 0.5
     """Spread of the log-normal rate of the Poisson draws."""
+    curriculum_steps: int = 0
+    """Steps of training over which the mean of the draws grows from 1 to `depth`; 0: it is `depth` from the start."""
+    curriculum: Literal["linear", "one_minus_sqrt"] = "linear"
+    """How it grows with the share t of those steps: as t, or as 1 - sqrt(1 - t), which stays shallow for longer."""
     draw_by: Literal["step", "row"] = "step"
     """Whether all rows of a step have one number of recurrences, or each its own."""
     row_groups: int = 4
@@ -91,7 +96,8 @@ class HuginnConfig:
         )
 
     def __post_init__(self) -> None:
-        may_be_zero = ("embedding_scale", "state_std", "depth_sigma", "z_loss", "prelude_layers", "coda_layers")
+        may_be_zero = ("embedding_scale", "state_std", "depth_sigma", "z_loss")
+        may_be_zero += ("prelude_layers", "coda_layers", "curriculum_steps")
         require_positive(self, "model", allow_zero=may_be_zero)
         require(
             self.heads % self.kv_heads == 0,

@@ -1,8 +1,9 @@
-"""Recursive transformers in PyTorch and in JAX, depth by depth."""
+"""Causal language models in PyTorch and in JAX, depth by depth."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dreamer_jax.export.causal_form import CausalForm
 from dreamer_jax.export.form import Description, TorchSide, Trace
 from dreamer_jax.export.reading import checked_tensors, to_jax
 from dreamer_jax.export.safetensors_files import open_tensors
@@ -45,7 +47,7 @@ class JaxSide:
         def observe(step):
             def observed(*arguments):
                 stepped = step(*arguments)
-                return stepped._replace(counts=stepped.state)
+                return stepped._replace(counts=family.stream(stepped.state))
 
             return observed
 
@@ -54,16 +56,15 @@ class JaxSide:
         return passed.counts, family.logits(params, hidden)
 
 
-def torch_model(folder: Path) -> Any:
+def torch_model(form: CausalForm, folder: Path) -> Any:
     """The model of a folder, by this package's own copy of its code; weights stay mapped from the files."""
     import torch
     from safetensors.torch import load_file
 
-    from dreamer_jax.export.modeling_recursive import RecursiveConfig, RecursiveForCausalLM
-
-    config = RecursiveConfig(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    code = importlib.import_module(f"dreamer_jax.export.{form.model_file.removesuffix('.py')}")
+    config = getattr(code, f"{form.classes}Config")(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
     with torch.device("meta"):
-        model = RecursiveForCausalLM(config)
+        model = getattr(code, f"{form.classes}ForCausalLM")(config)
     tensors = {}
     for path in sorted({stored.path for stored in open_tensors(folder).values()}):
         tensors |= load_file(path)
@@ -71,11 +72,11 @@ def torch_model(folder: Path) -> Any:
     return model.requires_grad_(False).eval()
 
 
-def torch_side(folder: Path, tokens: np.ndarray, prompt: int, new: int, bfloat16: bool) -> TorchSide:
+def torch_side(form: CausalForm, folder: Path, tokens: np.ndarray, prompt: int, new: int, bfloat16: bool) -> TorchSide:
     """See `Form.torch_side`."""
     import torch
 
-    model = torch_model(folder)
+    model = torch_model(form, folder)
     rounded = _trace(model, tokens).logits if bfloat16 else None
     model.compute_dtype = torch.float32
     continued = fed = torch.tensor(tokens[-1:, :prompt])

@@ -1,0 +1,292 @@
+"""AlgoFormer in PyTorch, in one file that needs torch and transformers only.
+
+    model = AutoModelForCausalLM.from_pretrained("folder", trust_remote_code=True, dtype="auto")
+    model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=20)
+
+Three stacks of layers: the first prepares, the second is applied T times (`depth`), the third reads the result off
+(Gao et al., 2024). With `inject: add` every loop gets what the first has made, too (Yang et al., 2023). Branches are
+computed in the dtype of the matrices, norms and softmax in float32. In comments, B batch, S sequence, h hidden size,
+V vocabulary, n heads, d head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+class AlgoformerConfig(PretrainedConfig):
+    """Sizes and switches under the names of the run's configuration."""
+
+    model_type = "algoformer"
+    attribute_map = {"num_attention_heads": "heads", "num_hidden_layers": "depth"}  # noqa: RUF012
+
+    def __init__(
+        self,
+        depth=20,
+        pre_layers=1,
+        loop_layers=1,
+        post_layers=1,
+        hidden_size=256,
+        vocab_size=512,
+        heads=8,
+        head_size=32,
+        mlp_size=768,
+        inject="none",
+        scored=15,
+        score="all",
+        truncate=False,
+        rope_base=10_000.0,
+        norm_epsilon=1e-6,
+        init_std=0.02,
+        **others,
+    ):
+        own = {name: value for name, value in locals().items() if name not in ("self", "others", "__class__")}
+        super().__init__(**{**others, "tie_word_embeddings": False})  # there is one matrix, not two that are tied
+        for name, value in own.items():
+            setattr(self, name, value)
+
+
+class Cache:
+    """Keys and values [B, heads, S, d] of every layer, of those that are applied again in every loop."""
+
+    def __init__(self):
+        self.rows: dict[Any, tuple[Tensor, Tensor]] = {}
+        self.length = 0
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        """Tokens held."""
+        return self.length
+
+    def update(self, keys: Tensor, values: Tensor, place: Any) -> tuple[Tensor, Tensor]:
+        """Append to a place; returns all of its keys and values."""
+        if place in self.rows:
+            keys, values = (torch.cat(pair, 2) for pair in zip(self.rows[place], (keys, values)))  # noqa: B905
+        if keys.shape[2] != self.length:
+            raise ValueError("the cache was filled with fewer loops; keep depth as it was")
+        self.rows[place] = keys, values
+        return keys, values
+
+    def reorder_cache(self, beam: Tensor) -> None:
+        """Take other rows of the batch, as beam search asks."""
+        self.rows = {at: (k.index_select(0, beam), v.index_select(0, beam)) for at, (k, v) in self.rows.items()}
+
+
+class Linear(nn.Linear):
+    """A map without bias, applied in the type of x, whatever its matrix is."""
+
+    def __init__(self, inward: int, outward: int):
+        super().__init__(inward, outward, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inward] -> [..., outward]."""
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RMSNorm(nn.Module):
+    """x over its root mean square, in float32."""
+
+    def __init__(self, config: AlgoformerConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.hidden_size))
+        self.epsilon = config.norm_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., h]."""
+        wide = x.float()
+        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
+        return (wide * inverse * self.weight.float()).to(x.dtype)
+
+
+def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
+    """[B, heads, S, d], rotated in halves by positions [B or 1, S]."""
+    half = x.shape[-1] // 2
+    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angle = positions[:, None, :, None].float() * frequency
+    first, second = x.float().chunk(2, -1)
+    turned = first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()
+    return torch.cat(turned, -1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions."""
+
+    def __init__(self, config: AlgoformerConfig):
+        super().__init__()
+        self.size, self.rope_base = config.head_size, config.rope_base
+        self.qkv = Linear(config.hidden_size, 3 * config.heads * config.head_size)
+        self.out = Linear(config.heads * config.head_size, config.hidden_size)
+
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None, place: Any) -> Tensor:
+        """[B, S, h] -> [B, S, h]."""
+        q, k, v = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        q, k = rotate(q, positions, self.rope_base), rotate(k, positions, self.rope_base)
+        if cache is not None:
+            k, v = cache.update(k, v, place)
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None and q.shape[2] > 1)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """W_out (silu(W_gate x) * W_up x)."""
+
+    def __init__(self, config: AlgoformerConfig):
+        super().__init__()
+        self.gate = Linear(config.hidden_size, config.mlp_size)
+        self.up = Linear(config.hidden_size, config.mlp_size)
+        self.out = Linear(config.mlp_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, h] -> [B, S, h]."""
+        return self.out(F.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(nn.Module):
+    """x += attention(N(x)), then x += feed_forward(N(x))."""
+
+    def __init__(self, config: AlgoformerConfig):
+        super().__init__()
+        self.attention_norm, self.attention = RMSNorm(config), Attention(config)
+        self.mlp_norm, self.feed_forward = RMSNorm(config), FeedForward(config)
+
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None, place: Any) -> Tensor:
+        """[B, S, h] -> [B, S, h]."""
+        x = x + self.attention(self.attention_norm(x), positions, mask, cache, place)
+        return x + self.feed_forward(self.mlp_norm(x))
+
+
+class AlgoformerForCausalLM(PreTrainedModel, GenerationMixin):
+    """The whole model: tokens to logits.
+
+    Attributes:
+        compute_dtype: None computes in the type of the embedding; bfloat16 with float32 weights trains as JAX does.
+    """
+
+    config_class = AlgoformerConfig
+    base_model_prefix = "model"
+    _supports_sdpa = True
+
+    def __init__(self, config: AlgoformerConfig):
+        super().__init__(config)
+        c = config
+        self.embedding = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.pre = nn.ModuleList(Layer(c) for _ in range(c.pre_layers))
+        self.loop = nn.ModuleList(Layer(c) for _ in range(c.loop_layers))
+        self.post = nn.ModuleList(Layer(c) for _ in range(c.post_layers))
+        self.final_norm = RMSNorm(c)
+        self.compute_dtype: torch.dtype | None = None
+        self.post_init()
+        self._keep_in_fp32_modules_strict = {r"\w+_norm"}
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, RMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, (Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=self.config.init_std)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # a DynamicCache has room for as many layers as there are weights
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The embedding, which is the head too."""
+        return self.embedding
+
+    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
+        """The tokens that the cache doesn't hold yet."""
+        cache = past_key_values or (Cache() if kwargs.get("use_cache", True) else None)
+        held = cache.get_seq_length() if cache else 0
+        kept = {"past_key_values": cache, "attention_mask": attention_mask, "depth": kwargs.get("depth")}
+        return {"input_ids": input_ids[:, held:], **kept}
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        depth: int | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int = 0,
+        **kwargs,
+    ):
+        """As every causal language model of transformers.
+
+        Args:
+            attention_mask: [B, tokens held by the cache + S], 0 for padding; it may number packed documents from 1,
+                which don't see each other.
+            position_ids: [B, S], places within the documents; None counts them.
+            labels: [B, S], the tokens themselves: they are shifted here; -100 is ignored. The loss is the mean of those
+                after the last `scored` loops; with `score: sampled` that of the last loop, and training draws how many
+                loops there are.
+            depth: number of loops; None takes the trained one.
+            output_hidden_states: return also the state after every loop, and what the head gets.
+            logits_to_keep: compute the logits of that many last tokens only; 0: of all.
+        """
+        cache = Cache() if past_key_values is None and use_cache else past_key_values
+        positions, mask = self.places(input_ids, attention_mask, cache)
+        positions = positions if position_ids is None else position_ids
+        if cache is not None:
+            cache.length += input_ids.shape[1]
+        x = self.embedding(input_ids)
+        x = x.to(self.compute_dtype or x.dtype)
+        c = self.config
+        times = self.draw() if depth is None and self.training and labels is not None else depth or c.depth
+        e = self.stack("pre", x, positions, mask, cache, 0)
+        x, states = torch.zeros_like(e) if c.inject == "add" else e, []
+        for t in range(times):
+            if self.training and c.truncate and t == times - c.scored > 0:
+                x = x.detach()  # the loops before aren't differentiated
+            x = self.stack("loop", x + e if c.inject == "add" else x, positions, mask, cache, t)
+            states.append(x)
+        out = self.final_norm(self.stack("post", x, positions, mask, cache, 0))
+        logits, loss = self.logits(out[:, -logits_to_keep:]), None
+        if labels is not None:
+            targets, count = labels[:, 1:].flatten(), kwargs.get("num_items_in_batch")
+            losses = [self.cross_entropy(logits, targets)]
+            for state in states[-c.scored : -1] if c.score == "all" else ():
+                read = self.final_norm(self.stack("post", state, positions, mask, None, 0))
+                losses.append(self.cross_entropy(self.logits(read), targets))
+            loss = torch.stack(losses).mean() / ((targets != -100).sum() if count is None else count)
+        seen = (*states, out) if output_hidden_states else None
+        return CausalLMOutputWithPast(loss, logits, cache, seen)  # type: ignore
+
+    def draw(self) -> int:
+        """How many loops a training step goes: all, or with a sampled loss as many as lead to one of those scored."""
+        c = self.config
+        return c.depth if c.score == "all" else int(torch.randint(c.depth - c.scored + 1, c.depth + 1, ()))
+
+    def stack(self, name: str, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None, t: int):
+        """One of the three stacks, in loop t."""
+        for j, layer in enumerate(getattr(self, name)):
+            x = layer(x, positions, mask, cache, (name, t, j))
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[.., h] -> [.., V] float32."""
+        return F.linear(x, self.embedding.weight.to(x.dtype)).float()
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The sum over the targets of all tokens but the first."""
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="sum")
+
+    def places(self, tokens: Tensor, segments: Tensor | None, cache: Cache | None) -> tuple[Tensor, Tensor | None]:
+        """Positions [B or 1, S] within the documents; mask [B, 1, S, keys], True where visible, None for causal."""
+        new, held = tokens.shape[1], 0 if cache is None else cache.get_seq_length()
+        place = torch.arange(held + new, device=tokens.device)
+        starts, mask = torch.zeros_like(place)[None], None
+        if segments is not None and not bool((segments == 1).all()):
+            changed = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
+            starts = torch.where(changed, place, 0).cummax(-1).values
+            mask = segments[:, held:, None] == segments[:, None]
+        if mask is not None or (held and new > 1):
+            causal = place[held:, None] >= place
+            mask = (causal if mask is None else mask & causal).view(-1, 1, new, held + new)
+        return (place - starts)[:, held:], mask
