@@ -29,8 +29,8 @@ class SharedSlots(flax.struct.PyTreeNode):
 
     Attributes:
         keys, values: [N, B, S, kv, d], compute dtype.
-        reached: [1, B, S] int32, r of every position, rows second as in all slots; None with latest, where `fill_deeper`
-            copies instead.
+        reached: [1, B, S] int32, r of every position; rows are second, as in all slots. None with latest, where
+            `fill_deeper` copies instead.
         layers: C.
         rule: see above.
     """
