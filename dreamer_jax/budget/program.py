@@ -108,9 +108,12 @@ def _expert_mlp(x: jax.Array, indices: jax.Array, weights: jax.Array, gate_up: j
     return jnp.sum(values * weights.astype(values.dtype)[..., None], axis=1)
 
 
-def _expert_linear(x: jax.Array, index: jax.Array, score: jax.Array, routed: jax.Array, shared: jax.Array) -> jax.Array:
+def _expert_linear(
+    x: jax.Array, index: jax.Array, score: jax.Array | None, routed: jax.Array, shared: jax.Array | None
+) -> jax.Array:
     """Eq. 8: one product with the folded expert of each token."""
-    return score.astype(x.dtype)[:, None] * jnp.einsum("ta,tab->tb", x, (routed + shared)[index])
+    product = jnp.einsum("ta,tab->tb", x, (routed if shared is None else routed + shared)[index])
+    return product if score is None else score.astype(x.dtype)[:, None] * product
 
 
 COUNTING = Operations(*map(Plain, (_sequence_attention, _depth_attention, _expert_mlp, _expert_linear)))

@@ -10,7 +10,7 @@ USAGE = """\
 usage: dreamer import DIR RUN
 
 DIR  a folder written by `dreamer export`, or by save_pretrained from one, or a published model of the type
-     huginn_raven or ouro; none of its code is executed
+     huginn_raven or ouro, or a state dict of MoEUT (docs/export.md); none of its code is executed
 RUN  the run directory to write; nothing may exist there
 
 The run has one checkpoint and a fresh optimizer; `dreamer train RUN/config.yaml` goes on with it. A published model

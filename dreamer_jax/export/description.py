@@ -15,6 +15,7 @@ from dreamer_jax.export.depth_recurrent_form import DepthRecurrentForm
 from dreamer_jax.export.dreamer_form import NOT_DESCRIBED, DreamerForm
 from dreamer_jax.export.form import Description, Form
 from dreamer_jax.export.huginn_form import HuginnForm
+from dreamer_jax.export.moeut_form import MoeutForm
 from dreamer_jax.export.ouro_form import OuroForm
 from dreamer_jax.export.ponder_form import PonderForm
 from dreamer_jax.export.recursive_form import RecursiveForm
@@ -33,6 +34,7 @@ _FORMS = (
     CotformerForm,
     AlgoformerForm,
     PonderForm,
+    MoeutForm,
 )
 FORMS: dict[str, Form] = {form.family: form() for form in _FORMS}
 """Family -> the form of its folders."""
@@ -74,6 +76,9 @@ def read_description(folder: Path) -> Description:
         UserError: it is missing, broken, of a model that isn't known here, or of a later version of its form.
     """
     path = folder / "config.json"
+    asked = "" if path.exists() else "".join(form.asks(folder) for form in FORMS.values())
+    if asked:
+        raise UserError(f"{path} does not exist; {asked}")
     content = read_json(path)
     for form in FORMS.values():
         if content.get("model_type") == form.model_type:

@@ -157,6 +157,10 @@ class Form(abc.ABC):
             UserError: it is broken, or describes what can't be computed here.
         """
 
+    def asks(self, folder: Path) -> str:
+        """Of a folder without config.json: what one has to say, if its tensors are of this form."""
+        return ""
+
     # Tensors
 
     @abc.abstractmethod

@@ -290,11 +290,16 @@ class Family(abc.ABC):
         return None
 
     def readout(self, params: PyTree, state: PyTree, memory: Memory, context: Context) -> tuple[jax.Array, Memory]:
-        """What the head is applied to, [B, P, h]; `state` may be that of any depth."""
+        """What the head is applied to, [B, P, `readout_size`]; `state` may be that of any depth."""
         return state, memory
 
+    @property
+    def readout_size(self) -> int:
+        """Columns of what the head is applied to, and of the head: h; one more where the head has a bias."""
+        return self.config.hidden_size
+
     def head(self, params: PyTree) -> jax.Array:
-        """[V, h]."""
+        """[V, `readout_size`]."""
         return params["head"]
 
     def logits(self, params: PyTree, hidden: jax.Array) -> jax.Array:

@@ -116,7 +116,7 @@ class RowBatch:
         width = chunk(size, longest)
         tokens = padded(self._prompts, size, -(-longest // width) * width)
         slots = self._programs.empty_slots(self._model, size, self._capacity)
-        hidden = jnp.zeros((size, self._model.config.hidden_size), self._model.config.dtype)
+        hidden = jnp.zeros((size, self._model.family.readout_size), self._model.config.dtype)
         for start in range(0, longest, width):
             starts = np.full(size, start, np.int32)
             hidden, slots = self._programs.prefill(

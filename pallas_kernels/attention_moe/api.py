@@ -61,7 +61,7 @@ class ExpertLinear:
             index: int32, the selected expert, [T]; or [], one for all.
             score: [T] float32, its sigmoid score; None for 1.
             routed: [G, a, b], compute dtype; or `arrange`d, which is for inference.
-            shared: [a, b], compute dtype; None once it has been folded into the routed ones.
+            shared: [a, b], compute dtype; None where there is none, or once it has been folded into the routed ones.
             tape: see `start_tape`.
 
         Returns:
@@ -71,9 +71,9 @@ class ExpertLinear:
             product = in_place.linear(x, index, routed)
             return product if score is None else score.astype(x.dtype)[:, None] * product
         score = jnp.ones(x.shape[0], jnp.float32) if score is None else score
-        shared = jnp.zeros(routed.shape[1:], routed.dtype) if shared is None else shared
         if self._backend(index.size, routed.shape, x.dtype) != "pallas":
             return xla.expert_linear(x, index, score, routed, shared)
+        shared = jnp.zeros(routed.shape[1:], routed.dtype) if shared is None else shared  # the kernels always add one
         block = _tiles(x, routed).block
         plan = plan_dispatch(index[:, None], routed.shape[0], block, multiple=target().cores)
         return _expert_linear(x, score, routed, shared, plan, tape)

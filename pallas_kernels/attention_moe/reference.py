@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 
 
-def expert_linear(x: jax.Array, index: jax.Array, score: jax.Array, routed: jax.Array, shared: jax.Array) -> jax.Array:
+def expert_linear(
+    x: jax.Array, index: jax.Array, score: jax.Array | None, routed: jax.Array, shared: jax.Array | None
+) -> jax.Array:
     """Same contract as `ExpertLinear`."""
-    score = score.astype(x.dtype)[:, None]
-    chosen = jnp.einsum("ta,tab->tb", x, routed[index])
-    return score * chosen + jax.lax.stop_gradient(score) * (x @ shared)
+    score = jnp.ones((x.shape[0], 1), x.dtype) if score is None else score.astype(x.dtype)[:, None]
+    chosen = score * jnp.einsum("ta,tab->tb", x, routed[index])
+    return chosen if shared is None else chosen + jax.lax.stop_gradient(score) * (x @ shared)

@@ -16,6 +16,7 @@ from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.config.models.dreamer_classifier import DreamerClassifierConfig
 from dreamer_jax.config.models.huginn import HuginnConfig
 from dreamer_jax.config.models.huginn_classifier import HuginnClassifierConfig
+from dreamer_jax.config.models.moeut import MoeutConfig
 from dreamer_jax.config.models.ouro import OuroConfig
 from dreamer_jax.config.models.ponder import PonderConfig
 from dreamer_jax.config.models.recursive import RecursiveConfig
@@ -56,6 +57,15 @@ _HUGINN: dict[str, Any] = {
     "coda_layers": 0,
     "gradient_recurrences": 1,
 }
+_MOEUT: dict[str, Any] = {
+    "heads": 2,
+    "head_size": 8,
+    "attention_experts": 2,
+    "attention_experts_per_token": 1,
+    "num_experts": 6,
+    "experts_per_token": 2,
+    "expert_size": 8,
+}
 _OURO: dict[str, Any] = {"layers": 2, "heads": 2, "kv_heads": 2, "head_size": 8, "mlp_size": 22}
 TINY_MODELS: dict[str, Any] = {
     "algoformer": AlgoformerConfig(**_SIZES, heads=2, head_size=8, mlp_size=22, scored=2),
@@ -67,6 +77,7 @@ TINY_MODELS: dict[str, Any] = {
     "dreamer_classifier": DreamerClassifierConfig(**_SIZES, **_DREAMER, variant="LA"),
     "huginn": HuginnConfig(**_SIZES, **_HUGINN, prelude_layers=1),
     "huginn_classifier": HuginnClassifierConfig(**_SIZES, **_HUGINN, prelude_layers=0),
+    "moeut": MoeutConfig(**_SIZES, **_MOEUT, layers=1),
     "ouro": OuroConfig(**_SIZES, **_OURO),
     "ponder": PonderConfig(**_SIZES, **_OURO),
     "recursive": RecursiveConfig(**_SIZES, **{**_OURO, "layers": 1}, rank=2, share_norms=False),

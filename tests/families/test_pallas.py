@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from dreamer_jax.blocks.operations import operations_of
+from dreamer_jax.config.models.moeut import MoeutConfig
+from dreamer_jax.families import build, forward, initialise
 from pallas_kernels import backend
+from pallas_kernels.attention_moe import ExpertLinear
 from pallas_kernels.depth_attention import DepthAttention
 from pallas_kernels.sequence_attention import SequenceAttention
 from tests.families.cases import apply, cross_entropy, random_tokens, random_weights, small_config
@@ -58,3 +61,44 @@ def test_kernels_give_the_same_loss_and_gradients(caplog):
         largest = float(jnp.abs(wanted).max())
         assert largest > 0
         np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE * largest, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.slow
+def test_expert_maps_of_moeut_on_the_tape():
+    """Both maps of its experts, and of its heads, by the kernels of the attention MoE; gradients are on the tape."""
+    config = MoeutConfig(
+        depth=2,
+        layers=1,
+        hidden_size=128,
+        vocab_size=23,
+        heads=1,
+        head_size=128,
+        attention_experts=2,
+        attention_experts_per_token=1,
+        num_experts=3,
+        experts_per_token=2,
+        expert_size=128,
+        dtype="float32",
+    )
+    params, _ = initialise(build(config), jax.random.key(0))
+    tokens = np.arange(32, dtype=np.int32)[None] % 23
+    batch = {"tokens": tokens, "targets": np.roll(tokens, -1), "loss_mask": np.ones((1, 32), bool)}
+
+    def found(operations):
+        family = build(config, operations)
+
+        def loss(params):
+            return family.loss(params, forward(family, params, {}, batch), batch)[0]
+
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    kernels = dataclasses.replace(XLA, expert_linear=ExpertLinear("pallas"))
+    weights = build(config, kernels).weights(params)
+    tape = build(config, kernels).start_tape(weights, 32, 2)
+    assert set(tape["0"]["attention"]["experts"].maps) == {"v", "o"}
+    assert set(tape["0"]["feed_forward"]["experts"].maps) == {"keys", "values"}
+    (loss, gradient), (wanted_loss, wanted) = found(kernels), found(XLA)
+    assert float(loss) == pytest.approx(float(wanted_loss), rel=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=TOLERANCE * float(jnp.abs(b).max())), gradient, wanted
+    )

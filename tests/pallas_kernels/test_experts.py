@@ -99,6 +99,17 @@ def test_definition_of_the_expert_linear():
     assert_close(d_shared, x.T @ (score[:, None] * g))
 
 
+@pytest.mark.parametrize("operation", [expert_linear, linear_reference.expert_linear])
+def test_no_shared_expert_is_one_of_zeros(operation):
+    """The value and the other gradients."""
+    index, (x, score, routed, shared) = linear_case("random")
+    g = normal(9, TOKENS, OUT)
+    value, gradients = compiled(operation)(index, (x, score, routed, None), g)
+    wanted, others = compiled(operation)(index, (x, score, routed, np.zeros_like(shared)), g)
+    assert gradients[3] is None
+    jax.tree.map(assert_close, (value, gradients[:3]), (wanted, others[:3]))
+
+
 def test_score_gradient_is_not_that_of_eq_8():
     """Plain autodiff of s x (W_e + W_shared) has the same value and a clearly different score gradient."""
 
