@@ -26,6 +26,11 @@ class PuzzleConfig:
     leaky: the last edge of the path is missing, which the target's degree shows."""
     facts: int = 12
     """Sentences of a family, the links of its chain among them; the others lead nowhere."""
+    names: int = 40
+    """Names that the people of families are drawn from; at least two more than facts."""
+    voices: Literal["both", "parent"] = "both"
+    """How families are told. both: "Bob is the parent of Ann" or "Ann is the child of Bob", as it falls. parent: always
+    the first, so that the order of both names says it all."""
     contradiction_rate: float = 0.0
     """Share of families in which one sentence says the opposite of a link, so that the answer can't be known."""
 

@@ -154,6 +154,7 @@ def generations(facts, start: str) -> dict[str, tuple[int, int]]:
     return found
 
 
+SHORT = {"names": 8, "facts": 4, "voices": "parent"}
 MEANING = {
     "great-grandchild": 3,
     "grandchild": 2,
@@ -180,6 +181,18 @@ def test_families_against_their_trees() -> None:
     assert 0.06 < siblings / N < 0.11  # a tenth, from depth 3
 
 
+def test_families_told_from_the_parent() -> None:
+    """With few names, and from a single link on: labels against the trees, and no fact said from the child."""
+    for depth in range(1, 5):
+        _, labels, texts = cell("family", depth, N // 20, **SHORT)
+        for text, label in zip(texts, labels, strict=True):
+            facts, (first, relation, second) = parse(text)
+            assert {fact[1] for fact in facts} <= {"parent", "sibling"} and len(facts) == 4
+            assert {name for fact in facts for name in (fact[0], fact[2])} <= set(family.NAMES[:8])
+            up, links = generations(facts, first)[second]
+            assert links == depth and (up == MEANING[relation]) == label
+
+
 def test_relations_are_what_they_are_called() -> None:
     assert {up: name for name, up in MEANING.items()} == family.RELATIONS
     # Ann is the child of Bob, who is the parent of Cara: one up, one down.
@@ -187,9 +200,9 @@ def test_relations_are_what_they_are_called() -> None:
     assert generations(facts, "Ann") == {"Ann": (0, 0), "Bob": (1, 1), "Cara": (0, 2), "Dan": (2, 2)}
 
 
-@pytest.mark.parametrize("depth", [2, 5])
-def test_no_count_of_words_tells_a_family(depth: int) -> None:
-    _, labels, texts = cell("family", depth, N // 2)
+@pytest.mark.parametrize(("depth", "style"), [(2, {}), (5, {}), (2, SHORT), (4, SHORT)])
+def test_no_count_of_words_tells_a_family(depth: int, style: dict) -> None:
+    _, labels, texts = cell("family", depth, N // 2, **style)
     relations = list(MEANING)
     features, asked = np.zeros((len(texts), 7 * 6)), Counter()
     for row, text, label in zip(features, texts, labels, strict=True):
@@ -291,13 +304,20 @@ def test_data_of_a_run() -> None:
     [
         ({"puzzle": PuzzleConfig(difficulty=14)}, "data.puzzle.difficulty: 14, but graph has depths 1 to 13"),
         ({"puzzle": PuzzleConfig(nodes=10)}, "evaluation.harder: 8, but graph has depths 1 to 7"),
-        ({"puzzle": PuzzleConfig(task="family")}, "data.puzzle.easiest: 1, but family has depths 2 to 12"),
+        (
+            {"puzzle": PuzzleConfig(task="family", easiest=4, facts=3)},
+            "data.puzzle.easiest: 4, but family has depths 1 to 3",
+        ),
         ({"length": 15}, "data.sequence_length: 15 is too short for graph of depth 1 (data.puzzle.easiest); use at "),
         (
             {"length": 40, "puzzle": PuzzleConfig(task="boolean")},
             "data.sequence_length: 40 is too short for boolean of depth 8 (evaluation.harder); use at least 51",
         ),
-        ({"puzzle": PuzzleConfig(task="family", facts=50)}, "data.puzzle.facts: 50, but there are names for 38"),
+        (
+            {"puzzle": PuzzleConfig(task="family", facts=50)},
+            "data.puzzle.facts: 50, but 40 names are enough for 38 sentences",
+        ),
+        ({"puzzle": PuzzleConfig(task="family", names=41)}, "data.puzzle.names: 41, but there are 40"),
     ],
 )
 def test_settings_that_cannot_work(changes, message: str) -> None:

@@ -11,7 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 import dreamer_jax
 from dreamer_jax.cli.main import main
@@ -37,7 +39,13 @@ SMALL_RUN = {
 }
 """Takes the place of whatever a documented `dreamer train` or `dreamer bench train` says, as far as the family has such
 settings."""
-SMALL_OTHERS = {"model.head_size": "8", "model.mlp_size": "32", "model.core_layers": "1", "model.layers": "1"}
+SMALL_OTHERS = {
+    "model.head_size": "8",
+    "model.mlp_size": "32",
+    "model.core_layers": "1",
+    "model.layers": "1",
+    "model.scored": "2",
+}
 """And of families other than Dreamer."""
 
 
@@ -88,6 +96,19 @@ def small_for(words: list[str]) -> dict[str, str]:
     fields = {f"model.{field.name}" for field in dataclasses.fields(model)}
     small = SMALL_RUN | SMALL_OTHERS
     return {key: value for key, value in small.items() if not key.startswith("model.") or key in fields}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """Many commands come to the same small model: what one of them has compiled is there for the others."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    reset_cache()
 
 
 @pytest.fixture(scope="module")

@@ -139,6 +139,7 @@ def small(tmp_path_factory) -> Machine:
     return Machine(tmp_path_factory.mktemp("small"), steps=60, every=5)
 
 
+@pytest.mark.slow
 def test_two_processes_of_which_one_dies(small):
     """The other one ends soon; the launcher starts both again; nothing of it is seen in the record.
 

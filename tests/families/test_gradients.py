@@ -152,7 +152,7 @@ def test_totals_of_the_attention_moes_on_the_tape(remat):
     assert_same(jax.jit(jax.value_and_grad(loss))(*random_weights(config)), unrolled_gradient(config))
 
 
-@pytest.mark.parametrize("remat", ["full", "attention", "none"])
+@pytest.mark.parametrize("remat", ["full", *(pytest.param(r, marks=pytest.mark.slow) for r in ("attention", "none"))])
 @pytest.mark.parametrize("depth", [2, 3])
 def test_run_time_depth_gives_the_same_gradient(depth, remat):
     """A traced depth, the trained one and a smaller one, by one compiled program for each remat policy."""

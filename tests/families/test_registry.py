@@ -45,6 +45,13 @@ def program(family: str, devices: int, dtype: str) -> tuple[Config, Any, Any]:
     return config, mesh, make_train_step(config, mesh)
 
 
+@functools.cache
+def initial(family: str, devices: int) -> Any:
+    """The fresh state on the host; bfloat16 begins with the same."""
+    config, mesh, _ = program(family, devices, "float32")
+    return jax.device_get(create_state(config, mesh))
+
+
 def steps(family: str, devices: int, dtype: str = "float32", state: Any = None, saved: Any = None) -> Any:
     """Parameters, the model's own state and losses on the host after three steps.
 
@@ -54,7 +61,10 @@ def steps(family: str, devices: int, dtype: str = "float32", state: Any = None, 
     """
     config, mesh, step = program(family, devices, dtype)
     texts = build(config.model).flags.generates
-    state, losses = create_state(config, mesh) if state is None else state, []
+    if state is None:
+        shapes = abstract_state(config, mesh)
+        state = jax.tree.map(lambda leaf, its: jax.device_put(leaf, its.sharding), initial(family, devices), shapes)
+    losses = []
     for seed in range(int(state.step), 3):
         batch = random_batch(seed) if texts else puzzles(config.model, seed, rows=8, length=12)
         state, metrics = step(state, jax.device_put(batch, NamedSharding(mesh, batch_spec(mesh))))

@@ -71,6 +71,7 @@ def test_a_plan_knows_what_a_batch_of_puzzles_holds():
         make_train_step(config, mesh).lower(abstract_state(config, mesh), batch)
 
 
+@pytest.mark.slow  # a row of tests/families/test_registry.py has it too
 def test_bfloat16_on_eight_devices():
     """Close to float32 on one."""
     _, metrics, _ = three_steps(EIGHT, dtype="bfloat16")

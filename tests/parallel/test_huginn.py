@@ -80,6 +80,7 @@ def test_microbatches_change_nothing():
     assert_close(found, three_steps(MeshConfig()), 2e-5)
 
 
+@pytest.mark.slow  # a row of tests/families/test_registry.py has it too
 def test_bfloat16_on_eight_devices():
     """Close to float32 on one, and learning."""
     _, metrics = three_steps(MESHES["mixed"], model__dtype="bfloat16")

@@ -8,8 +8,8 @@ voiced either way:
 
     Bob is the parent of Ann .       or       Ann is the child of Bob .
 
-and the sentences are shuffled among others that lead nowhere. The last sentence is the question, whose relation is the
-true one or another with an even difference of generations.
+(or always the first, with `voices: parent`), and the sentences are shuffled among others that lead nowhere. The last
+sentence is the question, whose relation is the true one or another with an even difference of generations.
 """
 
 from __future__ import annotations
@@ -53,8 +53,22 @@ class Family(NamedTuple):
     tokens: list[str]
 
 
-MOST_FACTS = len(NAMES) - 2
-"""Sentences for which there are names enough."""
+SPARE = 2
+"""Names that a family needs beyond one for each sentence."""
+
+
+class Style(NamedTuple):
+    """How families are written.
+
+    Attributes:
+        facts: sentences before the question.
+        names: how many of `NAMES` there are.
+        both: whether a link is said either way; otherwise always from the parent.
+    """
+
+    facts: int
+    names: int = len(NAMES)
+    both: bool = True
 
 
 def longest(facts: int) -> int:
@@ -62,34 +76,41 @@ def longest(facts: int) -> int:
     return SENTENCE * (facts + 1)
 
 
-def write(depth: int, label: bool, facts: int, contradicted: bool, rng: Random) -> Family:
+def write(depth: int, label: bool, style: Style, contradicted: bool, rng: Random) -> Family:
     """A family.
 
     Args:
-        depth: k, from 2 to `facts`.
+        depth: k, from 1 to the number of sentences.
         label: whether the question's relation is true.
-        facts: sentences before the question.
-        contradicted: one of them says the opposite of a link, if there is room for one.
+        style: see there.
+        contradicted: a sentence says the opposite of a link, if there is room for one.
         rng: where the choices come from.
     """
     steps = _chain(depth, rng)
-    names: list[str] = rng.sample(NAMES, len(NAMES))
+    names: list[str] = rng.sample(NAMES[: style.names], style.names)
     people = names[: depth + 1]
     links = list(zip(people, steps, people[1:], strict=False))
-    others = facts - depth
+    others = style.facts - depth
     if contradicted and others:
         first, up, second = rng.choice([link for link in links if link[1]])
         links.append((first, -up, second))
         others -= 1
     links += _dead_ends(people, names[depth + 1 :], others, rng)
     rng.shuffle(links)
-    voiced = [link if rng.random() < 0.5 else (link[2], -link[1], link[0]) for link in links]
+    voiced = [_voiced(link, style.both, rng) for link in links]
     up = sum(steps)
     if not label:
         up = rng.choice([other for other in RELATIONS if other != up and (other - up) % 2 == 0])
     question = (people[0], up, people[-1])
     words = [word for fact in voiced for word in (*_words(fact), ".")]
     return Family(voiced, question, [*words, *_words(question), "?"])
+
+
+def _voiced(link: tuple[str, int, str], both: bool, rng: Random) -> tuple[str, int, str]:
+    """The link, or the same from its other end; a sibling is said either way always."""
+    first, up, second = link
+    turned = rng.random() < 0.5 if both or not up else up > 0
+    return (second, -up, first) if turned else link
 
 
 def _chain(depth: int, rng: Random) -> list[int]:

@@ -262,19 +262,24 @@ def _boolean(config: PuzzleConfig) -> Task:
 
 
 def _family(config: PuzzleConfig) -> Task:
-    if config.facts > family.MOST_FACTS:
-        key = "data.puzzle.facts"
-        raise ConfigError(f"{key}: {config.facts}, but there are names for {family.MOST_FACTS} sentences", key=key)
+    most = len(family.NAMES)
+    if config.names > most:
+        key = "data.puzzle.names"
+        raise ConfigError(f"{key}: {config.names}, but there are {most}", key=key)
+    if config.facts > config.names - family.SPARE:
+        key, enough = "data.puzzle.facts", config.names - family.SPARE
+        raise ConfigError(f"{key}: {config.facts}, but {config.names} names are enough for {enough} sentences", key=key)
+    style = family.Style(config.facts, config.names, config.voices == "both")
 
     def write(draw: Draw, row: int, label: int, attempt: int):
         depth, rng = _random(draw, row, attempt)
         contradicted = rng.random() < config.contradiction_rate
-        words = family.write(depth, bool(label), config.facts, contradicted, rng).tokens
+        words = family.write(depth, bool(label), style, contradicted, rng).tokens
         first = len(words) - family.SENTENCE
         return words, (first, first + 5)
 
     longest = family.longest(config.facts)
-    return Task(family.TOKENS, 2, config.facts, lambda depth: longest, 2, _from_words(write, family.TOKENS))
+    return Task(family.TOKENS, 1, config.facts, lambda depth: longest, 2, _from_words(write, family.TOKENS))
 
 
 _TASKS: dict[str, Callable[[PuzzleConfig], Task]] = {"graph": _graph, "boolean": _boolean, "family": _family}
