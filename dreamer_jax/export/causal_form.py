@@ -16,18 +16,12 @@ TRANSPOSED = ("qkv", "out")
 """How the paths of leaves end that are [in, out] in JAX; other matrices are [out, in] in both."""
 
 
-class CausalForm(PlainForm):
-    """What such families share. A layer's number is in its tensors' names, as in those of its leaves."""
+class TransformersForm(PlainForm):
+    """What folders have that transformers loads as causal language models, whatever their tensors are called."""
 
     classes: ClassVar[str]
     """How the names of the PyTorch classes begin, in front of Config and ForCausalLM."""
-    order: ClassVar[tuple[str, ...]]
-    """Parts of the parameters in the order of the forward pass."""
-    names = {"embedding": "embedding.weight"}  # noqa: RUF012
-    tables = ()
     packages = ("torch", "safetensors", "transformers")
-
-    # config.json
 
     def settings(self, description: Description, tokenizer: Tokenizer) -> dict[str, Any]:
         """The section `model`, and the run."""
@@ -44,6 +38,15 @@ class CausalForm(PlainForm):
             "eos_token_id": tokenizer.eos,
             "pad_token_id": tokenizer.pad,
         }
+
+
+class CausalForm(TransformersForm):
+    """Tensors that are named after the leaves. A layer's number is in the names of both."""
+
+    order: ClassVar[tuple[str, ...]]
+    """Parts of the parameters in the order of the forward pass."""
+    names = {"embedding": "embedding.weight"}  # noqa: RUF012
+    tables = ()
 
     # Tensors
 
@@ -69,9 +72,9 @@ class CausalForm(PlainForm):
 
     def torch_side(self, folder: Path, tokens: np.ndarray, prompt: int, new: int, bfloat16: bool) -> TorchSide:
         """See causal_sides.py."""
-        from dreamer_jax.export.causal_sides import torch_side
+        from dreamer_jax.export.causal_sides import torch_model, torch_side
 
-        return torch_side(self, folder, tokens, prompt, new, bfloat16)
+        return torch_side(torch_model(self, folder), tokens, prompt, new, bfloat16)
 
     def jax_side(self, stored: Any, folder: Path, description: Description, dtype: str) -> Any:
         """See causal_sides.py."""

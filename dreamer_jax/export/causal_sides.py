@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dreamer_jax.export.causal_form import CausalForm
+from dreamer_jax.export.causal_form import TransformersForm
 from dreamer_jax.export.form import Description, TorchSide, Trace
 from dreamer_jax.export.reading import checked_tensors, to_jax
 from dreamer_jax.export.safetensors_files import open_tensors
@@ -56,7 +57,7 @@ class JaxSide:
         return passed.counts, family.logits(params, hidden)
 
 
-def torch_model(form: CausalForm, folder: Path) -> Any:
+def torch_model(form: TransformersForm, folder: Path) -> Any:
     """The model of a folder, by this package's own copy of its code; weights stay mapped from the files."""
     import torch
     from safetensors.torch import load_file
@@ -72,25 +73,40 @@ def torch_model(form: CausalForm, folder: Path) -> Any:
     return model.requires_grad_(False).eval()
 
 
-def torch_side(form: CausalForm, folder: Path, tokens: np.ndarray, prompt: int, new: int, bfloat16: bool) -> TorchSide:
-    """See `Form.torch_side`."""
-    import torch
-
-    model = torch_model(form, folder)
-    rounded = _trace(model, tokens).logits if bfloat16 else None
-    model.compute_dtype = torch.float32
-    continued = fed = torch.tensor(tokens[-1:, :prompt])
-    cache = None
-    for _ in range(new):
-        out = model(fed, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, fed = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
-        continued = torch.cat([continued, fed], 1)
-    return TorchSide(_trace(model, tokens), rounded, continued.numpy())
-
-
-def _trace(model: Any, tokens: np.ndarray) -> Trace:
+def torch_trace(model: Any, tokens: np.ndarray) -> Trace:
+    """The states after every depth, and the logits."""
     import torch
 
     out = model(torch.tensor(tokens), output_hidden_states=True)
     parts = [(f"depth {l}", x.float().numpy()) for l, x in enumerate(out.hidden_states[:-1])]
     return Trace(parts, out.logits.numpy(), np.ones(tokens.shape, bool))
+
+
+def torch_side(
+    model: Any,
+    tokens: np.ndarray,
+    prompt: int,
+    new: int,
+    bfloat16: bool,
+    trace: Callable[[Any, np.ndarray], Trace] = torch_trace,
+    **options: Any,
+) -> TorchSide:
+    """See `Form.torch_side`.
+
+    Args:
+        model: of the folder.
+        tokens, prompt, new, bfloat16: see there.
+        trace: (model, tokens) -> one forward pass.
+        options: of the model in greedy decoding.
+    """
+    import torch
+
+    rounded = trace(model, tokens).logits if bfloat16 else None
+    model.compute_dtype = torch.float32
+    continued = fed = torch.tensor(tokens[-1:, :prompt])
+    cache = None
+    for _ in range(new):
+        out = model(fed, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
+        cache, fed = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
+        continued = torch.cat([continued, fed], 1)
+    return TorchSide(trace(model, tokens), rounded, continued.numpy())

@@ -9,8 +9,8 @@ import numpy as np
 
 from dreamer_jax.config.models.cotformer import CotformerConfig
 from dreamer_jax.data.tokenizers import Tokenizer
+from dreamer_jax.export.causal_form import TransformersForm
 from dreamer_jax.export.form import About, Description, TorchSide
-from dreamer_jax.export.plain_form import PlainForm
 from dreamer_jax.runs.leaves import StoredModel
 
 LAYER = {
@@ -44,33 +44,16 @@ print(tokenizer.decode(model.generate(**tokens, max_new_tokens=20)[0]))
 `depth` allows another number of repeats than {repeats}."""
 
 
-class CotformerForm(PlainForm):
+class CotformerForm(TransformersForm):
     """See the module."""
 
     family = "cotformer"
     model_type = "cotformer"
     model_file = "modeling_cotformer.py"
+    classes = "Cotformer"
     config = CotformerConfig
     names = NAMES
     tables = tuple(NAMES)
-    packages = ("torch", "safetensors", "transformers")
-
-    # config.json
-
-    def settings(self, description: Description, tokenizer: Tokenizer) -> dict[str, Any]:
-        """The section `model`, and the run."""
-        return {
-            "architectures": ["CotformerForCausalLM"],
-            "auto_map": {
-                "AutoConfig": "modeling_cotformer.CotformerConfig",
-                "AutoModelForCausalLM": "modeling_cotformer.CotformerForCausalLM",
-            },
-            **self.described(description),
-            "max_position_embeddings": description.config.data.sequence_length,
-            "bos_token_id": tokenizer.bos,
-            "eos_token_id": tokenizer.eos,
-            "pad_token_id": tokenizer.pad,
-        }
 
     # Tensors
 
@@ -95,9 +78,10 @@ class CotformerForm(PlainForm):
 
     def torch_side(self, folder: Path, tokens: np.ndarray, prompt: int, new: int, bfloat16: bool) -> TorchSide:
         """See cotformer_sides.py."""
-        from dreamer_jax.export.cotformer_sides import torch_side
+        from dreamer_jax.export.causal_sides import torch_model, torch_side
+        from dreamer_jax.export.cotformer_sides import torch_trace
 
-        return torch_side(folder, tokens, prompt, new, bfloat16)
+        return torch_side(torch_model(self, folder), tokens, prompt, new, bfloat16, torch_trace)
 
     def jax_side(self, stored: StoredModel, folder: Path, description: Description, dtype: str) -> Any:
         """See cotformer_sides.py."""

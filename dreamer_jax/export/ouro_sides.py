@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dreamer_jax.blocks.operations import REFERENCE
+from dreamer_jax.export import causal_sides
 from dreamer_jax.export.form import Description, TorchSide, Trace
 from dreamer_jax.export.reading import checked_tensors, to_jax
 from dreamer_jax.export.safetensors_files import open_tensors
@@ -65,18 +66,8 @@ def torch_model(folder: Path) -> Any:
 
 def torch_side(folder: Path, tokens: np.ndarray, prompt: int, new: int, bfloat16: bool) -> TorchSide:
     """See `Form.torch_side`; every token takes all loops."""
-    import torch
-
-    model = torch_model(folder)
-    rounded = _trace(model, tokens).logits if bfloat16 else None
-    model.compute_dtype = torch.float32
-    continued = fed = torch.tensor(tokens[-1:, :prompt])
-    cache = None
-    for _ in range(new):
-        out = model(fed, exit_threshold=1.0, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, fed = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
-        continued = torch.cat([continued, fed], 1)
-    return TorchSide(_trace(model, tokens), rounded, continued.numpy())
+    its = tokens, prompt, new, bfloat16
+    return causal_sides.torch_side(torch_model(folder), *its, _trace, exit_threshold=1.0)
 
 
 def _trace(model: Any, tokens: np.ndarray) -> Trace:

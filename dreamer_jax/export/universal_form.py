@@ -9,12 +9,12 @@ import numpy as np
 
 from dreamer_jax.config.models.universal import UniversalConfig
 from dreamer_jax.data.tokenizers import Tokenizer
+from dreamer_jax.export.causal_form import TransformersForm
 from dreamer_jax.export.form import (
     About,
     Description,
     TorchSide,
 )
-from dreamer_jax.export.plain_form import PlainForm
 from dreamer_jax.runs.leaves import StoredModel
 
 NAMES = {
@@ -48,34 +48,17 @@ print(tokenizer.decode(model.generate(**tokens, max_new_tokens=20)[0]))
 `depth` allows another number of steps than {steps}."""
 
 
-class UniversalForm(PlainForm):
+class UniversalForm(TransformersForm):
     """See the module."""
 
     family = "universal"
     model_type = "universal"
     model_file = "modeling_universal.py"
+    classes = "Universal"
     config = UniversalConfig
     names = NAMES
     tables = (EMBEDDING,)
     rows = (ROW,)
-    packages = ("torch", "safetensors", "transformers")
-
-    # config.json
-
-    def settings(self, description: Description, tokenizer: Tokenizer) -> dict[str, Any]:
-        """The section `model`, and the run."""
-        return {
-            "architectures": ["UniversalForCausalLM"],
-            "auto_map": {
-                "AutoConfig": "modeling_universal.UniversalConfig",
-                "AutoModelForCausalLM": "modeling_universal.UniversalForCausalLM",
-            },
-            **self.described(description),
-            "max_position_embeddings": description.config.data.sequence_length,
-            "bos_token_id": tokenizer.bos,
-            "eos_token_id": tokenizer.eos,
-            "pad_token_id": tokenizer.pad,
-        }
 
     # Tensors
 
@@ -87,9 +70,10 @@ class UniversalForm(PlainForm):
 
     def torch_side(self, folder: Path, tokens: np.ndarray, prompt: int, new: int, bfloat16: bool) -> TorchSide:
         """See universal_sides.py."""
-        from dreamer_jax.export.universal_sides import torch_side
+        from dreamer_jax.export.causal_sides import torch_model, torch_side
+        from dreamer_jax.export.universal_sides import torch_trace
 
-        return torch_side(folder, tokens, prompt, new, bfloat16)
+        return torch_side(torch_model(self, folder), tokens, prompt, new, bfloat16, torch_trace)
 
     def jax_side(self, stored: StoredModel, folder: Path, description: Description, dtype: str) -> Any:
         """See universal_sides.py."""

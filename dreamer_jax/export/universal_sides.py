@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dreamer_jax.export.form import Description, TorchSide, Trace
+from dreamer_jax.export.form import Description, Trace
 from dreamer_jax.export.reading import checked_tensors, to_jax
-from dreamer_jax.export.safetensors_files import open_tensors
 from dreamer_jax.families import build, forward
 
 TIE = 1e-5
@@ -63,40 +61,8 @@ class JaxSide:
         return *passed.counts, family.logits(params, hidden)
 
 
-def torch_model(folder: Path) -> Any:
-    """The model of a folder, by this package's own copy of its code; weights stay mapped from the files."""
-    import torch
-    from safetensors.torch import load_file
-
-    from dreamer_jax.export.modeling_universal import UniversalConfig, UniversalForCausalLM
-
-    config = UniversalConfig(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    with torch.device("meta"):
-        model = UniversalForCausalLM(config)
-    tensors = {}
-    for path in sorted({stored.path for stored in open_tensors(folder).values()}):
-        tensors |= load_file(path)
-    model.load_state_dict(tensors, assign=True)
-    return model.requires_grad_(False).eval()
-
-
-def torch_side(folder: Path, tokens: np.ndarray, prompt: int, new: int, bfloat16: bool) -> TorchSide:
-    """See `Form.torch_side`."""
-    import torch
-
-    model = torch_model(folder)
-    rounded = _trace(model, tokens).logits if bfloat16 else None
-    model.compute_dtype = torch.float32
-    continued = fed = torch.tensor(tokens[-1:, :prompt])
-    cache = None
-    for _ in range(new):
-        out = model(fed, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, fed = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
-        continued = torch.cat([continued, fed], 1)
-    return TorchSide(_trace(model, tokens), rounded, continued.numpy())
-
-
-def _trace(model: Any, tokens: np.ndarray) -> Trace:
+def torch_trace(model: Any, tokens: np.ndarray) -> Trace:
+    """One forward pass."""
     import torch
 
     out = model(torch.tensor(tokens), output_hidden_states=True)

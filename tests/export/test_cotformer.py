@@ -16,6 +16,7 @@ from dreamer_jax.cli.main import main
 from dreamer_jax.config.sections import Config, DataConfig, RunConfig
 from dreamer_jax.errors import UserError
 from dreamer_jax.export import safetensors_files
+from dreamer_jax.export.cotformer_form import CotformerForm
 from dreamer_jax.export.reading import import_run
 from dreamer_jax.export.writing import export
 from dreamer_jax.runs.leaves import open_model
@@ -71,10 +72,13 @@ def test_pytorch_computes_the_equations(runs, tmp_path: Path, form: str) -> None
     """Logits, the loss, who goes on, and greedy decoding through the cache, by transformers."""
     torch = pytest.importorskip("torch", reason=WHY_SKIPPED)
     pytest.importorskip("transformers", reason=WHY_SKIPPED)
-    from dreamer_jax.export.cotformer_sides import torch_model
+    from dreamer_jax.export.causal_sides import torch_model
 
     torch.set_num_threads(1)
-    twin, params = torch_model(write(runs[form], tmp_path / "folder")), wide(load_run(runs[form]).params)
+    twin, params = (
+        torch_model(CotformerForm(), write(runs[form], tmp_path / "folder")),
+        wide(load_run(runs[form]).params),
+    )
     rule = plain.by_capacity(0.75, 0.5) if form == "capacity" else RULES.get(form)
     wanted = [plain.passed(FORMS[form], params, row, rule) for row in TOKENS]
     tokens = torch.tensor(TOKENS).long()

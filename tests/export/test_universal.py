@@ -19,6 +19,7 @@ from dreamer_jax.config.sections import Config, DataConfig, RunConfig
 from dreamer_jax.errors import UserError
 from dreamer_jax.export import safetensors_files
 from dreamer_jax.export.reading import import_run
+from dreamer_jax.export.universal_form import UniversalForm
 from dreamer_jax.export.writing import export
 from dreamer_jax.families import build, initialise
 from dreamer_jax.runs.leaves import open_model
@@ -82,11 +83,11 @@ def test_pytorch_computes_the_equations(drawn, tmp_path: Path, form: str) -> Non
     """Logits, the loss with its ponder cost, and greedy decoding through the cache, by transformers."""
     torch = pytest.importorskip("torch", reason=WHY_SKIPPED)
     pytest.importorskip("transformers", reason=WHY_SKIPPED)
-    from dreamer_jax.export.universal_sides import torch_model
+    from dreamer_jax.export.causal_sides import torch_model
 
     torch.set_num_threads(1)
     run = make_run(tmp_path / "run", drawn, form)
-    twin, config = torch_model(write(run, tmp_path / "folder")), load_run(run).config.model
+    twin, config = torch_model(UniversalForm(), write(run, tmp_path / "folder")), load_run(run).config.model
     tokens = torch.tensor(TOKENS).long()
     with torch.no_grad():
         out = twin(tokens, labels=tokens)
