@@ -13,7 +13,7 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.evaluation.comparison import Curve, accuracies, best, data_efficiency, draw
 from dreamer_jax.families import build
 from dreamer_jax.runs.metrics import read_metrics
-from dreamer_jax.training.figures import heldout_loss
+from dreamer_jax.training.figures import heldout_curve
 
 LOSS = "held-out loss (nats per token)"
 
@@ -34,7 +34,7 @@ def run(arguments: list[str]) -> int:
         _print_table(rows)
     if options.figure:
         names = {directory: f"{row['variant']} ({directory})" for row, directory in zip(rows, directories, strict=True)}
-        panels = {LOSS: {names[d]: heldout_loss(Path(d), config) for d, config in configs.items()}}
+        panels = {LOSS: {names[d]: heldout_curve(Path(d), config) for d, config in configs.items()}}
         for label in sorted({label for its in curves.values() for label in its}):
             panels[label] = {names[directory]: its.get(label, []) for directory, its in curves.items()}
         if not draw(panels, names[baseline], Path(options.figure)):

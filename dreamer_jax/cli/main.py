@@ -34,13 +34,15 @@ COMMANDS = {
     "import": ("dreamer_jax.cli.import_", "an exported folder, perhaps fine-tuned, as a run"),
     "convert": ("dreamer_jax.cli.convert", "a pretrained Llama, Qwen3 or OLMo 2 as a model of recurrent depth"),
     "frontier": ("dreamer_jax.cli.frontier", "accuracy by task depth and thinking steps, beside a paper's"),
+    "study": ("dreamer_jax.cli.study", "models of one cost trained alike on several tasks, with seeds, and compared"),
+    "depth": ("dreamer_jax.cli.depth", "held-out loss of a trained model at other depths"),
     "info": ("dreamer_jax.cli.info", "versions, devices, and which extras are installed"),
 }
 """Command -> (module with `run(arguments) -> exit code`, summary)."""
 
 OPTION = "--family-module"
 """The option of every command; see dreamer_jax/config/models."""
-HEAVY = [["train"], ["frontier"], ["bench"], ["eval"], ["generate"], ["chat"]]
+HEAVY = [["train"], ["frontier"], ["study"], ["depth"], ["bench"], ["eval"], ["generate"], ["chat"]]
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 

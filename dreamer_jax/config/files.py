@@ -6,6 +6,7 @@ Nothing is converted here: which keys there are, and of which types, is known on
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,21 @@ def read_file(path: Path, parents: tuple[Path, ...] = ()) -> list[Line]:
         return []
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{at(path, root)}: expected sections such as 'model:', got {describe(root)}")
+    return read_sections(path, entries(path, root, prefix=""), parents)
+
+
+def read_sections(
+    path: Path, found: Sequence[tuple[str, yaml.Node, yaml.Node]], parents: tuple[Path, ...] = ()
+) -> list[Line]:
+    """What sections say, after what their `base:` says; for files that hold configurations among other things.
+
+    Args:
+        path, parents: see `read_file`.
+        found: the entries of a mapping, see `entries`.
+    """
     base: list[Line] = []
     own: list[Line] = []
-    for name, key_node, value_node in entries(path, root, prefix=""):
+    for name, key_node, value_node in found:
         if name == "base":
             base = _read_base(path, value_node, (*parents, path))
         elif name in SECTIONS:

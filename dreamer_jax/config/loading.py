@@ -83,7 +83,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
     Raises:
         ConfigError: anything that is wrong, with the file and line (or "command line") it was written in.
     """
-    return build(settings_of([*read_file(Path(path)), *_split(overrides)]))
+    return build(settings_of([*read_file(Path(path)), *split_words(overrides)]))
 
 
 def read_overrides(words: Sequence[str]) -> dict[str, Setting]:
@@ -95,7 +95,7 @@ def read_overrides(words: Sequence[str]) -> dict[str, Setting]:
     Raises:
         ConfigError: an option is unknown, doubled, lacks its value or has one of the wrong type.
     """
-    return settings_of(_split(words))
+    return settings_of(split_words(words))
 
 
 def settings_of(written: Sequence[Line | Word]) -> dict[str, Setting]:
@@ -148,7 +148,12 @@ def _section(section_type: type, name: str, settings: Mapping[str, Setting]) -> 
     return section_type(**values)
 
 
-def _split(words: Sequence[str]) -> list[Word]:
+def split_words(words: Sequence[str]) -> list[Word]:
+    """Command line words -> keys and values, not yet converted.
+
+    Raises:
+        ConfigError: a word is no `--section.key`.
+    """
     found: list[Word] = []
     remaining = list(words)
     while remaining:

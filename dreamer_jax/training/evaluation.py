@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
 from dreamer_jax.data import Data
-from dreamer_jax.runs.state import TrainState
 
 
-def evaluate(evaluation_step: Callable[..., Any], place: Callable, state: TrainState, data: Data) -> dict[str, float]:
+class Weights(Protocol):
+    """What is evaluated: a training state, or a trained model."""
+
+    @property
+    def params(self) -> Any:
+        """float32 parameters."""
+
+    @property
+    def model_state(self) -> Any:
+        """The model's own, by collection."""
+
+
+def evaluate(evaluation_step: Callable[..., Any], place: Callable, state: Weights, data: Data) -> dict[str, float]:
     """Metrics over the held-out batches, and over the harder ones where the configuration asks for them.
 
     Args:

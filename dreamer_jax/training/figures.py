@@ -26,11 +26,15 @@ def draw_figures(directory: Path) -> list[Path]:
     return drawn
 
 
-def heldout_loss(directory: Path, config: Config) -> Curve:
-    """(tokens trained on, held-out loss) of a run's evaluations, also where no line of the log falls on their step."""
+def heldout_curve(directory: Path, config: Config, name: str = "loss") -> Curve:
+    """(tokens trained on, value) of a run's evaluations, also where no line of the log falls on their step.
+
+    Args:
+        name: loss, perplexity or exact_match.
+    """
     tokens_of_step = config.training.batch_size * config.data.sequence_length
-    steps = _curve(read_metrics(directory), "step", "heldout/loss")
-    return [(step * tokens_of_step, loss) for step, loss in steps]
+    steps = _curve(read_metrics(directory), "step", f"heldout/{name}")
+    return [(step * tokens_of_step, value) for step, value in steps]
 
 
 def draw_curves(curves: Mapping[str, Curve], x_label: str, y_label: str, path: Path, top: float | None = None) -> bool:

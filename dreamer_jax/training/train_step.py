@@ -139,8 +139,8 @@ def family_on(config: Config, mesh: Mesh) -> Family:
     return build(config.model, parallel_operations(operations, config.mesh.exchange, mesh.shape[EXPERT]))
 
 
-def make_evaluation_step(config: Config, mesh: Mesh) -> Callable[[Any, Any, Batch], Metrics]:
-    """The jitted evaluation of a batch: (params, model state, batch) -> sums over it.
+def make_evaluation_step(config: Config, mesh: Mesh, depth: int | None = None) -> Callable[[Any, Any, Batch], Metrics]:
+    """The jitted evaluation of a batch, at the trained depth or another: (params, model state, batch) -> sums over it.
 
     Keys: `loss` and `targets` over all targets of the loss mask; `answers` and `exact`, the documents with an
     answer and those whose every answer token is the most likely one given the true tokens before it. That is
@@ -152,7 +152,7 @@ def make_evaluation_step(config: Config, mesh: Mesh) -> Callable[[Any, Any, Batc
 
     def evaluate(params, model_state, batch: Batch) -> Metrics:
         params = gather(params, layouts, family.cast)
-        losses, correct = family.evaluate(params, forward(family, params, model_state, batch), batch)
+        losses, correct = family.evaluate(params, forward(family, params, model_state, batch, depth), batch)
         mask, answer = batch["loss_mask"], batch["answer_mask"]
         wrong = answer & ~correct
 

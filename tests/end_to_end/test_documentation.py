@@ -66,7 +66,7 @@ DREAMER = sorted({command for _, command in COMMANDS if command.startswith("drea
 EXAMPLE = "looped.py"
 """The worked example of docs/architecture.md, as its commands name it."""
 SCRIPTS = sorted({command for _, command in COMMANDS if command.startswith("bash launch/")})
-OWN_TESTS = ("analyze", "convert", "data", "eval", "export", "frontier", "import", "plan")
+OWN_TESTS = ("analyze", "convert", "data", "eval", "export", "frontier", "import", "plan", "study")
 ELSEWHERE = ("pip install ", "source ", "tensorboard ")
 """Set-up lines that the environment of the tests already stands for."""
 
@@ -145,7 +145,7 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("command", DREAMER)
 def test_documented_command(command, workplace, trained, capsys):
     words = shlex.split(command)[1:]
-    if words[0] in ("checkpoint", "compare", "generate"):
+    if words[0] in ("checkpoint", "compare", "depth", "generate"):
         words = [trained if word.startswith("runs/") else word for word in words]
     if "--training.initial_weights" in words:
         words = with_options(words, {"training.initial_weights": trained})

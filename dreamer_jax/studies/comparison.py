@@ -1,0 +1,174 @@
+"""What a study says: the best of every member, and how many fewer tokens it needs than the baseline (Table 2).
+
+Everything is computed from what study.json holds, so that a table can be made again anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dreamer_jax.evaluation.comparison import Curve, average, best, tokens_to_reach
+from dreamer_jax.studies.study_file import LOSS
+
+RESAMPLES = 2000
+"""Of the bootstrap over seeds."""
+INTERVAL = (2.5, 97.5)
+"""Percentiles of an interval."""
+
+Interval = tuple[float, float]
+
+
+def seeds_of(member: Mapping[str, Any], metric: str) -> list[Curve]:
+    """The curves of all complete runs of a member, as higher is better: losses are negative."""
+    sign = -1.0 if metric == LOSS else 1.0
+    found = [its["curves"].get(metric, []) for its in member["seeds"].values()]
+    return [[(tokens, sign * value) for tokens, value in curve] for curve in found if curve]
+
+
+def advantage(curve: Curve, baseline: Curve) -> float | None:
+    """How many times fewer tokens a curve needs than the baseline for the same value, where higher is better.
+
+    Where the curve gets as far as the baseline's best, that is Table 2's data efficiency: tokens of the baseline's best
+    over tokens at which the curve reaches it. Where it doesn't, the same is asked from the other side: tokens at which
+    the baseline reaches the curve's best, over the curve's; it is below 1 then. None of empty curves.
+    """
+    top, own = best(baseline), best(curve)
+    if top is None or own is None:
+        return None
+    reached = tokens_to_reach(curve, top[1])
+    if reached is not None:
+        return top[0] / reached
+    theirs = tokens_to_reach(baseline, own[1])
+    assert theirs is not None  # its best is higher
+    return theirs / own[0]
+
+
+def efficiency(
+    member: Sequence[Curve], baseline: Sequence[Curve], key: int = 0
+) -> tuple[float, Interval] | tuple[None, None]:
+    """The advantage of the mean curve, with its bootstrap interval over seeds; (None, None) without runs.
+
+    Seeds of the member and of the baseline are drawn with replacement, `RESAMPLES` times, each on its own: runs of one
+    seed share nothing but the order of the data.
+
+    Args:
+        member, baseline: a curve for each seed.
+        key: of the draws.
+    """
+    if not member or not baseline:
+        return None, None
+    random = np.random.default_rng(key)
+    drawn = []
+    for _ in range(RESAMPLES):
+        both = [average([its[i] for i in random.integers(0, len(its), len(its))]) for its in (member, baseline)]
+        drawn.append(advantage(*both))
+    ends = np.percentile([each for each in drawn if each is not None], INTERVAL)
+    value = advantage(average(member), average(baseline))
+    return (value, (float(ends[0]), float(ends[1]))) if value is not None else (None, None)
+
+
+def best_of(curves: Sequence[Curve], metric: str) -> tuple[float, Interval] | None:
+    """(mean, (worst, best)) over seeds of the best value of each, as it was measured."""
+    sign = -1.0 if metric == LOSS else 1.0
+    tops = [sign * top[1] for top in map(best, curves) if top]
+    return (math.fsum(tops) / len(tops), (min(tops), max(tops))) if tops else None
+
+
+def rows_of(result: Mapping[str, Any], task: str) -> list[dict[str, Any]]:
+    """A row for each member: costs, speed, best value, and data efficiency."""
+    its = result["tasks"][task]
+    metric, members = its["metric"], its["members"]
+    theirs = seeds_of(members[result["baseline"]], metric)
+    rows = []
+    for name, member in members.items():
+        curves = seeds_of(member, metric)
+        value, interval = (1.0, None) if name == result["baseline"] and curves else efficiency(curves, theirs)
+        speeds = [seed["tokens_per_second"] for seed in member["seeds"].values()]
+        rows.append(
+            {
+                "member": name,
+                "parameters": member["parameters"],
+                "flops_per_token": member["flops_per_token"],
+                "training_flops_per_token": member["training_flops_per_token"],
+                "memory_bytes": member["memory_bytes"],
+                "tokens_per_second": math.fsum(speeds) / len(speeds) if speeds else None,
+                "seeds": len(curves),
+                "best": best_of(curves, metric),
+                "efficiency": value,
+                "interval": interval,
+            }
+        )
+    return rows
+
+
+def header(metric: str) -> list[str]:
+    """The headings of `cells`."""
+    measured = "held-out loss" if metric == LOSS else f"{metric} accuracy"
+    costs = ["member", "parameters", "FLOPs/token", "training FLOPs/token", "memory", "tokens/s"]
+    return [*costs, "seeds", measured, "data efficiency"]
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """A row of `rows_of` as text."""
+
+    def count(number: float | None) -> str:
+        return "-" if number is None else f"{number:,.0f}"
+
+    measured, factor = "-", "-"
+    if row["best"]:
+        mean, (low, high) = row["best"]
+        measured = f"{mean:.3f}" + (f" ({low:.3f} to {high:.3f})" if row["seeds"] > 1 else "")
+    if row["efficiency"] is not None:
+        between = row["interval"]
+        factor = f"{row['efficiency']:.2f}"
+        factor += f" ({between[0]:.2f} to {between[1]:.2f})" if between and row["seeds"] > 1 else ""
+    return [
+        row["member"],
+        count(row["parameters"]),
+        f"{row['flops_per_token'] / 1e6:.2f} M",
+        f"{row['training_flops_per_token'] / 1e6:.2f} M",
+        f"{row['memory_bytes'] / 2**20:.2f} MiB",
+        count(row["tokens_per_second"]),
+        str(row["seeds"]),
+        measured,
+        factor,
+    ]
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The tables of a study, for a page."""
+    blocks = []
+    for name, task in result["tasks"].items():
+        titles = header(task["metric"])
+        lines = [titles, ["---"] * len(titles), *map(cells, rows_of(result, name))]
+        table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        blocks += [f"**{name}** ({task['tokens']:,} tokens)", table]
+        if depths := depth_table(task):
+            blocks.append(depths)
+    return "\n\n".join(blocks) + "\n"
+
+
+def depth_table(task: Mapping[str, Any]) -> str:
+    """Held-out loss by depth, means over seeds; empty where nothing was measured."""
+    found = {name: depth_means(member) for name, member in task["members"].items() if member["seeds"]}
+    depths = sorted({depth for its in found.values() for depth in its})
+    if not depths:
+        return ""
+    lines = [["loss at depth", *map(str, depths)], ["---"] * (1 + len(depths))]
+    for name, its in found.items():
+        trained = task["members"][name]["depth"]
+        shown = (f"{its[d]:.3f}" if d in its else "-" for d in depths)
+        marked = [f"**{text}**" if d == trained else text for d, text in zip(depths, shown, strict=True)]
+        lines.append([name, *marked])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def depth_means(member: Mapping[str, Any]) -> dict[int, float]:
+    """Depth -> held-out loss, the mean over seeds."""
+    tables = [seed["by_depth"] for seed in member["seeds"].values()]
+    depths = set.intersection(*(set(table) for table in tables)) if tables else set()
+    return {int(depth): math.fsum(table[depth] for table in tables) / len(tables) for depth in depths}

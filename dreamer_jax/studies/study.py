@@ -1,0 +1,241 @@
+"""A fair study: members matched in cost, trained alike on every task with several seeds, and compared.
+
+A study is a folder of ordinary runs, TASK/MEMBER/seedN, each of which `dreamer train` could have made from the
+configuration that stands in configs/; and study.json, what came out of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dreamer_jax.budget import analytic, matching
+from dreamer_jax.config import Config, LoadedConfig, load_config
+from dreamer_jax.config.loading import Word
+from dreamer_jax.errors import UserError
+from dreamer_jax.evaluation.comparison import HELDOUT, accuracies
+from dreamer_jax.families import build
+from dreamer_jax.runs.folders import open_run, write_atomically
+from dreamer_jax.runs.metrics import read_metrics
+from dreamer_jax.runs.models import locate_run
+from dreamer_jax.studies.depths import FILE as DEPTHS
+from dreamer_jax.studies.jobs import Job, run_jobs
+from dreamer_jax.studies.study_file import LOSS, Member, StudyFile, Sweep, Task
+from dreamer_jax.training.figures import heldout_curve
+
+FILE = "study.json"
+GRANULARITIES = (8, 4, 2, 1)
+"""What the sizes that matching searches are multiples of: the first that comes close enough."""
+CLOSE = 1.0
+"""Percent."""
+
+Result = dict[str, Any]
+
+
+class Entrant(NamedTuple):
+    """A member on a task, with the costs it was given.
+
+    Attributes:
+        task, member: of the file.
+        loaded: the configuration of its runs, but for run.dir and run.seed.
+        match: how it was matched; None for the baseline, and where nothing is asked for.
+    """
+
+    task: Task
+    member: Member
+    loaded: LoadedConfig
+    match: matching.Match | None
+
+
+def entrants(study: StudyFile, words: Sequence[Word]) -> list[Entrant]:
+    """Every member on every task, matched to the baseline of that task.
+
+    Raises:
+        UserError: one can't be matched; `match: none` leaves a member as it is.
+    """
+    found = []
+    baseline = next(member for member in study.members if member.name == study.baseline)
+    for task in study.tasks:
+        target = study.configuration(task, baseline, words).config
+        context = target.data.sequence_length
+        for member in study.members:
+            loaded = study.configuration(task, member, words)
+            if member is baseline or member.match == "none":
+                found.append(Entrant(task, member, loaded, None))
+                continue
+            try:
+                matched = _match(loaded.config, target, member.match, context)
+            except UserError as error:
+                raise UserError(f"{study.path}: members.{member.name}: {error}") from None
+            changed = dataclasses.replace(loaded.config, model=matched.family.config)
+            found.append(Entrant(task, member, LoadedConfig(changed, loaded.origins), matched))
+    return found
+
+
+def _match(config: Config, target: Config, hold: matching.Hold, context: int) -> matching.Match:
+    """The model with the baseline's cost, of the coarsest sizes that come as close as `CLOSE`, or else of any size."""
+    model, baseline = build(config.model), build(target.model)
+    goal = matching.target_of(baseline, model, context)
+    moved = {knob.moves for knob in model.knobs()}
+    found = None
+    for granularity in GRANULARITIES:
+        found = matching.match(model, goal, context, granularity, hold)
+        if all(abs(gap) <= CLOSE for name, gap in found.gaps_percent.items() if name in moved):
+            break
+    assert found is not None
+    return found
+
+
+def conduct(
+    study: StudyFile, words: Sequence[Word], folder: Path, at_once: int, say: Callable[[str], None]
+) -> tuple[Result, int]:
+    """Train and evaluate what isn't yet; returns what study.json holds, and the exit code of a study that was stopped.
+
+    Raises:
+        UserError: the folder holds another study, or a run fails.
+    """
+    every = entrants(study, words)
+    chosen: dict[tuple[str, str], str] = {}
+    if study.sweep:
+        trials = [job for entrant in every for job in _trials(study, study.sweep, entrant, words, folder)]
+        code = _finish(trials, folder, at_once, say)
+        if code:
+            return {}, code
+        for entrant in every:
+            best = _best_value(study.sweep, entrant, folder)
+            chosen[entrant.task.name, entrant.member.name] = best
+            say(f"{entrant.task.name}/{entrant.member.name}: {study.sweep.key} {best} was best")
+        every = [_with_value(study, study.sweep, entrant, chosen, words) for entrant in every]
+    code = _finish([job for entrant in every for job in _runs(study, entrant, folder)], folder, at_once, say)
+    result = collect(study, every, chosen, folder)
+    write_atomically(folder / FILE, json.dumps(result, indent=1) + "\n")
+    return result, code
+
+
+def _finish(jobs: Sequence[Job], folder: Path, at_once: int, say: Callable[[str], None]) -> int:
+    missing = [job for job in jobs if not _complete(job)]
+    if len(missing) < len(jobs):
+        say(f"{len(jobs) - len(missing)} of {len(jobs)} runs are complete already")
+    return run_jobs(missing, folder, at_once, say)
+
+
+def _complete(job: Job) -> bool:
+    """Whether a run has all its steps, and was evaluated where that is asked for.
+
+    Raises:
+        UserError: its folder holds a run with another configuration.
+    """
+    if not (job.run / "summary.json").is_file():
+        return False
+    open_run(job.loaded)
+    steps = job.loaded.config.training.steps
+    evaluated = job.run / DEPTHS
+    if job.depths and not (evaluated.is_file() and json.loads(evaluated.read_text(encoding="utf-8"))["step"] == steps):
+        return False
+    return locate_run(job.run).step == steps
+
+
+def _job(entrant: Entrant, folder: Path, name: str, seed: int, depths: str) -> Job:
+    name = f"{entrant.task.name}/{entrant.member.name}/{name}"
+    config = entrant.loaded.config
+    run = dataclasses.replace(config.run, dir=str(folder / name), seed=seed)
+    return Job(name, LoadedConfig(dataclasses.replace(config, run=run), entrant.loaded.origins), depths)
+
+
+def _runs(study: StudyFile, entrant: Entrant, folder: Path) -> list[Job]:
+    depths = "usual" if study.depths is None else ",".join(map(str, study.depths))
+    return [_job(entrant, folder, f"seed{seed}", seed, depths) for seed in range(study.seeds)]
+
+
+def _trials(study: StudyFile, sweep: Sweep, entrant: Entrant, words: Sequence[Word], folder: Path) -> list[Job]:
+    """The short runs that try the values of a sweep."""
+    found = []
+    for value in sweep.values:
+        tried = _again(study, entrant, [*words, Word(sweep.key, value, False)], sweep.share)
+        found.append(_job(tried, folder, f"sweep-{value}", 0, ""))
+    return found
+
+
+def _again(study: StudyFile, entrant: Entrant, words: Sequence[Word], share: float = 1.0) -> Entrant:
+    """An entrant with other settings than those of its model's costs, which stay."""
+    loaded = study.configuration(entrant.task, entrant.member, words, share)
+    model = entrant.loaded.config.model
+    if entrant.match:
+        knobs = {knob.key: getattr(model, knob.key) for knob in entrant.match.family.knobs()}
+        model = dataclasses.replace(loaded.config.model, **knobs)
+    return entrant._replace(loaded=LoadedConfig(dataclasses.replace(loaded.config, model=model), loaded.origins))
+
+
+def _with_value(
+    study: StudyFile, sweep: Sweep, entrant: Entrant, chosen: dict[tuple[str, str], str], words: Sequence[Word]
+) -> Entrant:
+    value = chosen[entrant.task.name, entrant.member.name]
+    return _again(study, entrant, [*words, Word(sweep.key, value, False)])
+
+
+def _best_value(sweep: Sweep, entrant: Entrant, folder: Path) -> str:
+    """The value whose run ended with the lowest held-out loss, which short runs differ in before accuracies do."""
+    ends = {}
+    for value in sweep.values:
+        loss = curves(_job(entrant, folder, f"sweep-{value}", 0, "").run)[LOSS]
+        ends[value] = loss[-1][1] if loss else math.inf
+    return min(ends, key=lambda value: ends[value])
+
+
+def curves(run: Path) -> dict[str, list[tuple[float, float]]]:
+    """What a run was measured by over its tokens: held-out loss, and accuracies by name."""
+    config = load_config(run / "config.yaml").config
+    heldout = {LOSS: heldout_curve(run, config), HELDOUT: heldout_curve(run, config, "exact_match")}
+    return {**accuracies(run, config, read_metrics(run)), **heldout}  # an accuracy of zero is one here
+
+
+def collect(study: StudyFile, every: Sequence[Entrant], chosen: dict[tuple[str, str], str], folder: Path) -> Result:
+    """What study.json holds: costs of all members, and what their complete runs were measured by."""
+    tasks: dict[str, Any] = {}
+    for task in study.tasks:
+        tasks[task.name] = {"tokens": task.tokens, "metric": task.metric, "members": {}}
+    for entrant in every:
+        about = describe(entrant)
+        key = (entrant.task.name, entrant.member.name)
+        if study.sweep and key in chosen:
+            about["chosen"] = {study.sweep.key: chosen[key]}
+        jobs = _runs(study, entrant, folder)
+        about["seeds"] = {str(seed): measured(job.run) for seed, job in enumerate(jobs) if _complete(job)}
+        tasks[entrant.task.name]["members"][entrant.member.name] = about
+    return {"study": study.path.name, "baseline": study.baseline, "tasks": tasks}
+
+
+def describe(entrant: Entrant) -> Result:
+    """What a member is and costs, before anything is trained."""
+    config = entrant.loaded.config
+    family, length = build(config.model), config.data.sequence_length
+    cost = matching.cost(family, length)
+    about: Result = {
+        "headline": family.headline(),
+        "depth": family.depth,
+        "parameters": cost.params,
+        "flops_per_token": round(cost.flops_per_token),
+        "training_flops_per_token": round(analytic.training_flops(family, length)[0]),
+        "memory_bytes": cost.memory_bytes,
+        "tokens": config.training.steps * config.training.batch_size * length,
+    }
+    if entrant.match:
+        about["matched"] = {knob.key: getattr(config.model, knob.key) for knob in family.knobs()}
+        about["gaps_percent"] = {name: round(gap, 3) for name, gap in entrant.match.gaps_percent.items()}
+    return about
+
+
+def measured(run: Path) -> Result:
+    """What a complete run was measured by."""
+    rates = [its["time/tokens_per_second"] for its in read_metrics(run) if "time/tokens_per_second" in its]
+    by_depth = json.loads((run / DEPTHS).read_text(encoding="utf-8"))["depths"]
+    return {
+        "curves": {name: [list(point) for point in curve] for name, curve in curves(run).items() if curve},
+        "tokens_per_second": round(statistics.median(rates), 1),
+        "by_depth": {depth: its["loss"] for depth, its in by_depth.items()},
+    }

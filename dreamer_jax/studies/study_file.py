@@ -1,0 +1,251 @@
+"""The file of a study: models that are trained alike, on which tasks, and what is compared.
+
+Beside sections of a configuration (and `base:`), which all runs share, it has the keys of `StudyFile`. A task and a
+member are named groups of sections too: a run's configuration is what all runs share, then its task's, then its
+member's, then the command line's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+
+from dreamer_jax.config import LoadedConfig
+from dreamer_jax.config.files import Line, at, describe, entries, parse, read_sections, scalar
+from dreamer_jax.config.keys import INTEGERS, SECTIONS, values_of
+from dreamer_jax.config.loading import Setting, Word, build, settings_of
+from dreamer_jax.config.sections import Config
+from dreamer_jax.errors import ConfigError
+from dreamer_jax.evaluation.comparison import HEADLINES, HELDOUT
+
+Matching = Literal["both", "flops", "params", "none"]
+LOSS = "loss"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+QUICK_SHARE = 16
+"""A quick study has so many times fewer tokens."""
+
+Node = yaml.Node
+Pairs = Sequence[tuple[str, Node, Node]]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A setting that every member tries first, for a share of the tokens with the first seed; its best value goes on.
+
+    Attributes:
+        key: the setting, such as training.learning_rate.
+        values: what is tried.
+        share: of the tokens.
+    """
+
+    key: str
+    values: tuple[str, ...]
+    share: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """What members are trained on.
+
+    Attributes:
+        name: of its folder.
+        tokens: of each run, rounded up to whole steps.
+        metric: `loss`, held-out loss in nats per token; or the name of an accuracy that runs record: `held-out`, exact
+            match, or a benchmark such as gsm8k.
+        lines: its sections.
+    """
+
+    name: str
+    tokens: int
+    metric: str
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A model of a study.
+
+    Attributes:
+        name: of its folder.
+        match: which costs of the baseline it is given by `dreamer match`: FLOPs per token, parameters, both or none. A
+            dense model, whose costs move together, gets the FLOPs.
+        lines: its sections.
+    """
+
+    name: str
+    match: Matching
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True)
+class StudyFile:
+    """A study as its file has it.
+
+    Attributes:
+        path: the file.
+        baseline: the member that others are compared with.
+        seeds: runs of each member on each task, with seeds from 0.
+        depths: at which the trained models are evaluated; None: powers of two up to four times the trained one.
+        sweep: what every member tries first, if anything.
+        tasks, members: in the order of the file.
+        lines: the sections that all share.
+    """
+
+    path: Path
+    baseline: str
+    seeds: int
+    depths: tuple[int, ...] | None
+    sweep: Sweep | None
+    tasks: tuple[Task, ...]
+    members: tuple[Member, ...]
+    lines: tuple[Line, ...]
+
+    def configuration(self, task: Task, member: Member, words: Sequence[Word], share: float = 1.0) -> LoadedConfig:
+        """The configuration of a member's runs on a task, but for run.dir, run.seed and what matching changes.
+
+        Args:
+            words: settings of the command line.
+            share: of the task's tokens.
+        """
+        settings = settings_of([*self.lines, *task.lines, *member.lines, *words])
+        if "training.steps" in settings:
+            origin = settings["training.steps"].origin
+            raise ConfigError(f"{origin}: training.steps: a study has `tokens` in its place", "training.steps")
+        defaults = values_of(Config())
+
+        def of(key: str) -> Any:
+            return settings[key].value if key in settings else defaults[key]
+
+        step = of("training.batch_size") * of("data.sequence_length")
+        steps = max(1, math.ceil(share * task.tokens / step))
+        return build({**settings, "training.steps": Setting(steps, f"{self.path}: tokens of {task.name}")})
+
+
+def read_study(path: Path) -> StudyFile:
+    """A study from its YAML file.
+
+    Raises:
+        ConfigError: anything that is wrong, with the file and line.
+    """
+    root = parse(path)
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{path}: expected keys such as 'members:'")
+    found = entries(path, root, prefix="")
+    own = {name: value for name, _, value in found if name in KEYS}
+    for name, key, _ in found:
+        if name not in (*KEYS, *SECTIONS, "base"):
+            raise ConfigError(f"{at(path, key)}: unknown key '{name}'; a study has {', '.join(KEYS)} and sections")
+    for name in ("baseline", "members", "tasks"):
+        if name not in own:
+            raise ConfigError(f"{path}: '{name}:' is missing; docs/studies.md has an example")
+    match = _match(path, own["match"]) if "match" in own else "both"
+    members = tuple(_member(path, name, value, match) for name, value in _named(path, "members", own["members"]))
+    tasks = tuple(_task(path, name, value) for name, value in _named(path, "tasks", own["tasks"]))
+    baseline = scalar(path, "baseline", own["baseline"], str)
+    names = [member.name for member in members]
+    if baseline not in names:
+        raise ConfigError(f"{at(path, own['baseline'])}: baseline: there is no member '{baseline}'{_near(names)}")
+    return StudyFile(
+        path,
+        baseline,
+        _positive(path, "seeds", own["seeds"]) if "seeds" in own else 1,
+        scalar(path, "depths", own["depths"], INTEGERS) if "depths" in own else None,
+        _sweep(path, own["sweep"]) if "sweep" in own else None,
+        tasks,
+        members,
+        tuple(read_sections(path, [entry for entry in found if entry[0] not in KEYS])),
+    )
+
+
+KEYS = ("baseline", "seeds", "depths", "match", "sweep", "tasks", "members")
+
+
+def _near(names: Sequence[str]) -> str:
+    return f"; there are {', '.join(names)}"
+
+
+def _named(path: Path, what: str, node: Node) -> list[tuple[str, Pairs]]:
+    """(name, entries) of the tasks or members."""
+    if not isinstance(node, yaml.MappingNode) or not node.value:
+        raise ConfigError(f"{at(path, node)}: {what}: expected names with sections below them, got {describe(node)}")
+    found = []
+    for name, key, value in entries(path, node, prefix=f"{what}."):
+        if not NAME.fullmatch(name):
+            raise ConfigError(
+                f"{at(path, key)}: {what}: '{name}' can't be the name of a folder; use letters and digits"
+            )
+        if isinstance(value, yaml.ScalarNode) and not value.value:
+            found.append((name, []))
+        elif isinstance(value, yaml.MappingNode):
+            found.append((name, entries(path, value, prefix=f"{what}.{name}.")))
+        else:
+            raise ConfigError(f"{at(path, value)}: {what}.{name}: expected sections, got {describe(value)}")
+    return found
+
+
+def _parts(path: Path, where: str, pairs: Pairs, keys: tuple[str, ...]) -> tuple[dict[str, Node], tuple[Line, ...]]:
+    """(values of a group's own keys, its sections)."""
+    for name, key, _ in pairs:
+        if name not in (*keys, *SECTIONS, "base"):
+            known = f"{', '.join(keys)} and sections such as model"
+            raise ConfigError(f"{at(path, key)}: {where}: unknown key '{name}'; it has {known}")
+    own = {name: value for name, _, value in pairs if name in keys}
+    return own, tuple(read_sections(path, [pair for pair in pairs if pair[0] not in keys]))
+
+
+def _member(path: Path, name: str, pairs: Pairs, match: Matching) -> Member:
+    own, lines = _parts(path, f"members.{name}", pairs, ("match",))
+    return Member(name, _match(path, own["match"]) if "match" in own else match, lines)
+
+
+def _task(path: Path, name: str, pairs: Pairs) -> Task:
+    own, lines = _parts(path, f"tasks.{name}", pairs, ("tokens", "metric"))
+    if "tokens" not in own:
+        raise ConfigError(f"{path}: tasks.{name}: 'tokens:' is missing: how many a run is trained on")
+    metric = scalar(path, "metric", own["metric"], str) if "metric" in own else LOSS
+    known = (LOSS, HELDOUT, *HEADLINES)
+    if metric not in known and metric.partition("-")[0] not in HEADLINES:
+        raise ConfigError(f"{at(path, own['metric'])}: metric: '{metric}' is none of {', '.join(known)}")
+    return Task(name, _positive(path, "tokens", own["tokens"]), metric, lines)
+
+
+def _match(path: Path, node: Node) -> Matching:
+    value = scalar(path, "match", node, str)
+    for known in get_args(Matching):
+        if value == known:
+            return known
+    raise ConfigError(f"{at(path, node)}: match: '{value}' is none of {', '.join(get_args(Matching))}")
+
+
+def _positive(path: Path, key: str, node: Node) -> int:
+    value = scalar(path, key, node, int)
+    if value < 1:
+        raise ConfigError(f"{at(path, node)}: {key}: {value}: must be 1 or more")
+    return value
+
+
+def _sweep(path: Path, node: Node) -> Sweep:
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{at(path, node)}: sweep: expected key, values and share, got {describe(node)}")
+    own = {name: value for name, _, value in entries(path, node, prefix="sweep.")}
+    if set(own) != {"key", "values", "share"}:
+        raise ConfigError(f"{at(path, node)}: sweep: needs key, values and share, and nothing else")
+    values = own["values"]
+    if not isinstance(values, yaml.SequenceNode) or not all(isinstance(its, yaml.ScalarNode) for its in values.value):
+        raise ConfigError(f"{at(path, values)}: sweep.values: expected a list such as [1e-3, 2e-3]")
+    share = scalar(path, "sweep.share", own["share"], float)
+    if not 0 < share <= 1:
+        raise ConfigError(f"{at(path, own['share'])}: sweep.share: {share}: must be above 0 and at most 1")
+    return Sweep(scalar(path, "sweep.key", own["key"], str), tuple(its.value for its in values.value), share)
+
+
+def quick(study: StudyFile) -> StudyFile:
+    """The study with one seed and `QUICK_SHARE` times fewer tokens, to see whether it works."""
+    tasks = tuple(replace(task, tokens=math.ceil(task.tokens / QUICK_SHARE)) for task in study.tasks)
+    return replace(study, seeds=1, tasks=tasks)

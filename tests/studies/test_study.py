@@ -1,0 +1,272 @@
+"""Studies: what their files say, that members cost the same, what is compared, and that nothing is made twice."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dreamer_jax.cli.main import main
+from dreamer_jax.config.loading import split_words
+from dreamer_jax.errors import ConfigError, UserError
+from dreamer_jax.evaluation.comparison import data_efficiency
+from dreamer_jax.studies import comparison, jobs
+from dreamer_jax.studies.study import describe, entrants
+from dreamer_jax.studies.study_file import quick, read_study
+from dreamer_jax.studies.study_plan import plan
+
+ROOT = Path(__file__).resolve().parents[2]
+STUDY = """
+baseline: plain
+seeds: 2
+tasks:
+  easy: {tokens: 1000, metric: held-out, data: {difficulty: 1, sequence_length: 32, heldout_records: 8, loss: answer}}
+  hard: {tokens: 100, data: {difficulty: 2, sequence_length: 64}, training: {batch_size: 8}}
+training: {batch_size: 16, warmup_steps: 2, remat: none, log_every: 4}
+model: {vocab_size: 259, hidden_size: 16, dtype: float32, depth: 2}
+members:
+  plain: {model: {family: ouro, layers: 1, heads: 2, kv_heads: 2, head_size: 8, mlp_size: 40}}
+  looped: {model: {family: recursive, layers: 1, heads: 2, kv_heads: 2, head_size: 8}}
+  as_is: {match: none, training: {batch_size: 4}, model: {family: ouro, layers: 1, heads: 2, kv_heads: 2, head_size: 8}}
+"""
+
+
+def written(folder: Path, text: str = STUDY) -> Path:
+    path = folder / "small.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_task_comes_before_a_member_and_the_command_line_last(tmp_path):
+    study = read_study(written(tmp_path))
+    easy, hard = study.tasks
+    plain, _, as_is = study.members
+    config = study.configuration(hard, plain, []).config
+    assert (config.training.batch_size, config.data.sequence_length) == (8, 64)
+    assert config.training.steps == 1  # 100 tokens are less than 8 rows of 64
+    assert study.configuration(easy, plain, []).config.training.steps == 2  # 1000 / (16 rows of 32), rounded up
+    assert study.configuration(easy, plain, [], share=0.5).config.training.steps == 1
+    assert study.configuration(hard, as_is, []).config.training.batch_size == 4
+    words = split_words(["--training.batch_size", "2"])
+    assert study.configuration(hard, as_is, words).config.training.batch_size == 2
+    assert quick(study).seeds == 1 and quick(study).tasks[0].tokens == 63
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("baseline: plain", "baseline: none", "small.yaml:2: baseline: there is no member 'none'; there are plain"),
+        ("baseline: plain", "", "small.yaml: 'baseline:' is missing"),
+        ("seeds: 2", "seeds: 0", "small.yaml:3: seeds: 0: must be 1 or more"),
+        ("seeds: 2", "seed: 2", "small.yaml:3: unknown key 'seed'; a study has baseline, seeds"),
+        ("tokens: 100,", "", "tasks.hard: 'tokens:' is missing"),
+        ("metric: held-out", "metric: heldout", "small.yaml:5: metric: 'heldout' is none of loss, held-out, gsm8k"),
+        ("match: none", "match: no", "match: 'no' is none of both, flops, params, none"),
+        ("match: none", "macht: none", "small.yaml:12: members.as_is: unknown key 'macht'"),
+        ("as_is:", "../as:", "'../as' can't be the name of a folder"),
+        ("layers: 1, heads", "layres: 1, heads", "model.layres"),
+        ("seeds: 2", "sweep: {key: training.learning_rate, values: 3, share: 0.5}", "sweep.values: expected a list"),
+        (
+            "seeds: 2",
+            "sweep: {key: training.learning_rate, values: [1], share: 2}",
+            "sweep.share: 2.0: must be above 0",
+        ),
+        ("batch_size: 16,", "batch_size: 16, steps: 3,", "training.steps: a study has `tokens` in its place"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said_in_one_line(tmp_path, capsys, old, new, message):
+    path = written(tmp_path, STUDY.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=r".*") as error:
+        study = read_study(path)
+        for task, member in itertools.product(study.tasks, study.members):
+            study.configuration(task, member, [])
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert main(["study", str(path), "--plan", "--slice", "v5e:1x1"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_members_are_given_the_costs_of_the_baseline(tmp_path):
+    every = entrants(read_study(written(tmp_path)), [])
+    assert [(each.task.name, each.member.name) for each in every[:3]] == [
+        ("easy", "plain"),
+        ("easy", "looped"),
+        ("easy", "as_is"),
+    ]
+    plain, looped, as_is = map(describe, every[:3])
+    assert abs(looped["flops_per_token"] / plain["flops_per_token"] - 1) < 0.01
+    assert looped["matched"]["mlp_size"] != 384 and "matched" not in as_is  # 384 is what isn't asked for
+    assert looped["gaps_percent"]["flops_per_token"] == pytest.approx(
+        100 * (looped["flops_per_token"] / plain["flops_per_token"] - 1), abs=0.01
+    )
+
+
+def test_a_plan_counts_all_runs(tmp_path):
+    study = read_study(written(tmp_path))
+    text = plan(study, [], "v5e:1x1", lambda _: None)
+    total = sum(
+        2 * describe(each)["training_flops_per_token"] * describe(each)["tokens"] for each in entrants(study, [])
+    )
+    assert f"2 runs of each: {total:.2e} training FLOPs" in text
+    with pytest.raises(UserError, match="has 4 chips, and training"):
+        plan(study, split_words(["--training.batch_size", "1"]), "v5e:2x2", lambda _: None)
+
+
+# Comparing.
+
+
+BASELINE = [(10.0, 0.1), (20.0, 0.3), (30.0, 0.5)]
+FASTER = [(10.0, 0.5), (20.0, 0.6), (30.0, 0.7)]
+WORSE = [(10.0, 0.05), (20.0, 0.1), (30.0, 0.2)]
+
+
+def test_an_advantage_is_the_papers_data_efficiency_where_there_is_one():
+    assert comparison.advantage(FASTER, BASELINE) == data_efficiency(FASTER, BASELINE) == 3.0
+    assert comparison.advantage(BASELINE, BASELINE) == 1.0
+
+
+def test_an_advantage_below_one_is_the_others_advantage_turned_round():
+    assert data_efficiency(WORSE, BASELINE) is None
+    assert comparison.advantage(WORSE, BASELINE) == pytest.approx(15 / 30)  # 0.2 lies between 10 and 20 tokens
+    assert comparison.advantage(BASELINE, WORSE) == pytest.approx(2.0)
+    assert comparison.advantage([], BASELINE) is None
+
+
+def test_intervals_of_two_seeds_are_what_counting_all_draws_gives():
+    member, baseline = [FASTER, BASELINE], [BASELINE, WORSE]
+    draws = list(itertools.product(range(2), repeat=2))
+    means = [[comparison.average([its[i] for i in drawn]) for drawn in draws] for its in (member, baseline)]
+    every = [comparison.advantage(*both) or 0.0 for both in itertools.product(*means)]
+    value, interval = comparison.efficiency(member, baseline)
+    assert value == comparison.advantage(comparison.average(member), comparison.average(baseline))
+    assert interval == pytest.approx(np.percentile(every, comparison.INTERVAL, method="closest_observation"))
+    assert comparison.efficiency([FASTER], [BASELINE]) == (3.0, (3.0, 3.0))
+
+
+def test_lower_losses_are_better_and_shown_as_they_are():
+    def member(*losses: float) -> dict:
+        curve = [[10 * (i + 1), loss] for i, loss in enumerate(losses)]
+        costs = {"parameters": 1, "flops_per_token": 1, "training_flops_per_token": 3, "memory_bytes": 1, "depth": 2}
+        seed = {"curves": {"loss": curve}, "tokens_per_second": 5.0, "by_depth": {"1": 9.0, "2": losses[-1]}}
+        return costs | {"seeds": {"0": seed}}
+
+    its = {"tokens": 30, "metric": "loss", "members": {"a": member(3, 2, 1), "b": member(2, 1, 0.5)}}
+    result = {"baseline": "a", "tasks": {"text": its}}
+    first, second = comparison.rows_of(result, "text")
+    assert (first["best"], first["efficiency"]) == ((1.0, (1.0, 1.0)), 1.0)
+    assert (second["best"][0], second["efficiency"]) == (0.5, 1.5)
+    assert "| b | 1 | 0.00 M | 0.00 M | 0.00 MiB | 5 | 1 | 0.500 | 1.50 |" in comparison.markdown(result)
+    assert "| b | 9.000 | **0.500** |" in comparison.markdown(result)
+
+
+# Running. What stands for the program notes its words, its cores and how many are at work, and does as it is told.
+
+STAND_IN = """
+import os, sys, time, signal, pathlib
+command, config = sys.argv[1:3]
+name = pathlib.Path(config).stem
+here = pathlib.Path({folder!r})
+with (here / "notes").open("a") as notes:
+    notes.write(f"{{command}} {{name}} {{len(os.sched_getaffinity(0))}}\\n")
+print("hello from", name, flush=True)
+if name == "seed7":
+    sys.exit("no such data")
+if name == "seed8":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    (here / "ready").touch()
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    script = tmp_path / "program.py"
+    script.write_text(STAND_IN.format(folder=str(tmp_path)))
+    monkeypatch.setattr(jobs, "PROGRAM", (sys.executable, str(script)))
+
+    def job(seed: int, depths: str = "") -> jobs.Job:
+        study = read_study(written(tmp_path))
+        words = split_words([f"--run.dir={tmp_path}/runs/seed{seed}"])
+        return jobs.Job(f"seed{seed}", study.configuration(study.tasks[0], study.members[0], words), depths)
+
+    return job
+
+
+def notes(folder: Path) -> list[str]:
+    return (folder / "notes").read_text().splitlines()
+
+
+def test_a_run_is_trained_and_then_evaluated(tmp_path, stand_in):
+    said: list[str] = []
+    assert jobs.run_jobs([stand_in(0, "1,2"), stand_in(1)], tmp_path, 1, said.append) == 0
+    cores = len(os.sched_getaffinity(0))
+    assert notes(tmp_path) == [f"train seed0 {cores}", f"depth seed0 {cores}", f"train seed1 {cores}"]
+    assert "2/2 seed1 is complete" in said[-1]
+    assert (tmp_path / "logs/seed0.log").read_text() == "hello from seed0\n" * 2
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="cores can't be shared")
+def test_runs_at_once_share_the_cores(tmp_path, stand_in):
+    assert jobs.run_jobs([stand_in(seed) for seed in range(4)], tmp_path, 2, lambda _: None) == 0
+    assert {line.rpartition(" ")[2] for line in notes(tmp_path)} == {str(len(os.sched_getaffinity(0)) // 2)}
+
+
+def test_a_run_that_fails_ends_the_study_with_its_last_line(tmp_path, stand_in):
+    with pytest.raises(UserError, match=r"seed7 failed \(.*logs/seed7.log\): no such data"):
+        jobs.run_jobs([stand_in(7), stand_in(0)], tmp_path, 1, lambda _: None)
+    assert len(notes(tmp_path)) == 1
+
+
+def test_a_study_that_is_asked_to_stop_lets_its_runs_save(tmp_path, stand_in):
+    def ask() -> None:
+        while not (tmp_path / "ready").exists():
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    said: list[str] = []
+    assert jobs.run_jobs([stand_in(8), stand_in(0)], tmp_path, 1, said.append) == 75
+    asking.join()
+    assert said[-1] == "stopped; start the same command to go on" and len(notes(tmp_path)) == 1
+
+
+def test_no_two_processes_make_one_run(tmp_path, stand_in):
+    (tmp_path / "logs").mkdir()
+    with (
+        jobs._locked(tmp_path / "logs/seed0.log"),
+        pytest.raises(UserError, match="another process is making this run"),
+    ):
+        jobs.run_jobs([stand_in(0)], tmp_path, 1, lambda _: None)
+
+
+def test_a_whole_study(tmp_path, monkeypatch, capsys):
+    """Two small members on one task: trained, evaluated at other depths, compared; and nothing is made again."""
+    monkeypatch.chdir(tmp_path)
+    text = STUDY.replace("seeds: 2", "seeds: 1\ndepths: [1, 2]").replace("  as_is", "  # as_is")
+    path = written(tmp_path, "\n".join(line for line in text.splitlines() if not line.startswith("  hard")))
+    assert main(["study", str(path), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    members = result["tasks"]["easy"]["members"]
+    assert list(members) == ["plain", "looped"]
+    run = tmp_path / "runs/studies/small/easy/looped/seed0"
+    summary = json.loads((run / "summary.json").read_text())
+    seed = members["looped"]["seeds"]["0"]
+    assert seed["curves"]["loss"][-1] == [1024, summary["heldout/loss"]]
+    assert seed["by_depth"]["2"] == pytest.approx(summary["heldout/loss"], rel=1e-6)  # the trained depth
+    assert abs(seed["by_depth"]["1"] - seed["by_depth"]["2"]) > 1e-4
+    before = (run / "metrics.jsonl").stat().st_mtime_ns
+    assert main(["study", str(path)]) == 0
+    assert (run / "metrics.jsonl").stat().st_mtime_ns == before
+    out = capsys.readouterr().out
+    assert "easy: 1,000 tokens, data efficiency over plain" in out and "study_easy.png" in out
+    assert main(["depth", str(run), "--depths", "1,2"]) == 0
+    assert f"{seed['by_depth']['1']:.4f}" in capsys.readouterr().out
+    assert main(["study", str(path), "--model.rope_base", "5"]) == 2
+    assert "model.rope_base" in capsys.readouterr().err
