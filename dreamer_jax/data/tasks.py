@@ -4,7 +4,10 @@ boolean       ((T&!F)|T)=            T or F               difficulty: nesting
 arithmetic    ((3+4)*2)%7=           a digit              difficulty: operations
 reachability  ca be df ae cf c>d?    yes or no            difficulty: hops
 
-Answers are balanced at every difficulty, so guessing is right once in 2, 7 and 2 times.
+and those of stepwise_tasks.py: induction, addition, problems.
+
+Answers are balanced at every difficulty, so guessing is right once in 2, 7, 2, 8 and 7 times; of a sum, the last digit
+is.
 
 Training and held-out instances never coincide: a hash of the prompt puts each into one of HELDOUT_SHARE shares, one
 of which is held out for every seed. So even a difficulty with a few dozen different prompts has some that no
@@ -19,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from dreamer_jax.data import stepwise_tasks as stepwise
 from dreamer_jax.data.records import Record
 
 VERSION = 1
@@ -163,5 +167,10 @@ TASKS: dict[str, Task] = {
     "boolean": Task(4, _boolean, _boolean_longest, 16),
     "arithmetic": Task(MODULUS, _arithmetic, lambda difficulty: 4 * difficulty + 5, 1000),
     "reachability": Task(2, _reachability, lambda difficulty: 6 * difficulty + 13, 11),
+    "induction": Task(
+        len(stepwise.LETTERS), stepwise.induction, lambda p: stepwise.induction_letters(p) + len(str(p)) + 3, 16
+    ),
+    "addition": Task(10, stepwise.addition, stepwise.addition_longest, 1000),
+    "problems": Task(stepwise.MODULUS, stepwise.problems, stepwise.problems_longest, stepwise.MOST_STEPS),
 }
 """The tasks by the name that data.task gives."""

@@ -1,6 +1,7 @@
 """Every answer is checked another way, and nothing on the surface gives it away."""
 
 import ast
+import itertools
 import operator
 import re
 from collections import Counter, defaultdict, deque
@@ -11,9 +12,23 @@ import pytest
 from dreamer_jax.data import TASKS, generate
 from dreamer_jax.data.tasks import MODULUS, draw, is_heldout
 
-DIFFICULTIES = {"boolean": (1, 2, 3, 4, 6), "arithmetic": (1, 2, 4, 8), "reachability": (1, 2, 4, 11)}
+DIFFICULTIES = {
+    "boolean": (1, 2, 3, 4, 6),
+    "arithmetic": (1, 2, 4, 8),
+    "reachability": (1, 2, 4, 11),
+    "induction": (1, 2, 6),
+    "addition": (1, 2, 8),
+    "problems": (1, 2, 8),
+}
 CASES = [(task, difficulty) for task, difficulties in DIFFICULTIES.items() for difficulty in difficulties]
-GUESSING = {"boolean": 1 / 2, "arithmetic": 1 / 7, "reachability": 1 / 2}
+GUESSING = {
+    "boolean": 1 / 2,
+    "arithmetic": 1 / 7,
+    "reachability": 1 / 2,
+    "induction": 1 / 8,
+    "addition": 1 / 10,  # of the last digit
+    "problems": 1 / 7,
+}
 
 
 def instances(task: str, difficulty: int, n: int = 400):
@@ -97,12 +112,87 @@ def test_reachability_answers(difficulty: int) -> None:
         assert end in distances(both_ways, start), "undirected search must not give the answer away"
 
 
+def hop_back(text: str, hops: int) -> str:
+    """Position by position, from the definition: no slicing or searching shared with the generator."""
+    place = len(text) - 1
+    for _ in range(hops):
+        same = [j for j in range(place) if text[j] == text[place]]
+        place = same[-1] + 1
+    return text[place]
+
+
+@pytest.mark.parametrize("difficulty", DIFFICULTIES["induction"])
+def test_induction_answers(difficulty: int) -> None:
+    for prompt, completion in instances("induction", difficulty):
+        text, _, hops = prompt.removesuffix("=").partition(">")
+        assert int(hops) == difficulty and hop_back(text, difficulty) == completion
+        assert all(a != b for a, b in itertools.pairwise(text))
+
+
+def test_fewer_hops_do_not_give_the_induction_away(difficulty: int = 6) -> None:
+    """The answer is never that of one hop fewer, once in four times that of two fewer, and of others as by chance."""
+    agree = Counter()
+    for prompt, completion in instances("induction", difficulty, 3000):
+        text = prompt.partition(">")[0]
+        agree.update(hops for hops in range(difficulty) if hop_back(text, hops) == completion)
+    assert agree[difficulty - 1] == 0 and 0.2 < agree[difficulty - 2] / 3000 < 0.3
+    assert all(abs(agree[hops] / 3000 - 1 / 8) < 0.06 for hops in range(difficulty - 2))
+
+
+@pytest.mark.parametrize("difficulty", DIFFICULTIES["addition"])
+def test_addition_answers(difficulty: int) -> None:
+    for prompt, completion in instances("addition", difficulty):
+        numbers = prompt.removesuffix("=").split("+")
+        assert len(numbers) == difficulty + 1 and all(len(number) == 2 for number in numbers)
+        assert sum(map(int, numbers)) == int(completion)
+
+
+def solve(prompt: str) -> tuple[int, int, int]:
+    """(the answer of a problem, the most steps between it and a given count, people it doesn't depend on)."""
+    *sentences, query = re.split(r"(?<=[.]) ", prompt.strip())
+    modulus, asked = int(re.findall(r"\d+", sentences.pop())[0]), query.removesuffix("?")
+    rules = {sentence.split(" ", 1)[0]: sentence.split(" has ")[1].removesuffix(".") for sentence in sentences}
+    seen: set[str] = set()
+
+    def value(name: str) -> tuple[int, int]:
+        seen.add(name)
+        words = rules[name].split(" ")
+        if len(words) == 1:
+            return int(words[0]), 0
+        if words[0] == "as":
+            (a, deep), (b, deeper) = value(words[3]), value(words[5])
+            return (a + b) % modulus, 1 + max(deep, deeper)
+        number, (other, deep) = int(words[0]), value(words[-1])
+        return {"more": other + number, "fewer": other - number, "times": other * number}[words[1]] % modulus, 1 + deep
+
+    answer, steps = value(asked)
+    return answer, steps, len(rules) - len(seen)
+
+
+@pytest.mark.parametrize("difficulty", DIFFICULTIES["problems"])
+def test_problem_answers(difficulty: int) -> None:
+    for prompt, completion in instances("problems", difficulty):
+        assert solve(prompt) == (int(completion), difficulty, difficulty + 1)
+
+
+def test_no_glance_solves_a_problem(difficulty: int = 3) -> None:
+    """The first and the last number, and the sum of all, are right about as often as a guess."""
+    right = Counter()
+    for prompt, completion in instances("problems", difficulty, 3000):
+        numbers = [int(number) for number in re.findall(r"\d+", prompt)[:-1]]
+        guesses = {"first": numbers[0], "last": numbers[-1], "sum": sum(numbers) % 7}
+        right.update(name for name, guess in guesses.items() if guess == int(completion))
+    assert all(abs(count / 3000 - 1 / 7) < 0.04 for count in right.values()) and len(right) == 3
+
+
 @pytest.mark.parametrize(("task", "difficulty"), CASES)
 @pytest.mark.parametrize("heldout", [False, True])
 def test_answers_are_balanced_on_both_sides_of_the_split(task: str, difficulty: int, heldout: bool) -> None:
     n = 3000
     rng = Random(1)
-    counts = Counter(draw(task, difficulty, rng, heldout).completion for _ in range(n))
+    counts = Counter(
+        draw(task, difficulty, rng, heldout).completion[-1 if task == "addition" else 0 :] for _ in range(n)
+    )
     assert len(counts) == round(1 / GUESSING[task])
     for count in counts.values():
         assert abs(count / n - GUESSING[task]) < 4 * (GUESSING[task] / n) ** 0.5
@@ -206,4 +296,12 @@ PINNED = {
     "boolean": ("!((!(F&F)|F)&T)=", "F"),
     "arithmetic": ("(((1*3)*2)+3)%7=", "2"),
     "reachability": ("fr ft gi dq qf is sw st g>w?", "yes"),
+    "induction": ("dcbhbabgfbfbdcfhedahafbaefcbgfhfghgadcfc>3=", "f"),
+    "addition": ("24+34+85+42=", "185"),
+    "problems": (
+        "Sam has 2 fewer than Ida. Finn has as many as Dan and Quin together. Wes has 4 more than Sam. "
+        "Ruth has as many as Quin and Finn together. Quin has 4 times as many as Dan. Dan has 6. Gus has 2. "
+        "Ida has 2 fewer than Gus. Count modulo 7. Wes?",
+        "2",
+    ),
 }
