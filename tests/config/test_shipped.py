@@ -9,7 +9,7 @@ from dreamer_jax.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 # Mixtures of training data have a schema of their own, and tests in tests/data.
-FILES = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "mixtures")
+FILES = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name not in ("mixtures", "studies"))
 PAPER = {  # variant, depth, E, F
     "la_16": ("LA", 16, 32, 512),
     "la_32": ("LA", 32, 32, 512),

@@ -270,3 +270,14 @@ def test_a_whole_study(tmp_path, monkeypatch, capsys):
     assert f"{seed['by_depth']['1']:.4f}" in capsys.readouterr().out
     assert main(["study", str(path), "--model.rope_base", "5"]) == 2
     assert "model.rope_base" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/studies").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_studies_are_matched(path):
+    """To 1 % in FLOPs, and in parameters where a member has experts; nothing else can change them apart."""
+    for entrant in entrants(read_study(path), []):
+        if entrant.match:
+            gaps = entrant.match.gaps_percent
+            assert abs(gaps["flops_per_token"]) < 1
+            if hasattr(entrant.loaded.config.model, "num_experts"):
+                assert abs(gaps["params"]) < 1
