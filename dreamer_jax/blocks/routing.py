@@ -13,10 +13,13 @@ from dreamer_jax.blocks.counting import BFLOAT16_BYTES, FLOAT32_BYTES, OnChip, O
 from dreamer_jax.blocks.norms import RMSNorm, rms_norm
 from dreamer_jax.blocks.parameters import Block, normal
 from dreamer_jax.blocks.positions import Depth, depth_rope
+from dreamer_jax.config.values import Balancing
 from pallas_kernels.weights import Stacked, own
 
 BINS = 20
 """Equal bins of [0, 1] that the scores of selected experts are counted in."""
+MOST_ABOVE = 5.0
+"""Of a proportional update: an expert with six times the mean or more is pushed down so much."""
 HIGHEST = 6
 """Passes of a float32 matrix product at highest precision on a matrix unit."""
 
@@ -156,16 +159,31 @@ def observe_routing(logits: jax.Array, scores: jax.Array, real: jax.Array) -> di
     }
 
 
-def balance(bias: jax.Array, counts: jax.Array, rate: float) -> jax.Array:
-    """One step of Eq. 3, b += rate * sign(median(N) - N).
+def balance(bias: jax.Array, counts: jax.Array, rate: float | jax.Array, rule: Balancing = "sign_median") -> jax.Array:
+    """One update of a balancing bias.
+
+    sign_median is Eq. 3, b += rate * sign(median(N) - N). It stalls where half of the experts are idle: the median is
+    zero then, and idle ones stay as they are. The others compare with the mean, v = 1 - N / mean(N): sign_mean adds
+    rate * sign(v) (Wang et al., 2024), tanh adds rate * (tanh(v) - mean(tanh(v))), which moves the biases apart but
+    not all together, and proportional adds rate * v, at least -`MOST_ABOVE` times the rate.
 
     Args:
         bias: [E], of depths that share one router; or [L, E], one of each layer.
         counts: N of every depth, [L, E] int32, summed over the global batch and all microbatches. Depths that share a
             router are summed first.
         rate: of the update.
+        rule: see above.
     """
     if bias.ndim < counts.ndim:
         counts = jnp.sum(counts, axis=0)
     n = counts.astype(jnp.float32)
-    return bias + rate * jnp.sign(jnp.median(n, axis=-1, keepdims=True) - n)
+    if rule == "sign_median":
+        return bias + rate * jnp.sign(jnp.median(n, axis=-1, keepdims=True) - n)
+    mean = jnp.mean(n, axis=-1, keepdims=True)
+    if rule == "sign_mean":
+        return bias + rate * jnp.sign(mean - n)
+    violation = (mean - n) / jnp.maximum(mean, 1.0)
+    if rule == "proportional":
+        return bias + rate * jnp.maximum(violation, -MOST_ABOVE)
+    pushed = jnp.tanh(violation)
+    return bias + rate * (pushed - jnp.mean(pushed, axis=-1, keepdims=True))

@@ -32,8 +32,8 @@ from dreamer_jax.export.safetensors_files import Stored, Tensor
 from dreamer_jax.runs.leaves import StoredModel
 
 FORMAT_VERSION = 1
-NOT_DESCRIBED = ("family", "implementation", "dtype")
-"""Settings that `model_type` says, or that say how to compute in JAX, not what."""
+NOT_DESCRIBED = ("family", "implementation", "dtype", "balancing_boost", "balancing_boost_steps")
+"""Settings that `model_type` says, that say how to compute in JAX, not what, or that are of the first steps only."""
 
 READ_BYTES = 1 << 36
 """Of expert matrices, all that comparing may read on one side: a minute or two."""

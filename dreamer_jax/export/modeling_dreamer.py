@@ -76,6 +76,7 @@ class DreamerConfig(PretrainedConfig):
         router_size=32,
         expert_bias_rate=1e-3,
         attention_bias_rate=1e-2,
+        balancing="sign_median",
         keep_shared=False,
         format_version=FORMAT_VERSION,
         use_cache=True,
@@ -215,7 +216,7 @@ class Router(Weights):
 
     def __init__(self, config: DreamerConfig, experts: int, active: int, rate: float):
         super().__init__()
-        self.experts, self.active, self.rate = experts, active, rate
+        self.experts, self.active, self.rate, self.rule = experts, active, rate, config.balancing
         self.matrix("query", config.hidden_size, config.router_size, deviation=input_deviation(config))
         self.matrix("keys", experts, config.router_size, deviation=input_deviation(config))
         self.query_norm, self.keys_norm = RMSNorm(config.router_size), RMSNorm(config.router_size)
@@ -248,13 +249,23 @@ class Router(Weights):
 
     @torch.no_grad()
     def update_balancing(self) -> None:
-        """b += rate * sign(median(N) - N) for the selections N since the last update, over all processes."""
+        """b += rate * sign(median(N) - N), or by another rule, for the selections N since the last update, over all
+        processes."""
         if self.used is None:
             return
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(self.used)
         n = self.used.double()
-        self.bias += self.rate * torch.sign(n.quantile(0.5) - n).to(self.bias.dtype)
+        violation = 1 - n / n.mean().clamp(min=1)
+        if self.rule == "sign_median":
+            moved = torch.sign(n.quantile(0.5) - n)
+        elif self.rule == "sign_mean":
+            moved = torch.sign(violation)
+        elif self.rule == "proportional":
+            moved = violation.clamp(min=-5)
+        else:
+            moved = torch.tanh(violation) - torch.tanh(violation).mean()
+        self.bias += self.rate * moved.to(self.bias.dtype)
         self.used = None
 
 

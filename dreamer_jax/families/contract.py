@@ -356,8 +356,9 @@ class Family(abc.ABC):
         losses, correct = token_losses(hidden.reshape(-1, hidden.shape[-1]), self.head(params), targets.reshape(-1))
         return losses.reshape(targets.shape), correct.reshape(targets.shape)
 
-    def update(self, state: dict[str, PyTree], counts: PyTree) -> dict[str, PyTree]:
-        """The model's own state after an optimizer step; counts are those of the global batch."""
+    def update(self, state: dict[str, PyTree], counts: PyTree, step: jax.Array) -> dict[str, PyTree]:
+        """The model's own state after an optimizer step, of which this is the number, from 0; counts are those of the
+        global batch."""
         return state
 
     def log(self, state: dict[str, PyTree], counts: Mapping[str, np.ndarray]) -> dict[str, float]:

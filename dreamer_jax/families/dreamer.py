@@ -289,12 +289,15 @@ class Dreamer(Family):
 
     # Training.
 
-    def update(self, state: dict[str, Any], counts: dict[str, jax.Array]) -> dict[str, Any]:
-        """Eq. 3 for every router, each at its rate."""
-        config = self.config
+    def update(self, state: dict[str, Any], counts: dict[str, jax.Array], step: jax.Array) -> dict[str, Any]:
+        """Eq. 3 for every router, each at its rate; or another rule, see `balance`."""
+        config, boost = self.config, 1.0
+        if config.balancing_boost_steps:
+            done = jnp.minimum(step / config.balancing_boost_steps, 1.0)
+            boost = config.balancing_boost + done * (1.0 - config.balancing_boost)
         rates = {"expert_attention": config.expert_bias_rate}
         bias = {
-            name: balance(b, counts[name], rates.get(name, config.attention_bias_rate))
+            name: balance(b, counts[name], boost * rates.get(name, config.attention_bias_rate), config.balancing)
             for name, b in state["balancing"].items()
         }
         return {"balancing": bias}

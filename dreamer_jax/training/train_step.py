@@ -68,7 +68,7 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[TrainState, Batch],
         after = (
             optax.apply_updates(state.params, updates),
             optimizer_state,
-            family.update(state.model_state, counts),
+            family.update(state.model_state, counts, state.step),
         )
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
         metrics = {

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dreamer_jax.blocks.routing import balance
 from dreamer_jax.families import build
 from tests.export.cases import WHY_SKIPPED, torch_model, torch_weights
 from tests.families.cases import (
@@ -132,7 +133,7 @@ def test_gradients_counts_and_balancing(variant: str, keep_shared: bool) -> None
     for name, gradient in torch_gradients(dreamer).items():
         torch.testing.assert_close(gradient, found[name], rtol=1e-5, atol=1e-7)
     dreamer.update_balancing()
-    state = build(config).update({"balancing": bias}, counts)
+    state = build(config).update({"balancing": bias}, counts, jnp.int32(0))
     moved = by_tensor(params, state["balancing"], config, keep_shared)
     before = by_tensor(params, bias, config, keep_shared)
     for name, buffer in dreamer.named_buffers():
@@ -140,6 +141,17 @@ def test_gradients_counts_and_balancing(variant: str, keep_shared: bool) -> None
         assert not np.array_equal(buffer.numpy(), before[name])
     dreamer.update_balancing()  # counts nothing since
     np.testing.assert_allclose(buffer.numpy(), moved[name], atol=1e-7)
+
+
+@pytest.mark.parametrize("rule", ["sign_mean", "tanh", "proportional"])
+def test_other_rules_of_balancing(rule) -> None:
+    config = small_config("DR", num_experts=8, balancing=rule)
+    router = torch_model(config, keep_shared=False).layers[0].expert_attention.router
+    router.used = torch.tensor([9, 4, 0, 0, 1, 2, 0, 100])
+    counts = jnp.asarray(router.used.numpy())[None]
+    expected = balance(jnp.asarray(router.bias.numpy()), counts, config.expert_bias_rate, rule)
+    router.update_balancing()
+    np.testing.assert_allclose(router.bias.numpy(), expected, atol=1e-7)
 
 
 def test_a_folded_score_sees_the_shared_expert_and_a_kept_one_does_not() -> None:

@@ -1,11 +1,14 @@
 """Counting who selected whom, and the update of the balancing biases, by hand."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dreamer_jax.blocks.routing import select, usage
+from dreamer_jax.blocks.routing import balance, select, usage
+from dreamer_jax.config.values import Balancing
 from dreamer_jax.families import build
 from tests.families.cases import (
     POSITIONS,
@@ -21,7 +24,7 @@ from tests.families.cases import (
 
 def update_balancing(bias, counts, config):
     """The family's update, of its balancing biases alone."""
-    return build(config).update({"balancing": bias}, counts)["balancing"]
+    return build(config).update({"balancing": bias}, counts, jnp.int32(0))["balancing"]
 
 
 def test_median_rule_by_hand():
@@ -72,6 +75,50 @@ def test_rates_come_from_the_configuration():
     updated = update_balancing({name: jnp.zeros(3) for name in names}, counts, config)
     for name, rate in zip(names, (0.25, 0.5, 0.5), strict=True):
         np.testing.assert_allclose(updated[name], [-rate, rate, 0.0], atol=1e-9, err_msg=name)
+
+
+IDLE = [6, 2, 0, 0]
+"""A median of one and a mean of two; v = 1 - N / mean = -2, 0, 1, 1."""
+
+
+@pytest.mark.parametrize(
+    ("rule", "moved"),
+    [
+        ("sign_median", [-1, -1, 1, 1]),
+        ("sign_mean", [-1, 0, 1, 1]),
+        ("proportional", [-2, 0, 1, 1]),
+        ("tanh", np.tanh([-2, 0, 1, 1]) - np.mean(np.tanh([-2, 0, 1, 1]))),
+    ],
+)
+def test_other_rules_by_hand(rule, moved):
+    config = small_config("DR", num_experts=4, balancing=rule, expert_bias_rate=0.5)
+    counts = {"expert_attention": jnp.array([IDLE], jnp.int32)}
+    updated = update_balancing({"expert_attention": jnp.ones(4)}, counts, config)["expert_attention"]
+    np.testing.assert_allclose(updated, 1 + 0.5 * np.array(moved), atol=1e-6)
+
+
+def test_where_half_are_idle_the_median_leaves_them_and_the_mean_does_not():
+    counts = jnp.array([[12, 0, 0, 0]], jnp.int32)
+    moved = {rule: np.asarray(balance(jnp.zeros(4), counts, 1.0, rule)) for rule in get_args(Balancing)}
+    assert (moved.pop("sign_median")[1:] == 0).all()
+    assert all((its[1:] > 0).all() and its[0] < 0 for its in moved.values())
+    assert abs(moved["tanh"].sum()) < 1e-6  # centred
+    crowded = jnp.array([[100] + [0] * 19], jnp.int32)  # twenty times the mean
+    assert balance(jnp.zeros(20), crowded, 1.0, "proportional")[0] == -5
+
+
+@pytest.mark.parametrize("rule", get_args(Balancing))
+def test_no_selections_move_nothing_that_is_not_finite(rule):
+    assert np.isfinite(balance(jnp.zeros(3), jnp.zeros((2, 3), jnp.int32), 1.0, rule)).all()
+
+
+def test_a_boost_falls_in_a_line_to_the_rates_themselves():
+    config = small_config("DR", num_experts=3, balancing_boost=5.0, balancing_boost_steps=10)
+    counts = {"expert_attention": jnp.array([[9, 4, 1]], jnp.int32)}
+    bias = {"expert_attention": jnp.zeros(3)}
+    for step, times in ((0, 5.0), (5, 3.0), (10, 1.0), (99, 1.0)):
+        updated = build(config).update({"balancing": bias}, counts, jnp.int32(step))["balancing"]["expert_attention"]
+        np.testing.assert_allclose(updated, [-1e-3 * times, 0, 1e-3 * times], rtol=1e-6)
 
 
 def test_usage_excludes_padding():

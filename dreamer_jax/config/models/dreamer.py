@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dreamer_jax.config.values import Implementation, require, require_positive
+from dreamer_jax.config.values import Balancing, Implementation, require, require_positive
 
 Variant = Literal["LA", "LA+DA", "DR", "DR+DA"]
 Mixing = Literal["sequential", "parallel_attention", "parallel"]
@@ -57,6 +57,13 @@ class DreamerConfig:
     """Update rate of the balancing bias of the expert attention (Eq. 3)."""
     attention_bias_rate: float = 1e-2
     """Update rate of the balancing biases of the attention MoEs (Eq. 3)."""
+    balancing: Balancing = "sign_median"
+    """What an update compares and how it moves: sign_median is Eq. 3; sign_mean, tanh and proportional compare with the
+    mean, and move experts that nobody selects too."""
+    balancing_boost: float = 1.0
+    """So many times the rates at the start, falling in a line to themselves over balancing_boost_steps."""
+    balancing_boost_steps: int = 0
+    """Steps of the fall; 0: the rates are constant."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute precision; weights, routing, softmax, norm statistics and loss are always float32."""
     implementation: Implementation = "auto"
@@ -87,7 +94,7 @@ class DreamerConfig:
         )
 
     def __post_init__(self) -> None:
-        require_positive(self, "model")
+        require_positive(self, "model", allow_zero=("balancing_boost_steps",))
         require(
             self.sa_heads % self.sa_kv_heads == 0,
             "model.sa_kv_heads",
