@@ -44,7 +44,9 @@ def _panels(canvas: Any, result: Mapping[str, Any], name: str) -> None:
             depths.plot(member["depth"], means[member["depth"]], marker="s", color=looks[its]["color"])
     tokens.set(xlabel="training tokens", ylabel=label)
     flops.set(xlabel="training FLOPs", ylabel=label)
-    depths.set(xlabel="depth at evaluation (square: trained)", ylabel="held-out loss", xscale="log")
+    depths.set_xscale("log", base=2)
+    depths.xaxis.set_major_formatter("{x:.0f}")
+    depths.set(xlabel="depth at evaluation (square: trained)", ylabel="held-out loss")
     _cost_panel(costs, [row for row in rows_of(result, name) if row["member"] in members], looks)
     for axes in (tokens, flops, depths):
         axes.grid(alpha=0.3)
