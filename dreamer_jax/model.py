@@ -30,7 +30,17 @@ from dreamer_jax.config.models import family_module as usable
 from dreamer_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import Family, forward
-from dreamer_jax.inference import Engine, FoldedModel, LanguageModel, Sampling, Scores, Text, fold, tokenizer_of
+from dreamer_jax.inference import (
+    Engine,
+    FoldedModel,
+    LanguageModel,
+    Sampler,
+    Sampling,
+    Scores,
+    Text,
+    fold,
+    tokenizer_of,
+)
 from dreamer_jax.inference.text import Prompt
 from dreamer_jax.runs.models import TrainedModel, load_run
 
@@ -113,7 +123,7 @@ class Model:
         seed: int = 0,
         stop: Sequence[str] = (),
         depth: int | None = None,
-        exit_distance: float = 0.0,
+        sampler: Sampler | None = None,
         batch_size: int = 16,
     ) -> list[Text]:
         """Continue prompts; each result has `text`, `tokens`, `finish` and `mean_depth`.
@@ -124,12 +134,12 @@ class Model:
             temperature, top_k, top_p, min_p, seed: as of `inference.Sampling`; temperature 0 is greedy.
             stop: strings that end a text.
             depth: L; None for the trained one.
-            exit_distance: as of `inference.Engine`; 0 takes every token through all depths, or until it halts.
+            sampler: as of `inference.Engine`; by default every token goes through all depths, or until it halts.
             batch_size: prompts computed at once.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
         wanted = [prompts] if isinstance(prompts, str) else prompts
-        return self.texts(depth, exit_distance, batch_size).generate(wanted, max_tokens, sampling, stop)
+        return self.texts(depth, sampler, batch_size).generate(wanted, max_tokens, sampling, stop)
 
     def score(self, rows: Sequence[Prompt] | str, depth: int | None = None, batch_size: int = 16) -> list[Scores]:
         """Log-probabilities of every token of each row but its first, which for a text is begin-of-text.
@@ -145,9 +155,9 @@ class Model:
         wanted = [rows] if isinstance(rows, str) else rows
         return self.texts(depth, batch_size=batch_size).score(wanted)
 
-    def texts(self, depth: int | None = None, exit_distance: float = 0.0, batch_size: int = 16) -> LanguageModel:
+    def texts(self, depth: int | None = None, sampler: Sampler | None = None, batch_size: int = 16) -> LanguageModel:
         """What `generate` and `score` use, which can also show texts while they grow (`stream`)."""
-        engine = Engine(dataclasses.replace(self._folded, total_depth=self._depth(depth)), exit_distance, self._mesh)
+        engine = Engine(dataclasses.replace(self._folded, total_depth=self._depth(depth)), sampler, self._mesh)
         return LanguageModel(engine, self.tokenizer, batch_size=batch_size)
 
     @functools.cached_property

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from dreamer_jax.cli import bench_checkpoint, bench_data, bench_export, bench_generate, bench_kernels
+from dreamer_jax.cli import bench_checkpoint, bench_data, bench_export, bench_generate, bench_kernels, bench_samplers
 from dreamer_jax.cli.arguments import Parser, positive, say, split_overrides
 from dreamer_jax.config import load_config
 from dreamer_jax.errors import UserError
@@ -18,6 +18,7 @@ usage: dreamer bench train --config CONFIG [--against transformers] [--steps N] 
        dreamer bench export --config CONFIG [--peer CONFIG] [--dtype TYPE] [--json]
        dreamer bench generate --config CONFIG [--config ...] [--against transformers] [--batch B] [--json]
        dreamer bench checkpoint --config CONFIG [--steps N] [--pairs N] [--json]
+       dreamer bench samplers RUN --data FILE [--batch B] [--tokens N] [--json]
        dreamer bench kernels [--topology v5p:2x2x1] [--match TEXT] [--json]
 
 checkpoint  time that saving takes from training, and memory that restoring takes
@@ -26,6 +27,7 @@ export  prefill and decoding of the exported PyTorch model next to Qwen3-MoE, on
 kernels  each kernel's time next to XLA's, predicted for a TPU that isn't there, or measured
 train  tokens a second, compile time and utilisation of the train step on random tokens
 generate  tokens a second and time to the first token, of models next to each other and to Qwen3-MoE
+samplers  speed of a trained model with each sampler, its steps one after the other, and how far its texts are the same
 `dreamer bench train --help` and the like explain the options."""
 
 
@@ -41,6 +43,7 @@ def run(arguments: list[str]) -> int:
         "export": bench_export.run,
         "generate": bench_generate.run,
         "kernels": bench_kernels.run,
+        "samplers": bench_samplers.run,
     }
     if not arguments or arguments[0] not in actions:
         given = arguments[0] if arguments else ""

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 
 from dreamer_jax.cli.arguments import Parser, say
 from dreamer_jax.cli.inference_options import RUN, add_options, open_model, sampling_of
+from dreamer_jax.cli.sampler_options import parse
 from dreamer_jax.errors import UserError
 
 
 def run(arguments: list[str]) -> int:
     """Answer lines until they end; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options, sampler = parse(_parser(), arguments)
+    if sampler is None:
+        return 0
     sampling = sampling_of(options)
-    model, config = open_model(options)
+    model, config = open_model(options, sampler)
     from dreamer_jax.data.jsonl import Template
 
     template = Template(config.data.prompt, "data.prompt")
@@ -53,7 +55,7 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(
         prog="dreamer chat",
         description="Answer lines from the terminal or a pipe. Each is put into the run's data.prompt, if that has a "

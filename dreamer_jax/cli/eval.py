@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from dreamer_jax.cli.arguments import Parser, positive
+from dreamer_jax.cli.sampler_options import add_sampler, parse
 from dreamer_jax.errors import UserError
 
 
 def run(arguments: list[str]) -> int:
     """Evaluate a checkpoint and print its table; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options, sampler = parse(_parser(), arguments)
+    if sampler is None:
+        return 0
     from dreamer_jax.evaluation.report import table
     from dreamer_jax.evaluation.runner import Settings, choose_tasks, evaluate
 
@@ -28,6 +31,7 @@ def run(arguments: list[str]) -> int:
         tokenizer=options.tokenizer,
         max_length=options.max_length,
         batch_size=options.batch_size,
+        sampler=sampler,
         mesh=_mesh(options.mesh_data, options.mesh_expert),
     )
     settings = Settings(
@@ -100,6 +104,7 @@ def _parser() -> Parser:
     add("--average", type=positive, default=1, metavar="N", help="take the mean of the last N checkpoints' weights (1)")
     add("--dtype", choices=("bfloat16", "float32"), help="compute precision, instead of the run's")
     add("--tokenizer", help="where the run's tokenizer is now, if it was moved")
+    add_sampler(parser)
     add("--mesh.data", dest="mesh_data", type=positive, default=1, help="devices that share the rows of a batch (1)")
     add("--mesh.expert", dest="mesh_expert", type=positive, default=1, help="devices that share the experts (1)")
     add("--out", metavar="DIR", help="folder of records and results (RUN/evaluation/step-N)")

@@ -5,23 +5,30 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dreamer_jax.cli.arguments import Parser, say
 from dreamer_jax.cli.inference_options import RUN, add_options, open_model, sampling_of
+from dreamer_jax.cli.sampler_options import parse
 from dreamer_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from dreamer_jax.inference import Sampler
 
 
 def run(arguments: list[str]) -> int:
     """Generate and print; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options, sampler = parse(_parser(), arguments)
+    if sampler is None:
+        return 0
     if options.batch_size < 1:
         raise UserError(f"--batch-size {options.batch_size}: must be 1 or more")
     if options.file is not None:
-        return _answer_file(Path(options.file), options)
+        return _answer_file(prompt_file(options.file), options, sampler)
     if options.prompt is None:
         raise UserError("generate: nothing to continue; give --prompt TEXT or --file prompts.jsonl")
     sampling = sampling_of(options)
-    model, _ = open_model(options)
+    model, _ = open_model(options, sampler)
     shown = ""
     for texts in model.stream([options.prompt], options.max_tokens, sampling, options.stop):
         print(texts[0].text[len(shown) :], end="", flush=True)
@@ -30,13 +37,11 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _answer_file(path: Path, options: argparse.Namespace) -> int:
+def _answer_file(path: Path, options: argparse.Namespace, sampler: Sampler) -> int:
     """Continue the prompts of a file, batch by batch in its order."""
-    if not path.is_file():
-        raise UserError(f"{path}: there is no such file")
     sampling = sampling_of(options)
-    model, config = open_model(options)
-    records = _records(path, config.data.prompt)
+    model, config = open_model(options, sampler)
+    records = read_prompts(path, config.data.prompt)
     for first in range(0, len(records), options.batch_size):
         part = records[first : first + options.batch_size]
         prompts = [prompt for _, prompt in part]
@@ -45,13 +50,30 @@ def _answer_file(path: Path, options: argparse.Namespace) -> int:
             answer = {"prompt": prompt, "generated": text.text, "finish": text.finish, "tokens": len(text.tokens)}
             if model.exits_early:
                 answer["mean_depth"] = round(text.mean_depth, 3)
+            if model.drafts:
+                answer |= {"steps": text.steps, "drafted": text.drafted, "accepted": text.accepted}
             print(json.dumps(record | answer, ensure_ascii=False), flush=True)
         say(f"{first + len(part)}/{len(records)}")
     return 0
 
 
-def _records(path: Path, template: str) -> list[tuple[dict[str, object], str]]:
-    """Each record of the file and its prompt: its own field `prompt`, or the run's template filled with its fields."""
+def prompt_file(path: str) -> Path:
+    """A file of prompts.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not Path(path).is_file():
+        raise UserError(f"{path}: there is no such file")
+    return Path(path)
+
+
+def read_prompts(path: Path, template: str) -> list[tuple[dict[str, object], str]]:
+    """Each record of a file and its prompt: its own field `prompt`, or the run's template filled with its fields.
+
+    Raises:
+        UserError: there is no record, or a line is broken.
+    """
     from dreamer_jax.data.jsonl import Broken, Template, parse_object
 
     records, filler = [], Template(template, "data.prompt")
@@ -73,11 +95,11 @@ def _records(path: Path, template: str) -> list[tuple[dict[str, object], str]]:
     return records
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(
         prog="dreamer generate",
         description="Continue texts with a trained model. One --prompt is printed while it grows; --file gives JSON, "
-        "a line for each record: its own fields, then prompt, generated, finish and tokens.",
+        "a line for each record: its own fields, then prompt, generated, finish, tokens and what the sampler counted.",
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help=RUN)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from dreamer_jax.cli.arguments import Parser
+from dreamer_jax.cli.sampler_options import add_sampler
 from dreamer_jax.errors import UserError
 
 if TYPE_CHECKING:
     from dreamer_jax.config import Config
-    from dreamer_jax.inference import LanguageModel, Sampling
+    from dreamer_jax.inference import LanguageModel, Sampler, Sampling
 
 
 RUN = "a run directory, one checkpoint in it (RUN/checkpoints/500), or an exported folder"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: Parser) -> None:
     """The options of sampling, of the model, and of the devices."""
     add = parser.add_argument
     add("--max-tokens", type=int, default=256, metavar="N", help="most tokens of a text (256)")
@@ -30,13 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=["float32", "bfloat16"], help="compute precision (as trained)")
     add("--cache", metavar="RULE", help="which keys of tokens at other depths are seen: model.cache (as trained)")
     add("--tokenizer", metavar="FILE", help="where the run's tokenizer is now, if it was moved")
-    add(
-        "--exit-distance",
-        type=float,
-        default=0.0,
-        metavar="E",
-        help="stop going deeper when the hidden state moves by less than E, relative to its norm (0: never)",
-    )
+    add_sampler(parser)
     add("--mesh.data", dest="data", type=int, default=1, metavar="N", help="devices that share the rows of a batch (1)")
     add("--mesh.expert", dest="expert", type=int, default=1, metavar="N", help="devices that share the experts (1)")
 
@@ -48,11 +44,12 @@ def sampling_of(options: argparse.Namespace) -> Sampling:
     return Sampling(options.temperature, options.top_k, options.top_p, options.min_p, options.seed)
 
 
-def open_model(options: argparse.Namespace) -> tuple[LanguageModel, Config]:
-    """The model of `options.run`, and its run's configuration.
+def open_model(options: argparse.Namespace, sampler: Sampler) -> tuple[LanguageModel, Config]:
+    """The model of `options.run` that generates with a sampler, and its run's configuration.
 
     Raises:
-        UserError: no model, another tokenizer, an impossible depth, or too few devices.
+        UserError: no model, another tokenizer, an impossible depth, a sampler that the model can't be used with, or too
+            few devices.
     """
     import jax
 
@@ -72,4 +69,4 @@ def open_model(options: argparse.Namespace) -> tuple[LanguageModel, Config]:
         mesh = make_mesh(MeshConfig(data=(options.data,), expert=options.expert), jax.devices()[:wanted])
     names = ("average", "dtype", "cache", "tokenizer")
     model = load(options.run, **{name: getattr(options, name) for name in names}, mesh=mesh)
-    return model.texts(options.depth, options.exit_distance, options.batch_size), model.config
+    return model.texts(options.depth, sampler, options.batch_size), model.config

@@ -56,6 +56,8 @@ class Flags:
         random: in training a pass draws something of its own, with `Context.keys`.
         shares_caches: what one depth leaves in a memory may stand in for another's.
         halts: `finished` says when a position needs no further depth, and decoding stops there.
+        depths_apart: in decoding every depth keeps keys of its own, and what a position sees depends on no later ones;
+            so positions that go through the depths together come to what they would one after the other.
     """
 
     causal: bool = True
@@ -65,6 +67,7 @@ class Flags:
     random: bool = False
     shares_caches: bool = False
     halts: bool = False
+    depths_apart: bool = True
 
 
 @dataclass(frozen=True)

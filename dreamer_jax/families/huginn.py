@@ -60,7 +60,9 @@ class Huginn(Family):
     @property
     def flags(self) -> Flags:
         """The input is injected, the state random; keys of one recurrence may stand in for another's."""
-        return Flags(injects_inputs=True, random=True, shares_caches=True)
+        rule = self.config.cache
+        apart = rule in ("latest", "full")  # always-last looks whether any position, also a later one, lacks a depth
+        return Flags(injects_inputs=True, random=True, shares_caches=True, depths_apart=apart)
 
     @property
     def depth(self) -> int:

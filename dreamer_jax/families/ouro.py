@@ -66,7 +66,8 @@ class Ouro(Family):
     @property
     def flags(self) -> Flags:
         """Keys of one loop may stand in for another's; the gate may stop a token early."""
-        return Flags(shares_caches=True, halts=self.config.exit_threshold < 1)
+        c = self.config
+        return Flags(shares_caches=True, halts=c.exit_threshold < 1, depths_apart=c.cache == "loops")
 
     @property
     def depth(self) -> int:

@@ -12,6 +12,8 @@ import numpy as np
 
 from dreamer_jax.inference.model import FoldedModel
 from dreamer_jax.inference.programs import Kinds, Programs
+from dreamer_jax.inference.samplers import Sampler
+from dreamer_jax.inference.samplers.contract import Asked, Choosing, Tally
 from dreamer_jax.inference.sampling import Sampling
 
 Finished = Callable[[int, list[int]], bool]
@@ -30,12 +32,19 @@ class Generated:
     Attributes:
         tokens: without the prompt and without the stop token.
         depths: how many depths each token's predecessor went through; the first is always the full depth.
+        steps: depth steps that followed one another for the tokens after the first, which comes of the prompt.
+        work: depth steps of all positions, also of those that went together.
+        drafted, accepted: tokens that were proposed before the full depth had decided, and those of them that stayed.
         finish: "stop": a stop token came, or `finished` said so. "length": `max_tokens` are reached.
     """
 
     tokens: list[int]
     depths: list[int]
     finish: str = "length"
+    steps: int = 0
+    work: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class RowBatch:
@@ -47,7 +56,7 @@ class RowBatch:
         numbers: of the rows, which the draws depend on.
         size: B of the programs; what `prompts` leave of it is rows that are done from the start.
         max_tokens, sampling, stop_ids: as of `Engine.generate`.
-        exit_distance: as of `Engine`; None where every token takes all depths.
+        sampler: as of `Engine`, for this model.
     """
 
     def __init__(
@@ -60,43 +69,42 @@ class RowBatch:
         max_tokens: int,
         sampling: Sampling,
         stop_ids: Sequence[int],
-        exit_distance: float | None,
+        sampler: Sampler,
     ):
         self.rows = [Generated([], []) for _ in prompts]
         self._model, self._programs, self._prompts, self._stop_ids = model, programs, prompts, stop_ids
+        self._sampler = sampler
         missing = (0, size - len(prompts))
         self._lengths = np.pad(np.array([len(prompt) for prompt in prompts], np.int32), missing, constant_values=1)
         self._numbers = np.pad(np.array(numbers, np.int32), missing)
         limits = np.where(np.arange(size) < len(prompts), self._lengths + max_tokens - 1, 0)
         self._limits = limits.astype(np.int32)
         self._capacity = bucket(int(self._lengths.max()) + max_tokens)
-        self._kinds = Kinds(sampling.draws, sampling.ranks, exit_distance is not None)
-        self._settings = sampling.numbers()
+        self._kinds = Kinds(Choosing(sampling.draws, sampling.ranks), sampler.program)
+        self._sampling = sampling.numbers()
         self._ends = jnp.asarray(list(stop_ids) or [-1], jnp.int32)
-        self._distance = jnp.float32(exit_distance or 0)
 
     def begin(self) -> None:
         """The prompts and the first token after each."""
         hidden, self._slots = self._prefill()
+        self._carried = self._programs.carry(self._model, self._sampler.program, len(self._lengths))
         self._progress = self._programs.first(
-            self._kinds, self._model, hidden, self._lengths, self._numbers, self._limits, self._ends, self._settings
+            Kinds(self._kinds.choosing), self._model, hidden, self._lengths, self._numbers, self._limits, self._asked(1)
         )
         new = fetch(self._progress.last)[0][:, None]
         self._extend(new, np.full_like(new, self._model.total_depth))
 
     def advance(self, block: int) -> None:
-        """Up to `block` (at most `programs.DECODE_BLOCK`) more tokens for every row that isn't done."""
-        new, taken, self._progress, self._slots = self._programs.decode(
-            self._kinds,
-            self._model,
-            self._progress,
-            self._slots,
-            jnp.int32(block),
-            self._ends,
-            self._settings,
-            self._distance,
+        """About `block` (at most `DECODE_BLOCK`) more tokens for every row that isn't done."""
+        brought = self._programs.decode(
+            self._kinds, self._model, self._progress, self._slots, self._carried, self._asked(block)
         )
-        self._extend(*fetch(new, taken))
+        self._progress, self._slots, self._carried = brought.progress, brought.slots, brought.carried
+        new, taken, *tally = fetch(brought.tokens, brought.depths, *brought.tally)
+        self._extend(new, taken)
+        for name, counts in zip(Tally._fields, tally, strict=True):
+            for row, count in zip(self.rows, counts.tolist(), strict=False):  # behind the rows is padding
+                setattr(row, name, getattr(row, name) + count)
 
     def end(self, finished: Finished, first: int) -> None:
         """Ask about every row that goes on; `first` is the number of this batch's first row there."""
@@ -110,6 +118,9 @@ class RowBatch:
     def done(self) -> bool:
         """Whether no row goes on."""
         return bool(np.asarray(self._progress.done).all())
+
+    def _asked(self, block: int) -> Asked:
+        return Asked(jnp.int32(block), self._ends, self._sampling, self._sampler.numbers())
 
     def _prefill(self) -> Any:
         size, longest = len(self._lengths), int(self._lengths.max())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,9 @@ from jax.sharding import Mesh
 from dreamer_jax.errors import UserError
 from dreamer_jax.inference.batches import Finished, Generated, RowBatch, bucket, chunk, fetch, padded
 from dreamer_jax.inference.model import FoldedModel, fold
-from dreamer_jax.inference.programs import DECODE_BLOCK, Kinds, programs_for
+from dreamer_jax.inference.programs import Kinds, programs_for
+from dreamer_jax.inference.samplers import Sampler, Static
+from dreamer_jax.inference.samplers.contract import DECODE_BLOCK
 from dreamer_jax.inference.sampling import Sampling
 from dreamer_jax.inference.sharding import shard
 
@@ -45,28 +46,24 @@ class Engine:
 
     Args:
         model: see `fold`.
-        exit_distance: a token stops going deeper when its hidden state moves by less than this, relative to its norm
-            (see `programs.until_settled`); 0 takes every token through all depths, or until it halts if the model's
-            family says when. Prompts always go through all.
+        sampler: how tokens go through the depths (docs/samplers.md); by default each takes all, or those it needs by
+            the rule of a family that halts. Prompts always go through all.
         mesh: devices to share the rows and, along an axis `expert`, the experts (see `sharding`); None for one.
 
     Raises:
-        UserError: early exit from a model whose depths are different layers, or a negative distance.
+        UserError: the sampler needs what the model hasn't.
     """
 
-    def __init__(self, model: FoldedModel, exit_distance: float = 0.0, mesh: Mesh | None = None):
-        if not 0 <= exit_distance < math.inf:
-            raise UserError(f"exit distance {exit_distance}: must be 0 (never exit early) or more")
-        flags = model.family.flags
-        if exit_distance > 0 and not (flags.recurrent or flags.shares_caches):
-            raise UserError(f"early exit needs a recurrent model; {model.family.headline()}: distinct layers")
+    def __init__(self, model: FoldedModel, sampler: Sampler | None = None, mesh: Mesh | None = None):
+        self.sampler = (sampler or Static()).for_model(model)
+        self.exits_early = self.sampler.early or model.family.flags.halts
+        """Whether a token may stop before the last depth."""
         sharding = None
         if mesh is not None:
             model, sharding = shard(model, mesh)
         self.model = model
         self._programs = programs_for(sharding)
         self._row_shards = 1 if sharding is None else sharding.row_shards
-        self._exit_distance = exit_distance if exit_distance > 0 or flags.halts else None
         # One program hardly uses more than one core of a CPU: its steps are small and wait for each other.
         alone = mesh is None and jax.default_backend() == "cpu"
         self._most_batches = _cores() if alone else 1
@@ -77,16 +74,11 @@ class Engine:
         trained: TrainedModel,
         depth: int | None = None,
         dtype: str | None = None,
-        exit_distance: float = 0.0,
+        sampler: Sampler | None = None,
         mesh: Mesh | None = None,
     ) -> Engine:
         """The engine of a checkpoint (`load_run`); `depth` and `dtype` as of `fold`."""
-        return cls(fold(trained.config.model, trained.params, trained.model_state, depth, dtype), exit_distance, mesh)
-
-    @property
-    def exits_early(self) -> bool:
-        """Whether a token may stop before the last depth."""
-        return self._exit_distance is not None
+        return cls(fold(trained.config.model, trained.params, trained.model_state, depth, dtype), sampler, mesh)
 
     def generate(
         self,
@@ -135,7 +127,8 @@ class Engine:
 
         Args:
             prompts, max_tokens, sampling, stop_ids, finished: as of `generate`.
-            block: tokens between two yields, at most `programs.DECODE_BLOCK`. The first comes after one token.
+            block: tokens between two yields, at most `DECODE_BLOCK`; some samplers bring a few more. The first comes
+                after one token.
             numbers: of the rows, which the draws depend on; by default 0, 1, ...
         """
         _check(prompts, self.model.config.vocab_size)
@@ -143,7 +136,7 @@ class Engine:
             raise UserError(f"max_tokens {max_tokens}: must be 1 or more")
         shares, size = self._shares(len(prompts))
         numbers = range(len(prompts)) if numbers is None else numbers
-        settings = max_tokens, sampling or Sampling(), stop_ids, self._exit_distance
+        settings = max_tokens, sampling or Sampling(), stop_ids, self.sampler
         batches = [RowBatch(self.model, self._programs, prompts[own], numbers[own], size, *settings) for own in shares]
         rows = [row for batch in batches for row in batch.rows]
         running = batches

@@ -8,7 +8,7 @@ off.
 
 It is the family's own step, given memories that grow. A step writes the keys and values of its positions before it
 attends, so a position sees itself and whatever earlier positions have left at the same depth. Which positions to step
-when is the sampler's business: `engine` takes them one token after another; nothing here requires it.
+when is the business of a sampler (`samplers/`): one token after another, or several at depths of their own.
 """
 
 from __future__ import annotations
@@ -108,6 +108,21 @@ class FoldedModel(flax.struct.PyTreeNode):
 
     def _context(self, positions: jax.Array) -> Context:
         return Context(jnp.ones_like(positions), positions, self.state)
+
+
+def through_depths(
+    model: FoldedModel, tokens: jax.Array, positions: jax.Array, slots: PyTree, depths: jax.Array | None = None
+) -> tuple[jax.Array, PyTree]:
+    """Tokens [B, P] at these positions through every depth, or through the first `depths`: what the head is applied to
+    [B, P, h], and the slots."""
+
+    def body(l, carry):
+        return model.step(carry[0], positions, l, carry[1])
+
+    flight, slots = jax.lax.fori_loop(
+        0, model.total_depth if depths is None else depths, body, model.enter(tokens, positions, slots)
+    )
+    return model.leave(flight, positions, slots)
 
 
 def fold(

@@ -92,16 +92,25 @@ def choose(
     if not draws:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     kept = keep(logits / numbers.temperature, numbers, ranks)
+    return jax.vmap(jax.random.categorical)(draw_keys(numbers, rows, positions), kept).astype(jnp.int32)
 
-    def draw(logits: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(numbers.seed), row), position)
-        return jax.random.categorical(key, logits)
 
-    return jax.vmap(draw)(kept, rows, positions).astype(jnp.int32)
+def draw_keys(numbers: SamplingNumbers, rows: jax.Array, positions: jax.Array) -> jax.Array:
+    """The keys that tokens at these positions of these rows are drawn with, all of one shape."""
+
+    def key(row: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(numbers.seed), row), position)
+
+    return jax.vmap(key)(rows.reshape(-1), positions.reshape(-1)).reshape(rows.shape)
+
+
+def probabilities(logits: jax.Array, numbers: SamplingNumbers, ranks: bool) -> jax.Array:
+    """What tokens are drawn with, [..., V] like the logits; `ranks` of `Sampling`."""
+    return jax.nn.softmax(keep(logits / numbers.temperature, numbers, ranks), axis=-1)
 
 
 def keep(logits: jax.Array, numbers: SamplingNumbers, ranks: bool) -> jax.Array:
-    """Logits [B, V], after the temperature, with -inf for every token that top-k, top-p or min-p leaves out."""
+    """Logits [..., V], after the temperature, with -inf for every token that top-k, top-p or min-p leaves out."""
     if ranks:
         ordered = -jnp.sort(-logits, axis=-1)
         rank = jnp.arange(logits.shape[-1])

@@ -81,7 +81,7 @@ def shard(model: FoldedModel, mesh: Mesh) -> tuple[FoldedModel, ModelSharding]:
         family = build(model.config, dataclasses.replace(operations, expert_mlp=experts, feed_forward=neurons))
         model = model.replace(family=family)
     model = model.replace(params=params)
-    leaves, structure = jax.tree.flatten(model.replace(params=specs, state=everywhere), is_leaf=_is_spec)
+    leaves, structure = jax.tree.flatten(model.replace(params=specs, state=everywhere), is_leaf=is_spec)
     shardings = structure.unflatten([NamedSharding(mesh, spec) for spec in leaves])
     return jax.device_put(model, shardings), ModelSharding(mesh, tuple(leaves), structure)
 
@@ -102,5 +102,6 @@ def _divided(params: Any, boxed: Any, shards: int) -> tuple[Any, Any]:
     return jax.tree.map(padded, params), PartitionSpec(*[None] * dim, EXPERT)
 
 
-def _is_spec(leaf: Any) -> bool:
+def is_spec(leaf: Any) -> bool:
+    """Whether a leaf of a tree is a PartitionSpec."""
     return isinstance(leaf, PartitionSpec)

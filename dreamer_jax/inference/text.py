@@ -34,12 +34,17 @@ class Text:
         tokens: that were generated for it, those after a stop string included.
         finish: "stop": end of text or a stop string. "length": the limit of tokens.
         mean_depth: depths that its tokens went through.
+        steps: depth steps that followed one another for its tokens after the first.
+        drafted, accepted: tokens that its sampler proposed, and those of them that stayed.
     """
 
     text: str
     tokens: list[int]
     finish: str
     mean_depth: float
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Likelihood(NamedTuple):
@@ -74,6 +79,11 @@ class LanguageModel:
     def exits_early(self) -> bool:
         """Whether a token may stop before the last depth."""
         return self._engine.exits_early
+
+    @property
+    def drafts(self) -> bool:
+        """Whether tokens are proposed before the full depth has decided."""
+        return self._engine.sampler.drafts
 
     def generate(
         self,
@@ -187,7 +197,8 @@ class LanguageModel:
         text = self.tokenizer.decode(row.tokens)
         end = _find(text, stop)
         depths = sum(row.depths) / len(row.depths) if row.depths else 0.0
-        return Text(text[:end], row.tokens, row.finish if end is None else "stop", depths)
+        finish = row.finish if end is None else "stop"
+        return Text(text[:end], row.tokens, finish, depths, row.steps, row.drafted, row.accepted)
 
 
 def tokenizer_of(trained: TrainedModel, spec: str | None = None) -> Tokenizer:

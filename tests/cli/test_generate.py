@@ -16,7 +16,7 @@ from dreamer_jax.inference import Text
 class Echo:
     """Answers a prompt with `<prompt>`."""
 
-    exits_early = True
+    exits_early, drafts = True, False
 
     def generate(self, prompts, max_tokens, sampling, stop, first_number):
         return [Text(f"<{prompt}>{first_number + i}", [7, 8, 9], "stop", 2.5) for i, prompt in enumerate(prompts)]
@@ -31,7 +31,7 @@ class Echo:
 def run(monkeypatch):
     config = SimpleNamespace(data=SimpleNamespace(prompt="Q: {question}\nA: "))
     for command in (generate, chat):
-        monkeypatch.setattr(command, "open_model", lambda options: (Echo(), config))
+        monkeypatch.setattr(command, "open_model", lambda options, sampler: (Echo(), config))
 
 
 def test_a_prompt_is_continued_once(capsys):

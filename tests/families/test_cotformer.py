@@ -20,7 +20,8 @@ from dreamer_jax.errors import ConfigError, UserError
 from dreamer_jax.families import build, depth_of, forward
 from dreamer_jax.families.cotformer import State
 from dreamer_jax.inference import Engine, fold
-from dreamer_jax.inference.programs import all_depths, until_settled
+from dreamer_jax.inference.model import through_depths
+from dreamer_jax.inference.samplers.one_by_one import until_stopped
 from tests.families import plain_cotformer as plain
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "cotformer_tiny.npz"
@@ -408,7 +409,7 @@ def test_decoding_stops_and_gives_what_the_whole_pass_gives():
     model, tokens, prompt = folded("threshold"), batch()["tokens"], 9
     (_, logits, states), _ = of_batch("threshold")
     taken = 1 + states.active[:-1].sum(0)  # [B, S]
-    whole, settled = jax.jit(all_depths), jax.jit(until_settled)
+    whole, settled = jax.jit(through_depths), jax.jit(until_stopped)
     slots = model.empty_slots(ROWS, LENGTH + 2)
     places = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
     _, slots = whole(model, tokens[:, ::-1], places, slots)
@@ -416,7 +417,7 @@ def test_decoding_stops_and_gives_what_the_whole_pass_gives():
     np.testing.assert_allclose(model.logits(hidden), logits, atol=1e-4)
     for place in range(prompt, LENGTH):
         its = jnp.full((ROWS, 1), place)
-        hidden, slots, depths = settled(model, tokens[:, place, None], its, slots, jnp.float32(0))
+        hidden, slots, depths = settled(model, tokens[:, place, None], its, slots)
         np.testing.assert_array_equal(depths, taken[:, place])
         np.testing.assert_allclose(model.logits(hidden)[:, 0], logits[:, place], atol=1e-4)
     assert len(np.unique(taken[:, prompt:])) == TINY.depth

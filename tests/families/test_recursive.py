@@ -20,8 +20,8 @@ from dreamer_jax.budget import memory, program
 from dreamer_jax.config.models.recursive import RecursiveConfig
 from dreamer_jax.errors import ConfigError, UserError
 from dreamer_jax.families import build, depth_of, forward
-from dreamer_jax.inference import Engine, fold
-from dreamer_jax.inference.programs import until_settled
+from dreamer_jax.inference import Adaptive, Engine, fold
+from dreamer_jax.inference.samplers.one_by_one import until_stopped
 from dreamer_jax.inference.sharding import shard
 from tests.families.plain_recursive import PlainRecursive, softmax, wide
 
@@ -227,13 +227,13 @@ def test_a_token_stops_where_the_rule_says(rule):
     config = dataclasses.replace(TINY, **RULES[rule])
     params = drawn_params(TINY)
     model = fold(config, params, {})
-    settled, slots, prompt = jit(until_settled), model.empty_slots(ROWS, LENGTH), 0
+    settled, slots, prompt = jit(until_stopped), model.empty_slots(ROWS, LENGTH), 0
     rows = [PlainRecursive(config, wide(params)).row(tokens, prompt) for tokens in TOKENS]
     wanted, loops = (np.stack(each) for each in list(zip(*rows, strict=True))[:2])
     assert len(np.unique(loops)) > 1 and (np.diff(loops) > 0).any(), loops
     for place in range(LENGTH):
         places = jnp.full((ROWS, 1), place)
-        hidden, slots, depths = settled(model, TOKENS[:, place, None], places, slots, jnp.float32(0))
+        hidden, slots, depths = settled(model, TOKENS[:, place, None], places, slots)
         np.testing.assert_array_equal(depths, loops[:, place])
         np.testing.assert_allclose(model.logits(hidden)[:, 0], wanted[:, place], atol=1e-4)
     assert np.abs(wanted - plainly("cycle")[0]).max() > 1e-2
@@ -248,9 +248,11 @@ def test_the_engine_generates_what_the_whole_pass_says():
     assert row.tokens == plain.argmax(-1)[2:6].tolist() and row.depths[1:] == [2, 2, 2]
     assert not Engine(model).exits_early
     assert Engine(fold(dataclasses.replace(TINY, exit_change=0.1), drawn_params(TINY), {})).exits_early
-    assert Engine(folded("cycle"), exit_distance=0.1).exits_early  # loops, though each has weights of its own
+    assert Engine(
+        folded("cycle"), sampler=Adaptive(threshold=0.1)
+    ).exits_early  # loops, though each has weights of its own
     with pytest.raises(UserError, match="early exit needs a recurrent model"):
-        Engine(folded("sequence"), exit_distance=0.1)
+        Engine(folded("sequence"), sampler=Adaptive(threshold=0.1))
 
 
 def test_rules_to_stop_by():

@@ -20,7 +20,7 @@ from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import build, depth_of, forward, initialise
 from dreamer_jax.families.universal import State
 from dreamer_jax.inference import Engine, fold
-from dreamer_jax.inference.programs import until_settled
+from dreamer_jax.inference.samplers.one_by_one import until_stopped
 from tests.families import plain_universal as plain
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "ut_act_tiny.npz"
@@ -299,10 +299,10 @@ def test_decoding_leaves_the_loop_and_gives_what_the_whole_pass_gives(form):
     """Position by position, each row N steps; keys at steps that weren't taken are the copied state's."""
     model, tokens = folded(form), batch()["tokens"]
     slots, (logits, updates) = model.empty_slots(ROWS, LENGTH + 2), expected(form)
-    settled = jax.jit(until_settled)
+    settled = jax.jit(until_stopped)
     for place in range(LENGTH):
         places = jnp.full((ROWS, 1), place)
-        hidden, slots, depths = settled(model, tokens[:, place, None], places, slots, jnp.float32(0))
+        hidden, slots, depths = settled(model, tokens[:, place, None], places, slots)
         np.testing.assert_array_equal(depths, updates[:, place])
         np.testing.assert_allclose(model.logits(hidden)[:, 0], logits[:, place], atol=1e-4)
     deeper = [updates[:, place].max() > updates[:, :place].min() for place in range(1, LENGTH)]

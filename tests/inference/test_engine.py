@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from dreamer_jax.blocks.memory import Slots
 from dreamer_jax.errors import UserError
-from dreamer_jax.inference import Engine, FoldedModel, Sampling, batches, engine, fold
+from dreamer_jax.inference import Adaptive, Engine, FoldedModel, Sampling, batches, engine, fold
 from dreamer_jax.inference.programs import programs_for
 from tests.families.cases import jitted_forward, random_weights, small_config
 
@@ -169,15 +169,15 @@ def test_a_mesh_changes_nothing(variant, shape):
 
 def test_early_exit_takes_all_depths_when_nothing_settles_and_one_when_everything_does():
     full = Engine(model_of()).generate(PROMPTS, 5)
-    never = Engine(model_of(), exit_distance=1e-9).generate(PROMPTS, 5)
+    never = Engine(model_of(), sampler=Adaptive(threshold=1e-9)).generate(PROMPTS, 5)
     assert [row.tokens for row in never] == [row.tokens for row in full]
     assert all(row.depths == [3] * 5 for row in never)
-    always = Engine(model_of(), exit_distance=1e9).generate(PROMPTS, 5)
+    always = Engine(model_of(), sampler=Adaptive(threshold=1e9)).generate(PROMPTS, 5)
     assert all(row.depths == [3, 1, 1, 1, 1] for row in always)
 
 
 def test_early_exit_does_not_depend_on_the_batch():
-    exiting = Engine(model_of(), exit_distance=1.0)
+    exiting = Engine(model_of(), sampler=Adaptive(threshold=1.0))
     together = exiting.generate(PROMPTS, 12)
     depths = [depth for row in together for depth in row.depths[1:]]
     assert 0 < sum(depth < 3 for depth in depths) < len(depths)  # the distance tells them apart
@@ -188,9 +188,9 @@ def test_early_exit_does_not_depend_on_the_batch():
 
 def test_early_exit_needs_one_layer_for_all_depths_and_a_distance():
     with pytest.raises(UserError, match="distinct layers"):
-        Engine(model_of("LA"), exit_distance=0.1)
+        Engine(model_of("LA"), sampler=Adaptive(threshold=0.1))
     with pytest.raises(UserError, match="must be 0"):
-        Engine(model_of(), exit_distance=-1.0)
+        Adaptive(threshold=-1.0)
 
 
 def test_deeper_slots_get_what_was_last_computed():

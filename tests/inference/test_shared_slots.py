@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from dreamer_jax.blocks.memory import Context
 from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import build
-from dreamer_jax.inference import Engine, fold
+from dreamer_jax.inference import Adaptive, Engine, fold
 from tests.families.test_huginn import FORMS, drawn_params, plain_forward, plain_norm, turned
 
 CONFIG = FORMS["huginn"]
@@ -53,7 +53,9 @@ def test_rows_divided_over_devices(model):
     folded = fold(dataclasses.replace(CONFIG, cache="full"), model[0], {}, DEEPEST)
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     prompts = [[1, 5, 6], [2, 7, 8, 9]]
-    alone, spread = (Engine(folded, exit_distance=0.3, mesh=its).generate(prompts, 4) for its in (None, mesh))
+    alone, spread = (
+        Engine(folded, sampler=Adaptive(threshold=0.3), mesh=its).generate(prompts, 4) for its in (None, mesh)
+    )
     assert [(row.tokens, row.depths) for row in spread] == [(row.tokens, row.depths) for row in alone]
 
 

@@ -1,0 +1,79 @@
+"""Adaptive: a token stops going deeper when a criterion says that further depths would change little."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from dreamer_jax.inference.samplers import one_by_one
+from dreamer_jax.inference.samplers.contract import Asked, Block, Carried, Choosing, Progress, Sampler
+from dreamer_jax.inference.samplers.criteria import CRITERIA, Name
+
+
+@dataclass(frozen=True)
+class Adaptive(Sampler):
+    """A token goes through the depths until a criterion says that further ones would change little; a model that halts
+    by itself may also stop it. Prompts always go through all depths, and the batch waits for its deepest row."""
+
+    name: ClassVar[str] = "adaptive"
+    early: ClassVar[bool] = True
+
+    criterion: Name = "latent-diff"
+    """What is compared with the check before: the residual stream (latent-diff, cosine), or the prediction, which takes
+    the head at every check (entropy-diff, kl, minp-kl, argmax-stability)."""
+    threshold: float = 0.0
+    """A token stops when the criterion's value is below; argmax-stability: when the likeliest token has stayed the same
+    at so many checks. 0: that of the published code (0.03, 1e-3, 1e-3, 1e-3, 1e-5 and 5, in the order of criterion)."""
+    min_depth: int = 1
+    """Depths that every token takes; the first check is after them."""
+    every: int = 1
+    """Depths between two checks."""
+
+    def __post_init__(self) -> None:
+        self._require(self.threshold >= 0, "threshold", "must be 0 (that of the published code) or more")
+        self._require(self.min_depth >= 1, "min_depth", "must be 1 or more")
+        self._require(self.every >= 1, "every", "must be 1 or more")
+
+    def refusal(self, family) -> str | None:
+        """Depths have to be alike, or their keys interchangeable."""
+        flags = family.flags
+        if flags.recurrent or flags.shares_caches:
+            return None
+        return f"early exit needs a recurrent model; {family.headline()}: distinct layers"
+
+    @property
+    def program(self) -> Adaptive:
+        """The criterion decides the code."""
+        return Adaptive(self.criterion)
+
+    def numbers(self):
+        """The others."""
+        threshold = self.threshold or CRITERIA[self.criterion].threshold
+        return jnp.float32(threshold), jnp.int32(self.min_depth), jnp.int32(self.every)
+
+    def decode(self, choosing: Choosing, model, progress: Progress, slots, carried: Carried, asked: Asked) -> Block:
+        """One token after another."""
+        through = functools.partial(one_by_one.until_stopped, model, rule=rule(self.criterion, *asked.settings))
+        return one_by_one.decode(choosing, model, progress, slots, asked, through)
+
+
+def rule(criterion: Name, threshold, least=1, every=1) -> one_by_one.Rule:
+    """The rule of a criterion."""
+    its = CRITERIA[criterion]
+
+    def stream(model, flight):
+        return model.family.stream(flight.state)[:, 0].astype(jnp.float32)
+
+    def start(model, flight):
+        return its.start(stream(model, flight), model.config.vocab_size)
+
+    def check(model, flight, positions, slots, before):
+        # What a coda leaves is written again when the token leaves for good.
+        hidden = model.leave(flight, positions, slots)[0] if its.reads_logits else None
+        value, seen = its.compare(before, stream(model, flight) if hidden is None else model.logits(hidden)[:, 0])
+        return its.stops(value, threshold), seen
+
+    return one_by_one.Rule(start, check, least, every)
