@@ -1,7 +1,17 @@
 """The error a person causes and can mend: one clear message, exit code 2, never a traceback."""
 
+from pathlib import Path
+
 RESTART_EXIT_CODE = 75
 """Exit code of a run that was asked to stop, has saved its state and wants to be started again (EX_TEMPFAIL)."""
+
+
+def how_to_install(extra: str) -> str:
+    """The command that brings an extra ("": the base install), for messages; another one where there is no checkout."""
+    what = f"[{extra}]" if extra else ""
+    if (Path(__file__).resolve().parents[1] / "setup.cfg").is_file():
+        return f"in the checkout: pip install -e '.{what}'"
+    return f"pip install 'dreamer-jax{what}'"
 
 
 class UserError(Exception):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Several processes on this machine as a pod would run them, one for each "host", with CPU devices.
-#   bash launch/local.sh -n 4 -- train configs/quickstart.yaml --mesh.data 4
+#   bash launch/local.sh -n 4 -- train quickstart --mesh.data 4
 #   bash launch/local.sh -n 4 -d 2 -- train CONFIG --mesh.data 8       two devices for each process
 # When a process dies or asks for it (exit code 75), all of them end and are started again; the run goes on from its
 # newest checkpoint. A mistake (2) or a defect (1) stops the job. The exit code is 0 when the run is complete.

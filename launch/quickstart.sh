@@ -23,16 +23,17 @@ if ! "$venv/bin/dreamer" --version >/dev/null 2>&1; then
 fi
 
 echo "== training (a few minutes on two cores)"
-"$venv/bin/dreamer" train configs/quickstart.yaml "$@"
+"$venv/bin/dreamer" train quickstart "$@"
 
 cat <<NEXT
 
 == what to try next
   source $venv/bin/activate
-  dreamer config show configs/quickstart.yaml                        every setting, and where it comes from
-  dreamer train configs/quickstart.yaml --run.dir runs/deep --model.depth 12
-  dreamer train configs/quickstart.yaml --run.dir runs/layers --model.variant LA --model.num_experts 16
-  dreamer train configs/quickstart.yaml --run.dir runs/graph --data.task reachability
-  dreamer budget configs/models/dr_da_16.yaml                        parameters, FLOPs and memory of a paper model
-  tensorboard --logdir runs                                          curves (pip install tensorboard)
+  dreamer config show quickstart                 every setting, and where it comes from
+  dreamer train quickstart --run.dir runs/deep --model.depth 12
+  dreamer train quickstart --run.dir runs/layers --model.variant LA --model.num_experts 16
+  dreamer train quickstart --run.dir runs/graph --data.task reachability
+  dreamer budget dr_da_16                        parameters, FLOPs and memory of a paper model
+  dreamer config list                            the other configurations
+  tensorboard --logdir runs                      curves (pip install tensorboard)
 NEXT

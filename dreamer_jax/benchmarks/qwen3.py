@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dreamer_jax.config.sections import Config
-from dreamer_jax.errors import UserError
+from dreamer_jax.errors import UserError, how_to_install
 
 EXPERTS = ("grouped_mm", "eager")
 """transformers' ways to compute the experts that are tried, `batched_mm` apart: it copies the weights of an expert
@@ -24,15 +24,12 @@ def require_transformers() -> None:
     """
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(
-            f"--against transformers needs {' and '.join(missing)}; in the checkout: pip install -e '.[bench]'"
-        )
+        raise UserError(f"--against transformers needs {' and '.join(missing)}; {how_to_install('bench')}")
     from transformers import __version__
 
     if int(__version__.partition(".")[0]) < 5:
         raise UserError(
-            f"--against transformers needs transformers 5 or later, not {__version__}; "
-            "in the checkout: pip install -U -e '.[bench]'"
+            f"--against transformers needs transformers 5 or later, not {__version__}; " + how_to_install("bench")
         )
 
 
@@ -51,7 +48,7 @@ def check_comparable(config: Config) -> None:
     }
     for problem, wrong in problems.items():
         if wrong:
-            raise UserError(f"--against transformers can't be used with {problem}; try configs/models/la_tiny.yaml")
+            raise UserError(f"--against transformers can't be used with {problem}; try la_tiny")
 
 
 def qwen(config: Config, experts: str) -> Any:

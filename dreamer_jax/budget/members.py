@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from dreamer_jax.budget import matching
-from dreamer_jax.config import Config, load_config
+from dreamer_jax.config import Config, load_config, to_yaml
 from dreamer_jax.config.keys import values_of
+from dreamer_jax.configs import FOLDER
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import build as build_model
 
@@ -65,7 +66,8 @@ def write(model: Any, base: Path, out: Path, comment: str) -> None:
 
     Args:
         model: the model the file shall describe.
-        base: an existing configuration; the file refers to it by a relative `base:`.
+        base: an existing configuration; the file refers to it by a relative `base:`. A file outside of the package
+            holds all values instead of referring into the package, which may be replaced or lie elsewhere tomorrow.
         out: the file; its folder is made, an old file is replaced.
         comment: first line of the file.
     Raises:
@@ -75,13 +77,17 @@ def write(model: Any, base: Path, out: Path, comment: str) -> None:
     made_of = {base.resolve()} | {Path(origin.rpartition(":")[0]).resolve() for origin in loaded.origins.values()}
     if out.resolve() in made_of:
         raise UserError(f"{out}: {base} is made of this file, so it can't be written on top of it; name another")
-    mine = values_of(Config(model=model))
-    theirs = values_of(Config(model=loaded.config.model))
-    changed = [f"  {key.partition('.')[2]}: {mine[key]}" for key in mine if mine[key] != theirs[key]]
-    lines = [f"# {comment}", f"base: {_relative(base, out.parent)}", "", *(["model:", *changed] if changed else [])]
+    if base.resolve().is_relative_to(FOLDER) and not out.resolve().is_relative_to(FOLDER):
+        text = to_yaml(replace(loaded.config, model=model))
+    else:
+        mine = values_of(Config(model=model))
+        theirs = values_of(Config(model=loaded.config.model))
+        changed = [f"  {key.partition('.')[2]}: {mine[key]}" for key in mine if mine[key] != theirs[key]]
+        lines = [f"base: {_relative(base, out.parent)}", "", *(["model:", *changed] if changed else [])]
+        text = "\n".join(lines).rstrip() + "\n"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+        out.write_text(f"# {comment}\n{text}", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{out}: can't be written ({error.strerror})") from None
 

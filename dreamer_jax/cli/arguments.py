@@ -28,19 +28,19 @@ def read_config(command: str, arguments: Sequence[str]) -> LoadedConfig | None:
 
     Args:
         command: the command's own words, such as "train", for usage and help.
-        arguments: one file and any number of `--section.key value`, in any order.
+        arguments: one file, or the name of one, and any number of `--section.key value`, in any order.
     Returns:
         The configuration, or None when help was asked for and has been printed.
     Raises:
         UserError: the file is missing from the words, or the configuration is wrong.
     """
-    files, overrides, help_asked = _split(arguments)
+    files, overrides, help_asked = split_words(arguments)
     usage = f"usage: dreamer {command} CONFIG [--section.key value ...]"
     if help_asked:
         _print_help(command, files, overrides)
         return None
     if not files:
-        raise UserError(f"{command}: no configuration is named; {usage}")
+        raise UserError(f"{command}: no configuration is named; {usage}; `dreamer config list` shows names")
     if len(files) > 1:
         raise UserError(f"{command}: unexpected '{files[1]}' after the configuration '{files[0]}'; {usage}")
     return load_config(files[0], overrides)
@@ -74,7 +74,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str], bool]:
+def split_words(arguments: Sequence[str]) -> tuple[list[str], list[str], bool]:
     """(files, overrides, whether help is asked for); an option is followed by its value or holds it after `=`."""
     files: list[str] = []
     overrides: list[str] = []

@@ -71,7 +71,7 @@ def _parser() -> Parser:
         epilog="Any `--section.key value` overrides a value of CONFIG. What is measured how: docs/benchmarks.md.",
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="CONFIG", required=True, help="such as configs/models/la_tiny.yaml")
+    parser.add_argument("--config", metavar="CONFIG", required=True, help="a YAML file, or a name such as la_tiny")
     parser.add_argument(
         "--against",
         choices=["transformers"],

@@ -39,7 +39,7 @@ def _parser() -> Parser:
         epilog="Any `--section.key value` overrides a value of CONFIG.",
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="CONFIG", required=True, help="such as configs/quickstart.yaml")
+    parser.add_argument("--config", metavar="CONFIG", required=True, help="a YAML file, or a name such as quickstart")
     parser.add_argument("--steps", type=positive, default=30, metavar="N", help="steps of a block (30)")
     parser.add_argument("--pairs", type=positive, default=5, metavar="N", help="pairs of blocks (5)")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")

@@ -16,7 +16,9 @@ def run(arguments: list[str]) -> int:
         description="Prepare data and feed them, on generated text or on the sources of a mixture file.",
         allow_abbrev=False,
     )
-    parser.add_argument("--mixture", metavar="FILE", default="", help="a mixture file instead of generated text")
+    parser.add_argument(
+        "--mixture", metavar="FILE", default="", help="a mixture (file or name) instead of generated text"
+    )
     parser.add_argument("--tokenizer", metavar="SPEC", default="bytes", help="of generated text (bytes)")
     parser.add_argument("--megabytes", type=positive, default=50, metavar="N", help="of generated text (50)")
     parser.add_argument("--workers", type=positive, default=2, metavar="N", help="processes that prepare (2)")

@@ -33,7 +33,7 @@ def _parser() -> Parser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", metavar="CONFIG", required=True, help="our model, such as configs/models/la_tiny.yaml")
+    add("--config", metavar="CONFIG", required=True, help="our model: a YAML file, or a name such as la_tiny")
     add("--peer", metavar="CONFIG", help="an LA configuration whose sizes Qwen3-MoE gets (CONFIG)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of both (float32)")
     add("--prompt-tokens", type=positive, default=128, metavar="N", help="tokens of the prompt (128)")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from dreamer_jax.cli.arguments import Parser, positive, say, split_overrides
@@ -15,7 +14,7 @@ def run(arguments: list[str]) -> int:
     """Run the benchmark and print its numbers; returns the exit code."""
     words, overrides = split_overrides(arguments)
     options = _parser().parse_args(words)
-    configs = [(Path(path).stem, load_config(path, overrides).config) for path in options.config]
+    configs = [(word.removesuffix(".yaml"), load_config(word, overrides).config) for word in options.config]
     from dreamer_jax.benchmarks.generation import bench_generate  # after the checks: importing jax takes a second
 
     found = bench_generate(
@@ -38,7 +37,13 @@ def _parser() -> Parser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", metavar="CONFIG", action="append", required=True, help="may be given several times")
+    add(
+        "--config",
+        metavar="CONFIG",
+        action="append",
+        required=True,
+        help="a YAML file or a name; may be given several times",
+    )
     add(
         "--against",
         choices=["transformers"],

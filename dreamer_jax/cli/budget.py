@@ -38,7 +38,7 @@ def _parser() -> Parser:
         epilog="Any `--section.key value` overrides a value of CONFIG. What is counted how: docs/budget.md.",
         allow_abbrev=False,
     )
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/models/dr_da_16.yaml")
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file, or a name such as dr_da_16")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     parser.add_argument("--context", type=positive, default=1024, help="tokens of a generated sequence (1024)")
     parser.add_argument("--batch", type=positive, default=1, help="sequences generated at once (1)")

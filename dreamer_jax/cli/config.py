@@ -1,26 +1,37 @@
-"""`dreamer config show|check CONFIG`: the resolved configuration, or whether a run could start with it."""
+"""`dreamer config list|show|check`: the configurations there are, a resolved one, whether a run could start with it."""
 
 from __future__ import annotations
 
 import difflib
 from pathlib import Path
 
-from dreamer_jax.cli.arguments import read_config
-from dreamer_jax.config import Config, LoadedConfig, to_yaml
+from dreamer_jax.cli.arguments import read_config, split_words
+from dreamer_jax.config import Config, to_yaml
+from dreamer_jax.configs import ALL, Kind, files, find, kind_of, name_of
+from dreamer_jax.configs import summary as summary_of
 from dreamer_jax.errors import ConfigError, UserError
 
 USAGE = """\
-usage: dreamer config show CONFIG [--section.key value ...]
+usage: dreamer config list
+       dreamer config show CONFIG [--section.key value ...]
        dreamer config check CONFIG [--section.key value ...]
 
-show   prints every value and where it came from, as YAML that can be used as a file
+list   names what comes with the package; a name stands wherever a command takes a file of its kind
+show   prints every value and where it came from, as YAML that can be used as a file; a mixture or a study as it is
 check  says whether the values fit together and the files they name exist
 `dreamer config show --help` lists every setting."""
 
+HEADINGS: dict[Kind, str] = {
+    "configuration": "Configurations: dreamer train NAME, and wherever a command takes a CONFIG",
+    "mixture": "Mixtures of training data: dreamer data prepare NAME",
+    "study": "Studies: dreamer study NAME",
+    "frontier model": "Models for comparison: dreamer frontier TASK --model NAME",
+}
+
 
 def run(arguments: list[str]) -> int:
-    """Show or check a configuration; returns the exit code."""
-    actions = {"show": _show, "check": _check}
+    """List, show or check configurations; returns the exit code."""
+    actions = {"list": _list, "show": _show, "check": _check}
     if arguments and arguments[0] in ("--help", "-h"):
         print(USAGE)
         return 0
@@ -28,31 +39,62 @@ def run(arguments: list[str]) -> int:
         given = arguments[0] if arguments else ""
         alike = difflib.get_close_matches(given, list(actions), n=1)
         fix = f"; did you mean 'config {alike[0]}'?" if alike else f"\n{USAGE}"
-        problem = f"unknown action '{given}'" if given else "show or check?"
+        problem = f"unknown action '{given}'" if given else "list, show or check?"
         raise UserError(f"config: {problem}{fix}")
-    loaded = read_config(f"config {arguments[0]}", arguments[1:])
-    if loaded is not None:
-        actions[arguments[0]](loaded)
+    actions[arguments[0]](arguments[1:])
     return 0
 
 
-def _show(loaded: LoadedConfig) -> None:
-    print(to_yaml(loaded), end="")
+def _list(words: list[str]) -> None:
+    """A line for each file of the package: its name and what it is."""
+    if words and words[0] not in ("--help", "-h"):
+        raise UserError(f"config list: unexpected '{words[0]}'; usage: dreamer config list")
+    if words:
+        print(USAGE)
+        return
+    width = max(len(name_of(path)) for path in files())
+    groups = []
+    for kind in ALL:
+        lines = [f"  {name_of(path):<{width}}  {summary_of(path)}" for path, its in files().items() if its == kind]
+        groups.append("\n".join([HEADINGS[kind], *lines]))
+    print("\n\n".join(groups))
 
 
-def _check(loaded: LoadedConfig) -> None:
+def _show(words: list[str]) -> None:
+    named, overrides, help_asked = split_words(words)
+    if len(named) == 1 and not help_asked:
+        path = find(named[0], *ALL)
+        kind = kind_of(path)
+        if kind in ("mixture", "study"):
+            if overrides:
+                raise UserError(f"config show: {named[0]} is a {kind} and is shown as it is; leave {overrides[0]} out")
+            print(path.read_text(encoding="utf-8"), end="")
+            return
+        words = [str(path), *overrides]
+    if loaded := read_config("config show", words):
+        print(to_yaml(loaded), end="")
+
+
+def _check(words: list[str]) -> None:
+    loaded = read_config("config check", words)
+    if loaded is None:
+        return
     config = loaded.config
     named = {"data.path": config.data.path, "data.heldout_path": config.data.heldout_path}
     if config.data.source in ("task", "puzzle"):
         named = {}
     if config.data.source == "prepared":  # a directory, complete when it has its index
         named = {key: f"{path}/index.json" if path else "" for key, path in named.items()}
-        named["data.mixture"] = config.data.mixture
     if config.data.tokenizer != "bytes":
         named["data.tokenizer"] = config.data.tokenizer
     for key, path in named.items():
         if path and not Path(path).is_file():
             raise ConfigError(f"{loaded.origins[key]}: {key}: no such file '{path}'", key)
+    if config.data.source == "prepared" and config.data.mixture:
+        try:
+            find(config.data.mixture, "mixture")
+        except ConfigError as error:
+            raise ConfigError(f"{loaded.origins['data.mixture']}: data.mixture: {error}", "data.mixture") from None
     print("ok")
     print(summary(config))
 

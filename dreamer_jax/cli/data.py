@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from dreamer_jax.errors import UserError
+from dreamer_jax.errors import UserError, how_to_install
 
 USAGE = """\
 usage: dreamer data prepare MIXTURE --out DIR [--workers N]
@@ -13,13 +13,14 @@ usage: dreamer data prepare MIXTURE --out DIR [--workers N]
        dreamer data train-tokenizer MIXTURE --size N --out FILE.json
        dreamer data build NAME --out DIR [--from PATH]
 
-prepare          clean, strip, decontaminate, deduplicate and tokenize the sources of a mixture file into DIR;
+prepare          clean, strip, decontaminate, deduplicate and tokenize the sources of a mixture into DIR;
                  started again after a kill, it goes on where it stopped
 show             a few documents as the model sees them, fill rate and lengths: of a configuration, or of a
                  directory made by prepare (settings such as --data.sequence_length 512 apply to both)
-train-tokenizer  train a small byte-level BPE on the sources of a mixture file
+train-tokenizer  train a small byte-level BPE on the sources of a mixture
 build            make TFDS data (ArrayRecord) of one of the paper's sets under DIR, from the hub or from files that
-                 were downloaded before; a wrong NAME lists them"""
+                 were downloaded before; a wrong NAME lists them
+MIXTURE is a YAML file or a name, such as gsm8k_math, that `dreamer config list` shows"""
 
 
 def run(arguments: list[str]) -> int:
@@ -108,7 +109,7 @@ def _build(words: list[str]) -> None:
     try:
         from dreamer_jax.data.builders import build
     except ImportError:
-        raise UserError("data build needs tensorflow-datasets; in the checkout: pip install -e '.[data]'") from None
+        raise UserError(f"data build needs tensorflow-datasets; {how_to_install('data')}") from None
     print(f"{build(name, options['--out'], options.get('--from', ''))}: give it as the path of a source of format tfds")
 
 

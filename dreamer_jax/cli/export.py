@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dreamer_jax.cli.arguments import Parser, positive
-from dreamer_jax.cli.extras import install_command
-from dreamer_jax.errors import UserError
+from dreamer_jax.errors import UserError, how_to_install
 
 
 def run(arguments: list[str]) -> int:
@@ -40,8 +39,7 @@ def _require(*packages: str) -> None:
     """Refuse to go on without packages of the extra `export`."""
     if any(importlib.util.find_spec(package) is None for package in packages):
         raise UserError(
-            f"an export is verified with {' and '.join(packages)}, which are not installed; in the checkout: "
-            + install_command("export")
+            f"an export is verified with {' and '.join(packages)}, which are not installed; " + how_to_install("export")
         )
 
 

@@ -39,11 +39,6 @@ def extra_of(module: str) -> str | None:
     return None
 
 
-def install_command(extra: str) -> str:
-    """The command that installs an extra ("": the base install) from the folder of the checkout."""
-    return f"pip install -e '.[{extra}]'" if extra else "pip install -e ."
-
-
 def _requires(distribution: str) -> list[tuple[str, str, list[str]]]:
     """(extra it belongs to, name, extras asked of it) of each requirement of an installed distribution."""
     try:

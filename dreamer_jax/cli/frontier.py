@@ -36,7 +36,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="dreamer frontier",
         usage="dreamer frontier TASK [options] [--section.key value ...]",
-        description="Trains the models of configs/frontier, evaluates every task depth after every number of thinking "
+        description="Trains the models of a paper, evaluates every task depth after every number of thinking "
         "steps, and shows the result beside the paper's. The same command goes on with a study that was stopped.",
         allow_abbrev=False,
     )
@@ -52,7 +52,7 @@ def _parser() -> Parser:
         metavar="NAME",
         action="append",
         default=[],
-        help="also another model with as many parameters: a file of configs/frontier/models; --model.key is then its",
+        help="also another model with as many parameters: dr, dreamer, huginn or a YAML file; --model.key is then its",
     )
     parser.add_argument("--instances", type=positive, default=2000, help="for every task depth (2000)")
     return parser

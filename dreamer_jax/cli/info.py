@@ -8,9 +8,9 @@ import platform
 import sys
 
 from dreamer_jax import __version__
-from dreamer_jax.cli.extras import install_command, requirements, version_of
+from dreamer_jax.cli.extras import requirements, version_of
 from dreamer_jax.config.models import find, known
-from dreamer_jax.errors import ConfigError, UserError
+from dreamer_jax.errors import ConfigError, UserError, how_to_install
 
 USAGE = """\
 usage: dreamer info
@@ -42,12 +42,11 @@ def run(arguments: list[str]) -> int:
         console.print("used from its folder without being installed; `pip install -e .` there brings the dependencies")
         return 0
     console.print("base: " + ", ".join(f"{name} {version_of(name) or 'missing'}" for name in needs.pop("", [])))
-    table = Table("extra", "missing", "how to install (in the checkout)", box=None, header_style="bold", pad_edge=False)
+    table = Table("extra", "missing", "how to install", box=None, header_style="bold", pad_edge=False)
     for extra, names in needs.items():
         missing = [name for name in names if version_of(name) is None]
-        table.add_row(
-            extra, escape(", ".join(missing)) or "-", escape(install_command(extra)) if missing else "installed"
-        )
+        how = escape(how_to_install(extra)) if missing else "installed"
+        table.add_row(extra, escape(", ".join(missing)) or "-", how)
     console.print(table)
     return 0
 

@@ -14,13 +14,13 @@ import sys
 from collections.abc import Sequence
 
 from dreamer_jax import __version__
-from dreamer_jax.errors import UserError
+from dreamer_jax.errors import UserError, how_to_install
 
 COMMANDS = {
     "train": ("dreamer_jax.cli.train", "train a model, or go on with a run"),
     "checkpoint": ("dreamer_jax.cli.checkpoint", "list, verify or prune the checkpoints of a run"),
     "data": ("dreamer_jax.cli.data", "prepare training data, show them, train a tokenizer"),
-    "config": ("dreamer_jax.cli.config", "show a resolved configuration, or check one"),
+    "config": ("dreamer_jax.cli.config", "list the configurations there are, show a resolved one, or check one"),
     "bench": ("dreamer_jax.cli.bench", "measure speed, e.g. `dreamer bench train`"),
     "budget": ("dreamer_jax.cli.budget", "parameters, FLOPs per token and memory of a model"),
     "plan": ("dreamer_jax.cli.plan", "a TPU slice from a laptop: does a train step fit, and how fast could it be"),
@@ -150,10 +150,10 @@ def _dispatch(words: list[str]) -> int:
 
 def _missing_package(error: ModuleNotFoundError) -> str | None:
     """How to install the package an import lacks, or None when it isn't one of this project's dependencies."""
-    from dreamer_jax.cli.extras import extra_of, install_command
+    from dreamer_jax.cli.extras import extra_of
 
     module = (error.name or "").partition(".")[0]
     extra = extra_of(module)
     if extra is None:
         return None
-    return f"the package {module} is not installed; in the checkout: {install_command(extra)}"
+    return f"the package {module} is not installed; {how_to_install(extra)}"

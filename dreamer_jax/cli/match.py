@@ -12,11 +12,12 @@ from dreamer_jax.budget.report import table
 from dreamer_jax.cli.arguments import Parser, positive, split_overrides
 from dreamer_jax.cli.budget import with_depth
 from dreamer_jax.config import load_config
+from dreamer_jax.configs import find
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import Family, build
 
 NAMES = {"params": "parameters", "flops_per_token": "FLOPs/token", "memory_bytes": "memory (bytes)"}
-PAPER_BASELINE = "configs/models/la_16.yaml"
+PAPER_BASELINE = "la_16"
 
 
 def run(arguments: list[str]) -> int:
@@ -41,7 +42,9 @@ def _parser() -> Parser:
         "to a baseline's (section 3.8), whatever both are in CONFIG.",
         allow_abbrev=False,
     )
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="the model to match, a YAML file")
+    parser.add_argument(
+        "config", metavar="CONFIG", nargs="?", help="the model to match: a YAML file, or a name such as dr_16"
+    )
     parser.add_argument("--to", metavar="BASELINE", help=f"the model to cost the same as (family: {PAPER_BASELINE})")
     parser.add_argument("--params", type=_number, help="parameters to reach, instead of a baseline's; e.g. 1.17e9")
     parser.add_argument("--flops", type=_number, help="FLOPs per token to reach, instead of a baseline's; e.g. 0.94e9")
@@ -67,9 +70,9 @@ def _single(options: argparse.Namespace, overrides: list[str]) -> int:
     model = build(with_depth(load_config(options.config, overrides).config, options.depth).model)
     found = matching.match(model, _target(options, model), options.context, options.granularity, options.hold)
     if options.write:
-        goal = Path(options.to).name if options.to else "given budgets"
+        goal = find(options.to, "configuration").name if options.to else "given budgets"
         comment = f"{_kind(model)} matched to {goal} by `dreamer match`: {_gap_text(found)}."
-        members.write(found.family.config, Path(options.config), Path(options.write), comment)
+        members.write(found.family.config, find(options.config, "configuration"), Path(options.write), comment)
     print(json.dumps(_json(found), indent=2) if options.json else _text(found, options.write))
     return 0
 
@@ -107,14 +110,14 @@ def _family(options: argparse.Namespace, overrides: list[str]) -> int:
     variants = [name.strip().upper() for name in options.variants.split(",") if name.strip()]
     found = members.build(sizes, baseline, options.family, variants, options.context, options.granularity)
     if options.write:
-        folder = Path(options.write)
+        folder, base, goal = Path(options.write), *(find(path, "configuration") for path in (sizes_path, baseline_path))
         for member in found:
             model = member.match.family
             comment = f"{_kind(model)} at depth {model.depth}, the baseline of its family."
             if member.match.iterations:
-                goal = f"{Path(baseline_path).name} at this depth"
-                comment = f"{_kind(model)} at depth {model.depth}, matched to {goal}: {_gap_text(member.match)}."
-            members.write(model.config, Path(sizes_path), folder / f"{member.name}.yaml", comment)
+                comment = f"{_kind(model)} at depth {model.depth}, matched to {goal.name} at this depth: "
+                comment += f"{_gap_text(member.match)}."
+            members.write(model.config, base, folder / f"{member.name}.yaml", comment)
     if options.json:
         print(json.dumps([{"name": member.name, **_json(member.match)} for member in found], indent=2))
     else:

@@ -39,7 +39,7 @@ def _parser() -> Parser:
         epilog="Any `--section.key value` overrides a value of CONFIG. How to read the numbers: docs/pods.md.",
         allow_abbrev=False,
     )
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/models/dr_da_32.yaml")
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file, or a name such as dr_da_32")
     parser.add_argument("--topology", required=True, help="chip and shape of a slice, such as v5p:4x4x4 or v5e:16x16")
     parser.add_argument("--slices", type=positive, default=1, help="slices of that shape (1)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")

@@ -1,4 +1,4 @@
-"""`dreamer study FILE`: members matched in cost, trained alike with several seeds, and compared."""
+"""`dreamer study STUDY`: members matched in cost, trained alike with several seeds, and compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(arguments: list[str]) -> int:
 
     if options.slice and not options.plan:
         raise UserError("study: --slice has a meaning only with --plan")
-    study = read_study(Path(options.study))
+    study = read_study(options.study)
     if options.quick:
         study = quick(study)
     changes = split_words(overrides)
@@ -51,14 +51,14 @@ def run(arguments: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="dreamer study",
-        usage="dreamer study FILE [options] [--section.key value ...]",
+        usage="dreamer study STUDY [options] [--section.key value ...]",
         description="Trains the members of a study on its tasks, all with the same tokens and, unless the file says "
         "otherwise, at the same cost, and shows the best of each with its data efficiency over the baseline. The same "
         "command goes on with a study that was stopped.",
         epilog="What a file says: docs/studies.md. A setting on the command line is one of all runs.",
         allow_abbrev=False,
     )
-    parser.add_argument("study", metavar="FILE", help="a YAML file, such as configs/studies/zoo.yaml")
+    parser.add_argument("study", metavar="STUDY", help="a YAML file, or a study of the package: zoo")
     parser.add_argument("--out", metavar="DIR", help="the folder of the study (runs/studies/NAME)")
     parser.add_argument(
         "--jobs", type=positive, default=1, help="runs at once; each has its share of the cores, or its device (1)"

@@ -5,7 +5,6 @@ Nothing is converted here: which keys there are, and of which types, is known on
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import yaml
 
 from dreamer_jax.config.keys import INTEGERS, SECTIONS, SECTIONS_WITHIN, convert, did_you_mean, key_types, unknown_key
 from dreamer_jax.config.values import ModelConfig
+from dreamer_jax.configs import nearest_file
 from dreamer_jax.errors import ConfigError
 
 _PLAIN_TAGS = {
@@ -130,10 +130,8 @@ def parse(path: Path) -> yaml.Node | None:
 
 
 def _nearest_file(path: Path) -> str:
-    folder = path.parent
-    names = sorted(entry.name for entry in folder.glob("*.yaml")) if folder.is_dir() else []
-    alike = difflib.get_close_matches(path.name, names, n=1)
-    return did_you_mean(str(folder / alike[0])) if alike else ""
+    near = nearest_file(path)
+    return did_you_mean(near) if near else ""
 
 
 def entries(path: Path, node: yaml.MappingNode, prefix: str) -> list[tuple[str, yaml.Node, yaml.Node]]:

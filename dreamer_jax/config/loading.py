@@ -15,6 +15,7 @@ from dreamer_jax.config.models import DEFAULT as DEFAULT_FAMILY
 from dreamer_jax.config.models import find
 from dreamer_jax.config.sections import Config
 from dreamer_jax.config.values import ModelConfig
+from dreamer_jax.configs import find as find_file
 from dreamer_jax.errors import ConfigError
 
 DEFAULT = "default"
@@ -78,12 +79,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
     """Read a configuration: defaults, then the file's `base:`, then the file, then the overrides.
 
     Args:
-        path: a YAML file.
+        path: a YAML file, or the name of a configuration of the package.
         overrides: command line words, `["--model.depth", "8", "--run.dir=runs/a"]`.
     Raises:
         ConfigError: anything that is wrong, with the file and line (or "command line") it was written in.
     """
-    return build(settings_of([*read_file(Path(path)), *split_words(overrides)]))
+    return build(settings_of([*read_file(find_file(path, "configuration")), *split_words(overrides)]))
 
 
 def read_overrides(words: Sequence[str]) -> dict[str, Setting]:

@@ -42,7 +42,7 @@ class DataConfig:
     loss: Literal["all", "answer"] = "all"
     """Tokens that are trained on: all, or those of the completion (and the end of text) only."""
     mixture: str = ""
-    """Source prepared: a mixture file whose weights, epochs or tokens are used instead of those in the directory."""
+    """Source prepared: a mixture, file or name, whose weights, epochs or tokens replace those in the directory."""
     tokenizer: str = "bytes"
     """bytes, the path of a tiktoken rank file with the Llama-3 tokenizer, or of a Hugging Face tokenizer.json."""
     sequence_length: int = 256

@@ -1,6 +1,6 @@
 """The paper's fifteen training sets (its Table 4) and four benchmarks: where they are and what their fields are called.
 
-configs/mixtures/paper.yaml names the same training sets, and a test holds the two together.
+The mixture `paper` names the same training sets, and a test holds the two together.
 """
 
 from __future__ import annotations

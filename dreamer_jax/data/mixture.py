@@ -13,6 +13,7 @@ import yaml
 
 from dreamer_jax.config.files import at, describe, entries, is_nothing, parse, scalar
 from dreamer_jax.config.keys import did_you_mean
+from dreamer_jax.configs import find
 from dreamer_jax.errors import ConfigError
 
 T = TypeVar("T")
@@ -122,12 +123,14 @@ class Mixture:
 
 
 def load_mixture(path: str | Path) -> Mixture:
-    """Read a mixture file.
+    """Read a mixture.
 
+    Args:
+        path: the file, or the name of a mixture of the package.
     Raises:
         ConfigError: with file and line: an unknown or doubled key, a wrong type, settings that can't work.
     """
-    path = Path(path)
+    path = find(path, "mixture")
     root = parse(path)
     if root is None:
         raise ConfigError(f"{path}: is empty; it needs sources:")

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from dreamer_jax.data import tasks
 from dreamer_jax.data.jsonl import Broken, parse_object
 from dreamer_jax.data.mixture import BenchmarkSpec, SourceSpec
-from dreamer_jax.errors import ConfigError, UserError
+from dreamer_jax.errors import ConfigError, UserError, how_to_install
 
 TEXT_RECORD_BYTES = 32_768
 """Plain text is cut at line ends into records of about this size."""
@@ -252,7 +252,7 @@ def _parquet(file: str) -> Any:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
     except ImportError:
-        raise UserError("Parquet files need pyarrow; install the extra: pip install -e '.[data]'") from None
+        raise UserError(f"Parquet files need pyarrow; {how_to_install('data')}") from None
     try:
         return parquet.ParquetFile(file)
     except (arrow.ArrowException, OSError) as error:
@@ -295,7 +295,7 @@ def _tfds(spec: Spec) -> Any:
     try:
         tfds: Any = importlib.import_module("tensorflow_datasets")
     except ImportError:
-        raise UserError("format tfds needs tensorflow-datasets: pip install -e '.[data]'") from None
+        raise UserError(f"format tfds needs tensorflow-datasets; {how_to_install('data')}") from None
     try:
         directory = Path(spec.path)
         if (directory / "dataset_info.json").is_file():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dreamer_jax.errors import UserError
+from dreamer_jax.errors import UserError, how_to_install
 from dreamer_jax.evaluation.encoding import Pair, harness_pair, rolling_windows
 from dreamer_jax.evaluation.opening import LONGEST_INPUT, load_language_model
 from dreamer_jax.inference import LanguageModel, Likelihood, Sampling
@@ -14,9 +14,7 @@ try:
     from lm_eval.api.model import LM
     from tqdm import tqdm
 except ImportError as error:
-    raise UserError(
-        f"the adapter needs lm-evaluation-harness ({error}); install the extra: pip install -e '.[eval]'"
-    ) from None
+    raise UserError(f"the adapter needs lm-evaluation-harness ({error}); {how_to_install('eval')}") from None
 
 MAX_TOKENS = 256
 """Of an answer where the task doesn't say: the harness's own default."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from dreamer_jax.errors import UserError
+from dreamer_jax.errors import UserError, how_to_install
 from dreamer_jax.evaluation.scoring import last_boxed
 
 START_SECONDS = 120.0
@@ -36,7 +36,7 @@ class MathJudge:
 
     def __init__(self, seconds: float = 10.0):
         if importlib.util.find_spec("math_verify") is None:
-            raise UserError("the task math needs the package math-verify; install the extra: pip install -e '.[eval]'")
+            raise UserError(f"the task math needs the package math-verify; {how_to_install('eval')}")
         self._seconds = seconds
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.Queue[str] = queue.Queue()
@@ -105,7 +105,7 @@ class MathJudge:
         reply = self._reply(START_SECONDS)
         if not reply or "ready" not in reply:
             self.close()
-            raise UserError(f"math-verify can't be started ({reply or 'no answer'}); try: pip install -e '.[eval]'")
+            raise UserError(f"math-verify can't be started ({reply or 'no answer'}); {how_to_install('eval')}")
         return process
 
     def _reply(self, seconds: float) -> dict[str, Any] | None:

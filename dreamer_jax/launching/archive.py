@@ -12,7 +12,6 @@ from dreamer_jax.errors import UserError
 PARTS = (
     "dreamer_jax",
     "pallas_kernels",
-    "configs",
     "launch",
     "requirements",
     "setup.cfg",

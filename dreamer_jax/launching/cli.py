@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dreamer_jax.configs import named
 from dreamer_jax.errors import UserError
 from dreamer_jax.launching.cloud import Cloud, Runner, run_command
 from dreamer_jax.launching.machine import Asked, Machine, Preempted
@@ -189,7 +190,7 @@ class _Command:
         if not settings.zone:
             raise UserError("missing zone; give it as --zone ZONE or in the settings")
         if not (ROOT / settings.config).is_file():
-            raise UserError(f"the configuration {settings.config} is not in the checkout {ROOT}")
+            named(settings.config, "configuration")  # the workers have the checkout, and nothing of this folder
         if state is None:
             state = State(settings, token=secrets.token_hex(8))
         else:

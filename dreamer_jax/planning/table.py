@@ -66,7 +66,7 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def compile_missing(folder: Path, models: Path = Path("configs/models")) -> list[Path]:
+def compile_missing(folder: Path) -> list[Path]:
     """The plans of all models and topologies; those that the folder lacks are compiled, one after the other."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -78,7 +78,7 @@ def compile_missing(folder: Path, models: Path = Path("configs/models")) -> list
             if path.exists():
                 continue
             print(f"compiling {model} for {name}", file=sys.stderr, flush=True)
-            config = dataclasses.replace(load_config(models / f"{model}.yaml").config, mesh=mesh)
+            config = dataclasses.replace(load_config(model).config, mesh=mesh)
             training = dataclasses.replace(config.training, gradient_depths=1)
             config = dataclasses.replace(config, training=training)
             compiled = compile_step(config, topology)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dreamer_jax.chips import CHIPS, Chip, chip_named
-from dreamer_jax.errors import UserError
+from dreamer_jax.errors import UserError, how_to_install
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -67,8 +67,7 @@ def require_libtpu() -> None:
     """Raises UserError, which says what to install, where libtpu is missing."""
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
-            "compiling for a TPU needs libtpu, which is not installed (no TPU is needed); "
-            "in the checkout: pip install -e '.[tpu]'"
+            "compiling for a TPU needs libtpu, which is not installed (no TPU is needed); " + how_to_install("tpu")
         )
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from etils import epath
 
 from dreamer_jax.config import Config, LoadedConfig, difference, load_config, to_yaml
-from dreamer_jax.errors import UserError
+from dreamer_jax.errors import UserError, how_to_install
 from dreamer_jax.families import build
 from dreamer_jax.parallel.distributed import is_primary, wait_for_all
 
@@ -54,9 +54,7 @@ def path_of(directory: str | Path) -> epath.Path:
         path = epath.Path(text)
         path.exists()
     except ImportError as error:
-        raise UserError(
-            f"{text}: reading a bucket needs gcsfs; in the checkout: pip install -e '.[gcs]' ({error})"
-        ) from None
+        raise UserError(f"{text}: reading a bucket needs gcsfs; {how_to_install('gcs')} ({error})") from None
     return path
 
 

@@ -21,6 +21,7 @@ from dreamer_jax.config.files import Line, at, describe, entries, parse, read_se
 from dreamer_jax.config.keys import INTEGERS, SECTIONS, values_of
 from dreamer_jax.config.loading import Setting, Word, build, settings_of
 from dreamer_jax.config.sections import Config
+from dreamer_jax.configs import find
 from dreamer_jax.errors import ConfigError
 from dreamer_jax.evaluation.comparison import HEADLINES, HELDOUT
 
@@ -127,12 +128,16 @@ class StudyFile:
         return build({**settings, "training.steps": Setting(steps, f"{self.path}: tokens of {task.name}")})
 
 
-def read_study(path: Path) -> StudyFile:
+def read_study(word: str | Path) -> StudyFile:
     """A study from its YAML file.
+
+    Args:
+        word: the file, or the name of a study of the package.
 
     Raises:
         ConfigError: anything that is wrong, with the file and line.
     """
+    path = find(word, "study")
     root = parse(path)
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}: expected keys such as 'members:'")

@@ -14,11 +14,11 @@ from dreamer_jax.config.files import read_file
 from dreamer_jax.config.keys import FAMILY, key_types, values_of
 from dreamer_jax.config.loading import Setting, build, read_overrides, settings_of
 from dreamer_jax.config.models import find
+from dreamer_jax.configs import find as find_file
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import Family
 from dreamer_jax.families import build as build_family
 
-FOLDER = Path("configs/frontier")
 BASE = "depth_recurrent"
 """The name of the paper's model in a study."""
 SHARED = ("vocab_size", "positions", "readout", "classes")
@@ -76,7 +76,7 @@ def variants_of(
         models: other families, see `other_family`.
         overrides: `--section.key value` words for all of them but other families, for which those of `model` count.
     """
-    path, words = configuration(task, preset), _by_key(overrides)
+    path, words = f"configs/frontier/{task}_{preset}.yaml", _by_key(overrides)
     of_model = {key: its for key, its in words.items() if models and key.startswith("model.")}
     common = {key: its for key, its in words.items() if key not in of_model}
     base = load_config(path, _joined(common))
@@ -86,18 +86,6 @@ def variants_of(
             changes = {key: [f"--{key}", value] for key, value in settings.items()}
             found.append(Variant(name, load_config(path, _joined({**common, **changes}))))
     return found + [Variant(Path(model).stem, other_family(model, base, _joined(of_model))) for model in models]
-
-
-def configuration(task: str, preset: str) -> Path:
-    """The file of a study.
-
-    Raises:
-        UserError: it isn't there, because the command wasn't started in the checkout.
-    """
-    path = FOLDER / f"{task}_{preset}.yaml"
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; start `dreamer frontier` in the checkout")
-    return path
 
 
 def _by_key(overrides: Sequence[str]) -> dict[str, list[str]]:
@@ -119,17 +107,14 @@ def other_family(model: str, base: LoadedConfig, overrides: Sequence[str] = ()) 
     """The configuration of a run whose model is another, with as many parameters as the paper's nearest.
 
     Args:
-        model: a YAML file with a section model, or the name of one in `FOLDER`/models.
+        model: a YAML file with a section model, or the name of one of the package's frontier models.
         base: the configuration with the paper's model.
         overrides: `--model.key value` words.
 
     Raises:
         UserError: there is no such file, or the model can't be made so small.
     """
-    path = Path(model) if model.endswith(".yaml") else FOLDER / "models" / f"{model}.yaml"
-    if not path.is_file():
-        names = ", ".join(sorted(each.stem for each in path.parent.glob("*.yaml")))
-        raise UserError(f"--model {model}: there is no {path}; name a YAML file" + (f", or {names}" if names else ""))
+    path = find_file(model, "frontier model")
     own = {key: setting for key, setting in settings_of(read_file(path)).items() if key.startswith("model.")}
     family = own[FAMILY].value if FAMILY in own else base.config.model.family
     own |= read_overrides(["--" + FAMILY, family, *overrides])

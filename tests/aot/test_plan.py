@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ from dreamer_jax.planning.compiling import Compiled, compile_step
 from dreamer_jax.planning.topology import parse_topology
 
 pytestmark = pytest.mark.aot
-PAPER = str(Path(__file__).resolve().parents[2] / "configs/models/dr_da_32.yaml")
+PAPER = "dr_da_32"
 SMALL = {
     "model.depth": "4",
     "model.hidden_size": "256",

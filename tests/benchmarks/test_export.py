@@ -8,7 +8,7 @@ from dreamer_jax.cli.main import main
 from tests.export.cases import WHY_SKIPPED
 
 SIZES = ["--model.hidden_size", "32", "--model.vocab_size", "64", "--model.depth", "2"]
-COMMAND = ["bench", "export", "--config", "configs/models/la_tiny.yaml", *SIZES]
+COMMAND = ["bench", "export", "--config", "la_tiny", *SIZES]
 SHORT = ["--prompt-tokens", "8", "--tokens", "2", "--rounds", "2"]
 
 

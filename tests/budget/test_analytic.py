@@ -28,7 +28,7 @@ DA_WEIGHTS = 8 * (2 + 2 * 1) * 12 + 2 * 12 * 8
 
 
 def paper_model(name: str) -> Family:
-    return build(load_config(ROOT / "configs" / "models" / f"{name}.yaml").config.model)
+    return build(load_config(name).config.model)
 
 
 def small(variant: str, **changes) -> Family:

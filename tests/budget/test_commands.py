@@ -9,8 +9,9 @@ import pytest
 from dreamer_jax.budget import report
 from dreamer_jax.cli.main import main
 from dreamer_jax.config import load_config
+from dreamer_jax.configs import FOLDER
 
-MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
+MODELS = FOLDER / "models"
 
 
 def path(name: str) -> str:
@@ -88,7 +89,7 @@ def test_match_prints_each_search_and_the_gaps(capsys: pytest.CaptureFixture[str
 
 def test_match_as_json_and_as_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "matched.yaml"
-    words = ["match", path("dr_da_16"), "--to", path("la_16"), "--depth", "32", "--json", "--write", str(out)]
+    words = ["match", "dr_da_16", "--to", "la_16", "--depth", "32", "--json", "--write", str(out)]
     its = json.loads(run(capsys, *words))
     assert (its["num_experts"], its["expert_size"]) == (1097, 472)
     assert set(its["baseline"]) == {"params", "flops_per_token", "memory_bytes"} == set(its["gaps_percent"])
@@ -104,8 +105,8 @@ def test_match_to_numbers(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_match_a_family(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(MODELS.parents[1])
-    text = run(capsys, "match", "--family", "8,16", "--variants", "LA,DR,DR+DA", "--write", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    text = run(capsys, "match", "--family", "8,16", "--variants", "LA,DR,DR+DA", "--write", ".")
     assert "dr_da_8" in text
     assert sorted(file.stem for file in tmp_path.iterdir()) == ["dr_16", "dr_8", "dr_da_16", "dr_da_8", "la_16", "la_8"]
     for name in ("la_16", "dr_16", "dr_da_16"):

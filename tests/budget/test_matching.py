@@ -1,6 +1,7 @@
 """Section 3.8: the descent ends at Table 3 from anywhere, and says so where it can't end anywhere."""
 
 import dataclasses
+import shutil
 import time
 from pathlib import Path
 
@@ -8,10 +9,11 @@ import pytest
 
 from dreamer_jax.budget import matching, members
 from dreamer_jax.config import load_config
+from dreamer_jax.configs import FOLDER
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import Family, build
 
-MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
+MODELS = FOLDER / "models"
 TABLE_3 = {"dr_16": (517, 504), "dr_32": (1039, 504), "dr_da_16": (537, 480), "dr_da_32": (1097, 472)}
 
 
@@ -112,15 +114,20 @@ def test_a_target_out_of_reach_names_the_part_and_the_excess() -> None:
 
 
 def test_a_family_is_written_as_configurations_that_load_back(tmp_path: Path) -> None:
-    base = MODELS / "la_16.yaml"
+    base, own = MODELS / "la_16.yaml", tmp_path / "own" / "la_16.yaml"
+    own.parent.mkdir()
+    for name in ("la_16", "paper"):
+        shutil.copy(MODELS / f"{name}.yaml", own.parent)
     baseline = shipped("la_16").config
     found = members.build(baseline, baseline, [8, 32], ["LA", "DR", "DR+DA"], 1024, 8)
     assert [member.name for member in found] == ["la_8", "dr_8", "dr_da_8", "la_32", "dr_32", "dr_da_32"]
     for member in found:
-        out = tmp_path / "some" / f"{member.name}.yaml"
-        members.write(member.match.family.config, base, out, "A member.")
-        assert load_config(out).config.model == member.match.family.config
-        assert load_config(out).config.data == load_config(base).config.data
+        for its in (base, own):  # a file refers to another of the same user, and stands alone without the package's
+            out = tmp_path / "some" / f"{member.name}.yaml"
+            members.write(member.match.family.config, its, out, "A member.")
+            assert load_config(out).config.model == member.match.family.config
+            assert load_config(out).config.data == load_config(base).config.data
+            assert ("base: ../own/la_16.yaml" in out.read_text()) is (its == own) and str(base) not in out.read_text()
         assert abs(member.match.gaps_percent["params"]) < 0.15
     by_name = {member.name: member.match for member in found}
     assert ends_at(by_name["la_32"]) == (32, 512)

@@ -14,10 +14,11 @@ from dreamer_jax.cli import main as entry
 from dreamer_jax.cli.main import COMMANDS, main
 from dreamer_jax.config import load_config
 from dreamer_jax.config.models import VARIABLE
+from dreamer_jax.configs import FOLDER
 from dreamer_jax.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = str(ROOT / "configs" / "models" / "la_tiny.yaml")
+TINY = str(FOLDER / "models" / "la_tiny.yaml")
 TOY = str(ROOT / "tests" / "config" / "toy_family.py")
 
 
@@ -76,7 +77,7 @@ def test_bad_option_through_the_process() -> None:
         (["train", TINY, "model.depth", "8"], "train: unexpected 'model.depth'"),
         (["train", "nowhere.yaml"], "nowhere.yaml: no such file"),
         (["train", TINY, "--model.experts_per_token", "17"], "model.experts_per_token: 17 is more than"),
-        (["config"], "config: show or check?\nusage: dreamer config show CONFIG"),
+        (["config"], "config: list, show or check?\nusage: dreamer config list"),
         (["config", "chek", TINY], "config: unknown action 'chek'; did you mean 'config check'?"),
         (["config", "show"], "config show: no configuration is named"),
         (["config", "check", TINY, "--data.source", "jsonl"], "command line: data.path: is empty"),

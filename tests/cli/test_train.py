@@ -26,7 +26,7 @@ def test_impossible_processes(flags):
 
 
 def test_incomplete_flags(capsys):
-    assert main(["train", "configs/quickstart.yaml", "--process", "1"]) == 2
+    assert main(["train", "quickstart", "--process", "1"]) == 2
     assert "--coordinator and --processes is missing" in capsys.readouterr().err
 
 

@@ -9,9 +9,8 @@ import pytest
 from dreamer_jax.config import load_config, to_yaml
 from dreamer_jax.config.keys import convert, key_types, nearest_key
 from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.configs import FOLDER
 from dreamer_jax.errors import ConfigError
-
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def write(folder: Path, text: str, name: str = "a.yaml") -> Path:
@@ -247,7 +246,7 @@ def test_nearest_key(unknown: str, meant: str) -> None:
 def test_loading_imports_nothing_heavy() -> None:
     program = (
         "import sys; from dreamer_jax.config import load_config; "
-        f"load_config({str(CONFIGS / 'models' / 'dr_16.yaml')!r}, ['--model.depth', '8']); "
+        f"load_config({str(FOLDER / 'models' / 'dr_16.yaml')!r}, ['--model.depth', '8']); "
         "print(sorted({'jax', 'numpy', 'flax', 'tyro', 'rich'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"

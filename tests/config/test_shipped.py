@@ -1,4 +1,4 @@
-"""Every file in configs/ loads, and the paper's models are those of its Table 3."""
+"""Every configuration of the package loads by its name, and the paper's models are those of its Table 3."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from dreamer_jax.config import load_config
+from dreamer_jax.configs import find, names
+from dreamer_jax.data.mixture import load_mixture
 
 ROOT = Path(__file__).resolve().parents[2]
-# Mixtures of training data have a schema of their own, and tests in tests/data.
-FILES = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name not in ("mixtures", "studies"))
 PAPER = {  # variant, depth, E, F
     "la_16": ("LA", 16, 32, 512),
     "la_32": ("LA", 32, 32, 512),
@@ -20,14 +20,27 @@ PAPER = {  # variant, depth, E, F
 }
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_loads(path: Path) -> None:
-    load_config(path)
+@pytest.mark.parametrize("name", names(["configuration"]))
+def test_a_configuration_is_found_by_its_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    loaded = load_config(name)
+    assert f"{name.rpartition('/')[2]}.yaml" in {Path(its.rpartition(":")[0]).name for its in loaded.origins.values()}
+
+
+@pytest.mark.parametrize("name", names(["frontier model"]))
+def test_a_model_for_comparison_loads(name: str) -> None:
+    load_config(find(name, "frontier model"))
+
+
+@pytest.mark.parametrize("name", names(["mixture"]))
+def test_a_mixture_is_found_by_its_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_mixture(name) == load_mixture(name.rpartition("/")[2])
 
 
 @pytest.mark.parametrize("name", PAPER)
 def test_table_3(name: str) -> None:
-    config = load_config(ROOT / "configs" / "models" / f"{name}.yaml").config
+    config = load_config(name).config
     model, training = config.model, config.training
     assert (model.variant, model.depth, model.num_experts, model.expert_size) == PAPER[name]
     assert (model.hidden_size, model.vocab_size, model.experts_per_token, model.router_size) == (1024, 128256, 8, 128)
@@ -51,7 +64,7 @@ def test_table_3_in_the_shared_tables() -> None:
 def test_small_ones_differ_only_in_variant_and_experts(size: str) -> None:
     from dreamer_jax.config import difference
 
-    la, dr, dr_da = (load_config(ROOT / f"configs/models/{v}_{size}.yaml").config for v in ("la", "dr", "dr_da"))
+    la, dr, dr_da = (load_config(f"{v}_{size}").config for v in ("la", "dr", "dr_da"))
     allowed = {"model.variant", "model.num_experts", "model.expert_size"}
     assert (la.model.variant, dr.model.variant, dr_da.model.variant) == ("LA", "DR", "DR+DA")
     for other in (dr, dr_da):

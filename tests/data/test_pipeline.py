@@ -318,7 +318,7 @@ def test_gsm8k_with_llama3() -> None:
 @pytest.mark.skipif(not (GSM8K.exists() and LLAMA3.exists()), reason="GSM8K and the Llama-3 rank file are not here")
 def test_the_shipped_configuration_reads_what_it_always_read() -> None:
     """Prompt and completion are encoded apart. With another fingerprint, runs made before couldn't be gone on with."""
-    config = load_config(Path(__file__).resolve().parents[2] / "configs/gsm8k_dr_da.yaml").config
+    config = load_config("gsm8k_dr_da").config
     section = dataclasses.replace(config.data, path=str(GSM8K), tokenizer=str(LLAMA3))
     data = open_data(dataclasses.replace(config, data=section))
     assert data.fingerprint == "a5cf3644eaf065098c80b67c7fb1f7b2b45e24f939b5f2809f65f496a38bf107"

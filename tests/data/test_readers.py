@@ -14,7 +14,7 @@ from dreamer_jax.data.jsonl import Broken
 from dreamer_jax.data.mixture import BenchmarkSpec, SourceSpec, load_mixture
 from dreamer_jax.data.tasks import is_heldout
 from dreamer_jax.errors import ConfigError, UserError
-from tests.data.preparing import ROOT, problems, run, texts, write_lines, write_mixture
+from tests.data.preparing import problems, run, texts, write_lines, write_mixture
 
 RECORDS = problems(50)
 
@@ -188,7 +188,7 @@ def test_tfds_builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_paper_mixture_names_the_catalogue() -> None:
-    mixture = load_mixture(ROOT / "configs/mixtures/paper.yaml")
+    mixture = load_mixture("paper")
     assert len({entry.hub for entry in TRAINING.values()}) == 15
     assert list(mixture.sources) == list(TRAINING)
     for name, entry in TRAINING.items():
@@ -203,4 +203,4 @@ def test_paper_mixture_names_the_catalogue() -> None:
         spec = mixture.decontaminate.benchmarks[name]
         assert (spec.path, spec.config, spec.split) == (entry.hub, entry.config, "test")
         assert spec.fields["question"] == entry.question
-    load_mixture(ROOT / "configs/mixtures/gsm8k_math.yaml")
+    load_mixture("gsm8k_math")

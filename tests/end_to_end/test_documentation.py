@@ -19,7 +19,6 @@ import dreamer_jax
 from dreamer_jax.cli.main import main
 from dreamer_jax.config import load_config
 from dreamer_jax.config.models import VARIABLE
-from dreamer_jax.config.models.dreamer import DreamerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -91,8 +90,8 @@ def with_options(words: list[str], options: dict[str, str]) -> list[str]:
 
 def small_for(words: list[str]) -> dict[str, str]:
     """What of the small settings the family of a command's configuration has."""
-    named = [ROOT / word for word in words if word.endswith(".yaml")]
-    model = load_config(named[0]).config.model if named and named[0].is_file() else DreamerConfig()
+    named = words[words.index("--config") + 1] if "--config" in words else words[1]
+    model = load_config(named).config.model
     fields = {f"model.{field.name}" for field in dataclasses.fields(model)}
     small = SMALL_RUN | SMALL_OTHERS
     return {key: value for key, value in small.items() if not key.startswith("model.") or key in fields}
@@ -115,7 +114,7 @@ def compiled_once(tmp_path_factory):
 def huginn(tmp_path_factory):
     """A finished run of that family."""
     directory = str(tmp_path_factory.mktemp("runs") / "huginn")
-    words = ["train", str(ROOT / "configs/models/huginn/tiny.yaml")]
+    words = ["train", "huginn/tiny"]
     words = with_options(words, small_for(words))
     assert main([*words, "--run.dir", directory]) == 0
     return directory
@@ -123,8 +122,7 @@ def huginn(tmp_path_factory):
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
-    """A folder as the documentation assumes it: the checkout's configurations and a file my.jsonl."""
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    """A folder as the documentation assumes it: nothing of the checkout, and a file my.jsonl."""
     records = [
         {"question": f"{a} plus {b}?", "answer": str(a + b), "text": "some text"} for a in range(9) for b in range(9)
     ]
@@ -137,7 +135,7 @@ def workplace(tmp_path, monkeypatch):
 def trained(tmp_path_factory):
     """A finished run that stands for every `runs/...` of the documentation."""
     directory = str(tmp_path_factory.mktemp("runs") / "run")
-    words = with_options(["train", str(ROOT / "configs/quickstart.yaml")], SMALL_RUN | {"evaluation.harder": "0"})
+    words = with_options(["train", "quickstart"], SMALL_RUN | {"evaluation.harder": "0"})
     assert main([*words, "--run.dir", directory]) == 0
     return directory
 

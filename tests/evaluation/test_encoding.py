@@ -187,7 +187,7 @@ def test_training_does_anew_what_was_asked_otherwise(tmp_path, monkeypatch, caps
 @pytest.mark.skipif(not (SHARED / "data").is_dir(), reason="needs the real files beside the checkout")
 def test_gsm8k_with_the_llama_3_tokenizer():
     """The shipped configuration: perplexity over the test file is that of documents as training makes them."""
-    config = load_config(Path(__file__).resolve().parents[2] / "configs/gsm8k.yaml").config.data
+    config = load_config("gsm8k").config.data
     tokenizer = load_tokenizer(str(SHARED / "data/llama3_tokenizer/tokenizer.model"))
     templates = (Template(config.prompt, "data.prompt"), Template(config.completion, "data.completion"))
     documents = [

@@ -25,7 +25,7 @@ SETTINGS = """
 name = "demo"
 tpu = "v5e-8"
 zone = "us-west4-a"
-config = "configs/quickstart.yaml"
+config = "quickstart"
 run_dir = "gs://bucket/runs/demo"
 options = ["--training.steps", "40"]
 spot = true
@@ -209,8 +209,9 @@ def test_the_archive_holds_the_checkout_and_is_the_same_for_the_same_files(tmp_p
     assert len(stamps) == 1
     with tarfile.open(tmp_path / "a.tar.gz") as archive:
         names = archive.getnames()
-    assert {"setup.cfg", "launch/worker.sh", "configs/quickstart.yaml", "requirements/test.lock"} <= set(names)
-    assert "dreamer_jax/cli/main.py" in names and not any("__pycache__" in name for name in names)
+    assert {"setup.cfg", "launch/worker.sh", "requirements/test.lock"} <= set(names)
+    assert {"dreamer_jax/cli/main.py", "dreamer_jax/configs/quickstart.yaml"} <= set(names)
+    assert not any("__pycache__" in name for name in names)
     with pytest.raises(UserError, match="not a checkout"):
         pack(tmp_path, tmp_path / "c.tar.gz")
 

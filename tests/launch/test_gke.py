@@ -29,7 +29,7 @@ def settings(**changes) -> Settings:
         "spot": True,
         "image": "us-docker.pkg.dev/p/r/d:1",
     }
-    values |= {"config": "configs/quickstart.yaml", "run_dir": "gs://bucket/runs/demo"}
+    values |= {"config": "quickstart", "run_dir": "gs://bucket/runs/demo"}
     return Settings(**(values | changes))
 
 
@@ -91,15 +91,13 @@ def test_the_container_trains_into_the_bucket():
         job = gke.jobset(settings(**changes))["spec"]["replicatedJobs"][0]["template"]["spec"]
         return job["template"]["spec"]["containers"][0]["command"]
 
-    assert command() == ["dreamer", "train", "configs/quickstart.yaml", "--run.dir", "gs://bucket/runs/demo"]
+    assert command() == ["dreamer", "train", "quickstart", "--run.dir", "gs://bucket/runs/demo"]
     said = command(prepare="echo $(( 1 + 1 )) 'a  b'", options=("--data.prompt", "x $(HOME)"))
     assert "$$((" in said[2] and said[-1] == "x $$(HOME)"
     plain = [word.replace("$$(", "$(") for word in said]
     plain[-len(command()) - 2] = "echo"  # stands for dreamer
     done = subprocess.run(plain, capture_output=True, text=True)
-    assert (
-        done.stdout == "2 a  b\ntrain configs/quickstart.yaml --run.dir gs://bucket/runs/demo --data.prompt x $(HOME)\n"
-    )
+    assert done.stdout == "2 a  b\ntrain quickstart --run.dir gs://bucket/runs/demo --data.prompt x $(HOME)\n"
 
 
 def test_spot_and_the_node_pool():

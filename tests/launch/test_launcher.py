@@ -13,7 +13,7 @@ from dreamer_jax.launching import cli
 from dreamer_jax.launching.state import Store
 
 MACHINE = ["--tpu", "v5e-8", "--zone", "us-west4-a", "--project", "my-project", "--spot"]
-MACHINE += ["--config", "configs/quickstart.yaml", "--run-dir", "gs://bucket/runs/demo"]
+MACHINE += ["--config", "quickstart", "--run-dir", "gs://bucket/runs/demo"]
 CREATE = ["create", "demo", *MACHINE]
 RUN = ["run", "demo", *MACHINE, "--", "--training.steps", "40"]
 HOSTS = 2
@@ -54,7 +54,7 @@ def test_a_run_without_faults_is_finished_and_deleted(capsys):
     create = next(words for words in world.data["calls"] if words[4] == "create")
     assert "--accelerator-type=v5litepod-8" in create and "--spot" in create and "--project=my-project" in create
     assert world.data["attempts"] == [
-        ["train", "configs/quickstart.yaml", "--run.dir", "gs://bucket/runs/demo", "--training.steps", "40"]
+        ["train", "quickstart", "--run.dir", "gs://bucket/runs/demo", "--training.steps", "40"]
     ]
     check_end(world, 0, "")
 

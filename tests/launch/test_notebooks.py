@@ -77,9 +77,7 @@ def test_a_notebook_is_well_formed_and_without_output(path):
 
 
 def test_pod_planning():
-    printed = execute(
-        "pod_planning", DREAMER_NOTEBOOK_COMPILE="0", DREAMER_NOTEBOOK_CONFIG="configs/models/dr_da_32.yaml"
-    )
+    printed = execute("pod_planning", DREAMER_NOTEBOOK_COMPILE="0", DREAMER_NOTEBOOK_CONFIG="dr_da_32")
     for name in ("v5litepod-256", "v4-128", "v5p-512"):
         assert re.search(rf"^{name} +\d+ +[\d.]+ +[\d.]+% +[\d,]+ ", printed, re.MULTILINE), printed
     assert "queued-resources create paper" in printed and "--accelerator-type=v5p-128" in printed

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,7 @@ from dreamer_jax.families import build
 from dreamer_jax.parallel import parameter_layouts
 from dreamer_jax.parallel.mesh import collective_axes
 
-PAPER = Path(__file__).resolve().parents[2] / "configs/models/dr_da_32.yaml"
+PAPER = "dr_da_32"
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,7 @@ from dreamer_jax.planning.report import describe, render, render_sweep
 from dreamer_jax.planning.roofline import roofline
 from dreamer_jax.planning.topology import parse_topology
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = str(ROOT / "configs/models/dr_da_32.yaml")
+MODEL = "dr_da_32"
 V5P = parse_topology("v5p:4x4x4")
 GIB = 1 << 30
 
@@ -213,7 +212,7 @@ def test_the_table_compiles_what_its_folder_lacks(tmp_path, monkeypatch, capsys)
         return FITS
 
     monkeypatch.setattr(tables, "compile_step", play)
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(tmp_path)
     assert tables.main([str(tmp_path / "plans")]) == 0
     assert len(set(compiled)) == 18
     (tmp_path / "plans" / "dr_16_v4.json").unlink()
