@@ -247,17 +247,18 @@ def test_no_two_processes_make_one_run(tmp_path, stand_in):
 
 
 def test_a_whole_study(tmp_path, monkeypatch, capsys):
-    """Two small members on one task: trained, evaluated at other depths, compared; and nothing is made again."""
+    """One small member on one task: trained, evaluated at other depths, shown; and nothing is made again."""
     monkeypatch.chdir(tmp_path)
-    text = STUDY.replace("seeds: 2", "seeds: 1\ndepths: [1, 2]").replace("  as_is", "  # as_is")
-    path = written(tmp_path, "\n".join(line for line in text.splitlines() if not line.startswith("  hard")))
+    text = STUDY.replace("seeds: 2", "seeds: 1\ndepths: [1, 2]")
+    left_out = ("  hard", "  looped", "  as_is")
+    path = written(tmp_path, "\n".join(line for line in text.splitlines() if not line.startswith(left_out)))
     assert main(["study", str(path), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     members = result["tasks"]["easy"]["members"]
-    assert list(members) == ["plain", "looped"]
-    run = tmp_path / "runs/studies/small/easy/looped/seed0"
+    assert list(members) == ["plain"]
+    run = tmp_path / "runs/studies/small/easy/plain/seed0"
     summary = json.loads((run / "summary.json").read_text())
-    seed = members["looped"]["seeds"]["0"]
+    seed = members["plain"]["seeds"]["0"]
     assert seed["curves"]["loss"][-1] == [1024, summary["heldout/loss"]]
     assert seed["by_depth"]["2"] == pytest.approx(summary["heldout/loss"], rel=1e-6)  # the trained depth
     assert abs(seed["by_depth"]["1"] - seed["by_depth"]["2"]) > 1e-4
