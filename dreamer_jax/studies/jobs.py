@@ -27,6 +27,8 @@ from dreamer_jax.runs.folders import write_atomically
 
 PROGRAM = (sys.executable, "-m", "dreamer_jax")
 """What commands start with."""
+SAYS = "dreamer: error: "
+"""What its errors start with."""
 GRACE_SECONDS = 120
 """What a run gets to save itself when the study is asked to stop."""
 LINE_SECONDS = 30
@@ -106,7 +108,7 @@ def run_jobs(jobs: Sequence[Job], folder: Path, at_once: int, say: Callable[[str
                     if (code := each.process.poll()) is None:
                         continue
                     if code:
-                        raise UserError(f"{each.job.name} failed ({each.log}): {each.last_line()}")
+                        raise UserError(f"{each.job.name} failed ({each.log}): {each.last_line().removeprefix(SAYS)}")
                     if each.commands:
                         each.start_next(at_once)
                         continue
