@@ -64,12 +64,12 @@ def _print(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from dreamer_jax.studies.frontier import mean_cells, published_cells, supervision
+    from dreamer_jax.studies.frontier import mean_cells, published_cells, size, supervision
     from dreamer_jax.studies.published import PUBLISHED, TABLE_1
 
     console, paper = Console(highlight=False), published_cells(result)
     for name, model in result["models"].items():
-        title = f"{name}: {model['headline']}, {model['parameters']:,} parameters, {len(model['seeds'])} seeds"
+        title = f"{name}: {model['headline']}, {size(model)}"
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         for heading in (PUBLISHED[result["task"]].unit, *(f"T={step}" for step in result["steps"])):
             table.add_column(heading, justify="right")
@@ -79,7 +79,7 @@ def _print(result: dict[str, Any]) -> None:
         console.print(table)
     if result["task"] == "graph" and len(result["models"]) > 1:
         table = Table("Table 1", "12 hops after one step", "8 hops, T >= 12", box=None, pad_edge=False)
-        rows = {f"the paper, loss at {where}": numbers for where, numbers in TABLE_1.items()}
+        rows = {f"the paper, {where}": numbers for where, numbers in TABLE_1.items()}
         rows |= {name: supervision(result, name) for name in result["models"]}
         for name, numbers in rows.items():
             table.add_row(name, f"{numbers['shortcut']:.2f}", f"{numbers['far']:.2f}")

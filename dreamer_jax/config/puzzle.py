@@ -23,7 +23,7 @@ class PuzzleConfig:
     """Nodes of every graph; at least three more than its hops."""
     negatives: Literal["swap", "leaky"] = "swap"
     """Graphs without a path. swap: two edges exchange their ends, so that all degrees are those of a graph with one.
-    leaky: the last edge of the path is missing, which the target's degree shows."""
+    leaky: an edge of the path is missing, which the numbers of edges show a little."""
     facts: int = 12
     """Sentences of a family, the links of its chain among them; the others lead nowhere."""
     names: int = 40

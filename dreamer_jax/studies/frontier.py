@@ -124,6 +124,12 @@ def describe(config: Config) -> Result:
     return {"headline": build(config.model).headline(), "parameters": parameters(config), "seeds": {}}
 
 
+def size(model: Result) -> str:
+    """A model's parameters and runs, in words."""
+    seeds = len(model["seeds"])
+    return f"{model['parameters']:,} parameters, {seeds} seed{'s' if seeds > 1 else ''}"
+
+
 def trained_range(config: Config) -> dict[str, list[int]]:
     """The task depths and thinking steps of training, from and to."""
     puzzle, model = config.data.puzzle, build(config.model)

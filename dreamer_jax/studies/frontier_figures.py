@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dreamer_jax.analysis.drawing import MAP, Figure
-from dreamer_jax.studies.frontier import Result, mean_cells, published_cells
+from dreamer_jax.studies.frontier import Result, mean_cells, published_cells, size
 from dreamer_jax.studies.published import PUBLISHED
 
 LOWEST = 0.4
@@ -22,8 +22,7 @@ def draw(result: Result, folder: Path) -> list[Path]:
     panels = [("the paper", published_cells(result), None)]
     for name in names:
         model = result["models"][name]
-        title = f"{name}, {model['parameters']:,} parameters, {len(model['seeds'])} seeds"
-        panels.append((title, mean_cells(result, name), model["trained"]))
+        panels.append((f"{name}, {size(model)}", mean_cells(result, name), model["trained"]))
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     width, height = 0.55 * len(result["steps"]) + 1.4, 0.3 * len(result["depths"]) + 1.4

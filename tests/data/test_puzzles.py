@@ -10,7 +10,7 @@ import pytest
 from dreamer_jax.config.puzzle import PuzzleConfig
 from dreamer_jax.config.sections import Config, DataConfig, EvaluationConfig, RunConfig, TrainingConfig
 from dreamer_jax.data import open_data
-from dreamer_jax.data.puzzles import PuzzleSource, boolean, family
+from dreamer_jax.data.puzzles import PuzzleSource, boolean, family, graph
 from dreamer_jax.errors import ConfigError
 
 N = 10_000
@@ -77,9 +77,22 @@ def test_no_look_at_degrees_tells_a_graph(depth: int) -> None:
     assert (np.abs(means) < 5 * features.std(0) / np.sqrt(N / 4) + 1e-9).all()
 
 
-def test_leaky_negatives_leak() -> None:
-    batch, labels, _ = cell("graph", 3, N, negatives="leaky")
-    assert learnt(statistics(batch), labels) > 0.5 + 2 * NEAR
+def test_leaky_negatives_lack_an_edge_of_the_path() -> None:
+    """Any edge of it, each as often, and nothing else. What the numbers of edges tell of it is little far away."""
+    hops, rows = 5, np.arange(3000)
+    uniform = np.random.default_rng(0).random((3000, graph.numbers_needed(16)))
+    drawn = [graph.draw(uniform, np.full(3000, hops), np.full(3000, label), 16, True) for label in (0, 1)]
+    without, whole = (graphs.edges for graphs in drawn)
+    assert not (without & ~whole).any() and (whole.sum((1, 2)) - without.sum((1, 2)) == 1).all()
+    place, reached = np.zeros(3000, int), np.eye(16, dtype=bool)[drawn[1].ends[:, 0]]
+    start = np.argmax((whole & ~without).any(2), axis=1)
+    for _ in range(hops):  # until the edge's start is reached
+        place += ~reached[rows, start]
+        reached = reached | np.any(reached[:, :, None] & whole, axis=1)
+    assert np.abs(np.bincount(place, minlength=hops) / 3000 - 1 / hops).max() < NEAR and place.max() == hops - 1
+    for depth, low, high in ((1, 0.75, 0.83), (12, 0.5 + NEAR, 0.62)):
+        batch, labels, _ = cell("graph", depth, N // 2, negatives="leaky")
+        assert low < learnt(statistics(batch), labels) < high
 
 
 def value(text: str) -> bool:

@@ -23,6 +23,7 @@ from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run
 from tests.export.cases import WHY_SKIPPED, write_folder, write_small_run
 from tests.families import test_algoformer, test_ponder
+from tests.families.cases import drawn_params
 from tests.families.plain_ouro import wide
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -33,10 +34,6 @@ MODELS: dict[str, Any] = {
     "added": dataclasses.replace(ALGOFORMER, inject="add", score="sampled"),
     "ponder": PONDER,
 }
-
-
-def params_of(config: Any) -> Any:
-    return (test_ponder if config.family == "ponder" else test_algoformer).drawn_params(config)
 
 
 def write(run: Path, out: Path, dtype: str = "float32") -> Path:
@@ -53,7 +50,7 @@ def folders(tmp_path_factory):
         if name not in made:
             data = DataConfig(sequence_length=24, difficulty=2, heldout_records=8)
             config = Config(model=MODELS[name], data=data, run=RunConfig(dir=str(place / name)))
-            run = write_small_run(config, params_of(MODELS[name]), {})
+            run = write_small_run(config, drawn_params(MODELS[name]), {})
             made[name] = run, write(run, place / f"{name}-folder")
         return made[name]
 
@@ -73,7 +70,7 @@ def twin_of(folder: Path) -> Any:
 
 def plain_logits(config: Any, times: int) -> Any:
     """[2, S, V] after so many loops or passes."""
-    params = wide(params_of(config))
+    params = wide(drawn_params(config))
     if config.family == "ponder":
         rows = [test_ponder.PlainPonder(config, params).row(row, times)[-1] @ params["head"].T for row in TOKENS]
     else:

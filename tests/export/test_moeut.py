@@ -25,9 +25,10 @@ from dreamer_jax.export.writing import export
 from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run
 from tests.export.cases import WHY_SKIPPED, write_folder, write_small_run
+from tests.families.cases import drawn_params
 from tests.families.plain_moeut import PlainMoeut
 from tests.families.plain_ouro import wide
-from tests.families.test_moeut import GATED, GOLDEN, TINY, cross_entropies, drawn_params
+from tests.families.test_moeut import GATED, GOLDEN, TINY, cross_entropies
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 SMALL = dataclasses.replace(TINY, hidden_size=16, heads=2, head_size=8, expert_size=6, vocab_size=259)

@@ -25,8 +25,9 @@ from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run
 from tests.export.cases import WHY_SKIPPED, write_folder, write_small_run
 from tests.export.source_cases import SETTINGS, llama_tensors
+from tests.families.cases import drawn_params
 from tests.families.plain_recursive import PlainRecursive, wide
-from tests.families.test_recursive import FORMS, drawn_params
+from tests.families.test_recursive import FORMS
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 TOKENS = np.random.default_rng(2).integers(0, 259, (2, 9)).astype(np.int32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +23,7 @@ from dreamer_jax.config.models.ponder import PonderConfig
 from dreamer_jax.config.models.recursive import RecursiveConfig
 from dreamer_jax.config.models.universal import UniversalConfig
 from dreamer_jax.families import build, forward, initialise
+from dreamer_jax.inference.model import FoldedModel
 
 VARIANTS = ("LA", "LA+DA", "DR", "DR+DA")
 MIXINGS = ("sequential", "parallel_attention", "parallel")
@@ -33,6 +35,9 @@ SEGMENT_IDS = np.array(
 )
 POSITIONS = np.array([[i for size in row for i in range(abs(size))] for row in ROWS], np.int32)
 REAL = SEGMENT_IDS > 0
+
+OUTSIDE = 999
+"""A place behind all rows: a position there leaves nothing."""
 
 
 _SIZES: dict[str, Any] = {"depth": 2, "hidden_size": 16, "vocab_size": 23, "dtype": "float32"}
@@ -130,6 +135,18 @@ def random_weights(config: DreamerConfig, seed: int = 0) -> tuple[Any, dict[str,
     return params, bias
 
 
+@functools.cache
+def drawn_params(config: Any) -> Any:
+    """Parameters in which nothing is one or zero: scales of norms around one, the rest around zero."""
+    rng = np.random.default_rng(1)
+
+    def draw(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        norm = path[-1].key in ("scale", "final_norm")
+        return (norm + 0.3 * rng.normal(size=leaf.shape)).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, nn.meta.unbox(build(config).shapes[0]))
+
+
 def random_tokens(config: DreamerConfig, seed: int = 0, shape: tuple[int, ...] = SEGMENT_IDS.shape) -> np.ndarray:
     """[B, S] int32."""
     return np.random.default_rng(seed).integers(0, config.vocab_size, shape).astype(np.int32)
@@ -161,6 +178,28 @@ def jitted_forward(config: DreamerConfig, remat: str = "full") -> Any:
         return apply(config, params, bias, tokens, segment_ids, positions, depth, remat)
 
     return jax.jit(run)
+
+
+@functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+def logits_in_flight(model: FoldedModel, tokens: jax.Array, places: jax.Array, slots: Any) -> jax.Array:
+    """Logits [B, P, V] of positions that follow each other, when the i-th is at depth t - i at time t: what decoding of
+    positions at different depths comes to."""
+    behind, depth = places - places[:, :1], model.total_depth
+
+    def at(time: jax.Array, carry: Any) -> Any:
+        flight, slots = carry
+        depths = time - behind
+        flying = (depths >= 0) & (depths < depth)
+        new, slots = model.step(flight, jnp.where(flying, places, OUTSIDE), jnp.clip(depths, 0, depth - 1), slots)
+
+        def chosen(a: jax.Array, b: jax.Array) -> jax.Array:
+            return jnp.where(flying.reshape(*flying.shape, *[1] * (a.ndim - 2)), a, b)
+
+        return new._replace(state=jax.tree.map(chosen, new.state, flight.state)), slots
+
+    entered = model.enter(tokens, places, slots)
+    flight, slots = jax.lax.fori_loop(0, places.shape[1] + depth - 1, at, entered)
+    return model.logits(model.leave(flight, places, slots)[0])
 
 
 def relative_error(actual: Any, expected: Any) -> float:

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +17,7 @@ from dreamer_jax.config.models.algoformer import AlgoformerConfig
 from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import build, depth_of, forward
 from dreamer_jax.inference import Engine, fold
+from tests.families.cases import drawn_params, logits_in_flight
 from tests.families.plain_ouro import PlainOuro, wide
 
 TINY = AlgoformerConfig(
@@ -43,18 +43,6 @@ RNG = np.random.default_rng(0)
 TOKENS, TARGETS = (RNG.integers(0, 23, (2, 7)).astype(np.int32) for _ in range(2))
 MASK = RNG.random((2, 7)) < 0.7
 BATCH = {"tokens": TOKENS, "targets": TARGETS, "loss_mask": MASK}
-
-
-@functools.cache
-def drawn_params(config):
-    """Parameters in which nothing is one or zero."""
-    rng = np.random.default_rng(1)
-
-    def draw(path, leaf):
-        norm = path[-1].key in ("scale", "final_norm")
-        return (norm + 0.3 * rng.normal(size=leaf.shape)).astype(np.float32)
-
-    return jax.tree_util.tree_map_with_path(draw, nn.meta.unbox(build(config).shapes[0]))
 
 
 @functools.cache
@@ -208,15 +196,8 @@ def test_decoding_is_the_whole_pass():
         likeliest = np.asarray(whole(tokens)[0].argmax(-1))
         assert row.tokens == likeliest[len(prompt) - 1 : len(prompt) + 4].tolist()
     places = jnp.broadcast_to(jnp.arange(7), (2, 7))
-    flight, slots = model.enter(TOKENS, places, model.empty_slots(2, 7))
-    step = jax.jit(lambda model, *rest: model.step(*rest))
-    for time in range(7 + config.depth - 1):
-        depths = time - places
-        flying = (depths >= 0) & (depths < config.depth)
-        new, slots = step(model, flight, jnp.where(flying, places, 99), jnp.clip(depths, 0, config.depth - 1), slots)
-        flight = new._replace(state=jnp.where(flying[..., None], new.state, flight.state))
-    hidden, _ = model.leave(flight, places, slots)
-    np.testing.assert_allclose(model.logits(hidden), plain_logits(config, 3), atol=1e-4)
+    found = logits_in_flight(model, TOKENS, places, model.empty_slots(2, 7))
+    np.testing.assert_allclose(found, plain_logits(config, 3), atol=1e-4)
 
 
 def test_both_counters_agree():

@@ -1,4 +1,4 @@
-"""CoTFormer: the official outputs, the model against its equations, its limits, decoding, and what it counts."""
+"""CoTFormer: the official outputs, the model against its equations, its limits, and what it counts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dreamer_jax.blocks.mixture_of_repeats import drawn_capacities, largest, share_going_on
+from dreamer_jax.blocks.mixture_of_repeats import drawn_capacities
 from dreamer_jax.budget import analytic, memory, program
 from dreamer_jax.config.models.cotformer import CotformerConfig
 from dreamer_jax.errors import ConfigError, UserError
-from dreamer_jax.families import build, depth_of, forward
-from dreamer_jax.families.cotformer import State
-from dreamer_jax.inference import Engine, fold
-from dreamer_jax.inference.model import through_depths
-from dreamer_jax.inference.samplers.one_by_one import until_stopped
+from dreamer_jax.families import build, forward
 from tests.families import plain_cotformer as plain
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "cotformer_tiny.npz"
@@ -331,32 +327,6 @@ def test_gates_of_zero_and_one():
         np.testing.assert_allclose(logits, wanted, atol=1e-4)
 
 
-@pytest.mark.parametrize("share", [0.3, 0.75, 1.0])
-def test_the_largest_of_each_document(share):
-    rng = np.random.default_rng(5)
-    logits, active = rng.normal(size=(3, 20)), rng.random((3, 20)) < 0.7
-    logits[:, 4:9] = logits[:, 3:4]
-    segments = np.repeat([[1] * 7 + [2] * 10 + [0] * 3], 3, 0)
-    found = np.asarray(largest(jnp.asarray(logits), active, segments, share))
-    for row in range(3):
-        for document in (1, 2):
-            own = np.flatnonzero((segments[row] == document) & active[row])
-            best = own[np.argsort(-logits[row, own], kind="stable")][: int(share * len(own) + 1e-9)]
-            np.testing.assert_array_equal(np.flatnonzero(found[row] & (segments[row] == document)), np.sort(best))
-
-
-def test_capacities():
-    """They compound: int(f_r / f_{r-1} n) of those that are left. Drawn ones are sorted and at most 1, which one in 21
-    is exactly."""
-    f = jnp.array([0.75, 0.5, 0.0, 0.0])
-    np.testing.assert_allclose([share_going_on(f, r) for r in range(5)], [0.75, 2 / 3, 0, 0, 0], rtol=1e-6)
-    draws = np.stack([drawn_capacities(jax.random.key(seed), 400) for seed in range(3)])
-    assert np.all(np.diff(draws) <= 0) and draws.max() == 1 and draws.min() >= 0
-    assert (draws == 1).mean() == pytest.approx(0.05 / 1.05, abs=0.03)
-    assert draws.mean() == pytest.approx(0.05 / 1.05 + (1 / 1.05) / 2, abs=0.03)
-    assert not np.array_equal(draws[0], draws[1])
-
-
 def test_training_draws_how_many_go_on():
     """One draw a step for all rows, of the step's key; evaluation takes the threshold."""
     config = dataclasses.replace(FORMS["threshold"], begin_layers=0, end_layers=0)
@@ -371,85 +341,7 @@ def test_training_draws_how_many_go_on():
     assert len(np.unique(numbers[:, 1])) > 4 and numbers[:, 2].min() < ROWS * LENGTH / 2
 
 
-# Decoding.
-
-
-@functools.cache
-def folded(form):
-    return fold(FORMS[form], drawn_params(form), {})
-
-
-def test_positions_at_different_depths():
-    """Position i is at repeat t - i at time t: each comes to what the pass over the row says."""
-    model, tokens, depth = folded("threshold"), batch()["tokens"], TINY.depth
-    slots = model.empty_slots(ROWS, LENGTH)
-    places = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
-
-    @jax.jit
-    def wave(model, tokens, slots):
-        def at(time, carry):
-            flight, slots = carry
-            depths = time - places
-            flying = (depths >= 0) & (depths < depth)
-            new, slots = model.step(flight, jnp.where(flying, places, 99), jnp.clip(depths, 0, depth - 1), slots)
-
-            def chosen(a, b):
-                return jnp.where(flying.reshape(*flying.shape, *[1] * (a.ndim - 2)), a, b)
-
-            return flight._replace(state=jax.tree.map(chosen, new.state, flight.state)), slots
-
-        flight, slots = jax.lax.fori_loop(0, LENGTH + depth - 1, at, model.enter(tokens, places, slots))
-        return model.logits(model.leave(flight, places, slots)[0])
-
-    np.testing.assert_allclose(wave(model, tokens, slots), of_batch("threshold")[0][1], atol=1e-4)
-
-
-def test_decoding_stops_and_gives_what_the_whole_pass_gives():
-    """Token by token behind a prompt; slots that held another text are as good as new."""
-    model, tokens, prompt = folded("threshold"), batch()["tokens"], 9
-    (_, logits, states), _ = of_batch("threshold")
-    taken = 1 + states.active[:-1].sum(0)  # [B, S]
-    whole, settled = jax.jit(through_depths), jax.jit(until_stopped)
-    slots = model.empty_slots(ROWS, LENGTH + 2)
-    places = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
-    _, slots = whole(model, tokens[:, ::-1], places, slots)
-    hidden, slots = whole(model, tokens, places, slots)
-    np.testing.assert_allclose(model.logits(hidden), logits, atol=1e-4)
-    for place in range(prompt, LENGTH):
-        its = jnp.full((ROWS, 1), place)
-        hidden, slots, depths = settled(model, tokens[:, place, None], its, slots)
-        np.testing.assert_array_equal(depths, taken[:, place])
-        np.testing.assert_allclose(model.logits(hidden)[:, 0], logits[:, place], atol=1e-4)
-    assert len(np.unique(taken[:, prompt:])) == TINY.depth
-
-
-def test_the_engine_stops_where_the_model_says():
-    """Greedy texts and repeats of every token are those of the whole row."""
-    engine, prompt = Engine(folded("threshold")), batch()["tokens"][0, :6].tolist()
-    assert engine.exits_early
-    row = engine.generate([prompt], 5)[0]
-    text = np.array([*prompt, *row.tokens], np.int32)
-    wanted = plain.passed(FORMS["threshold"], wide(drawn_params("threshold")), text, RULES["threshold"])
-    assert row.tokens == wanted.logits[5:-1].argmax(-1).tolist()
-    taken = sum(np.isin(np.arange(len(text)), took) * 1 for took in wanted.took)
-    assert row.depths[1:] == taken[6:-1].tolist()
-
-
-def test_a_mesh_can_divide_the_slots():
-    """By rows, the second axis of every array."""
-    slots = jax.eval_shape(lambda: build(FORMS["threshold"]).slots(7, 20, TINY.depth))
-    assert {leaf.shape[1] for leaf in jax.tree.leaves(slots)} == {7}
-
-
-def test_who_never_stops():
-    for config in (TINY, dataclasses.replace(FORMS["capacity"], threshold=0.0)):
-        family = build(config)
-        assert not family.flags.halts
-        state = State(jnp.zeros((1, 1, 32)), jnp.ones((1, 1)), jnp.ones((1, 1), bool))
-        assert family.finished({}, state, state, depth_of(0, 3)) is None
-
-
-# Counting, and what is refused.
+# Counting, and what is refused; decoding is in tests/inference/test_cotformer.py.
 
 
 @pytest.mark.parametrize("form", ["plain", "threshold"])

@@ -26,6 +26,7 @@ from dreamer_jax.families import build, depth_of, forward, initialise
 from dreamer_jax.families.contract import Pass
 from dreamer_jax.families.moeut import Moeut, regularisers
 from dreamer_jax.inference import Engine, fold
+from tests.families.cases import drawn_params, logits_in_flight
 from tests.families.plain_moeut import PlainMoeut
 from tests.families.plain_ouro import wide
 
@@ -49,17 +50,6 @@ GATED = dataclasses.replace(ONE_LAYER, attention_experts=1)
 RNG = np.random.default_rng(0)
 TOKENS, TARGETS = (RNG.integers(0, 64, (2, 10)).astype(np.int32) for _ in range(2))
 BATCH = {"tokens": TOKENS, "targets": TARGETS, "loss_mask": RNG.random((2, 10)) < 0.7}
-
-
-@functools.cache
-def drawn_params(config):
-    """Parameters in which nothing is one or zero."""
-    rng = np.random.default_rng(1)
-
-    def draw(path, leaf):
-        return ((path[-1].key == "scale") + 0.3 * rng.normal(size=leaf.shape)).astype(np.float32)
-
-    return jax.tree_util.tree_map_with_path(draw, nn.meta.unbox(build(config).shapes[0]))
 
 
 @functools.cache
@@ -294,16 +284,9 @@ def test_positions_at_different_depths():
     """Ten positions in flight, each one repeat behind the one before: the logits of the whole pass, to 1e-4."""
     model = folded(ONE_LAYER)
     places = jnp.broadcast_to(jnp.arange(10), (2, 10))
-    flight, slots = model.enter(jnp.asarray(TOKENS), places, model.empty_slots(2, 10))
-    step = jax.jit(lambda model, *rest: model.step(*rest))
-    for time in range(10 + ONE_LAYER.depth - 1):
-        depths = time - places
-        flying = (depths >= 0) & (depths < ONE_LAYER.depth)
-        new, slots = step(model, flight, jnp.where(flying, places, 99), jnp.clip(depths, 0, ONE_LAYER.depth - 1), slots)
-        flight = new._replace(state=jnp.where(flying[..., None], new.state, flight.state))
-    hidden, _ = model.leave(flight, places, slots)
+    found = logits_in_flight(model, jnp.asarray(TOKENS), places, model.empty_slots(2, 10))
     rows, states = plainly(ONE_LAYER)
-    np.testing.assert_allclose(model.logits(hidden), rows[0].logits(states[-1]), atol=1e-4)
+    np.testing.assert_allclose(found, rows[0].logits(states[-1]), atol=1e-4)
 
 
 @pytest.mark.parametrize("experts", [1, 3])

@@ -7,7 +7,6 @@ import functools
 import json
 from pathlib import Path
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +19,7 @@ from dreamer_jax.errors import ConfigError
 from dreamer_jax.export.ouro import params_of
 from dreamer_jax.families import build, depth_of, forward
 from dreamer_jax.families.ouro import Looped, exit_distribution, gate_losses
+from tests.families.cases import drawn_params
 from tests.families.plain_ouro import PlainOuro, exit_shares, wide
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
@@ -51,18 +51,6 @@ RNG = np.random.default_rng(0)
 TOKENS, TARGETS = (RNG.integers(0, 23, (2, 7)).astype(np.int32) for _ in range(2))
 MASK = RNG.random((2, 7)) < 0.7
 BATCH = {"tokens": TOKENS, "targets": TARGETS, "loss_mask": MASK}
-
-
-@functools.cache
-def drawn_params(config):
-    """Parameters in which nothing is one or zero."""
-    rng = np.random.default_rng(1)
-
-    def draw(path, leaf):
-        norm = path[-1].key in ("scale", "final_norm")
-        return (norm + 0.3 * rng.normal(size=leaf.shape)).astype(np.float32)
-
-    return jax.tree_util.tree_map_with_path(draw, nn.meta.unbox(build(config).shapes[0]))
 
 
 @functools.cache

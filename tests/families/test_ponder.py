@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +20,7 @@ from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import build, depth_of, forward
 from dreamer_jax.families.ponder import Pondered
 from dreamer_jax.inference import Engine, fold
+from tests.families.cases import drawn_params, logits_in_flight
 from tests.families.plain_ouro import PlainOuro, wide
 
 TINY = PonderConfig(
@@ -37,18 +37,6 @@ TINY = PonderConfig(
 RNG = np.random.default_rng(0)
 TOKENS, TARGETS = (RNG.integers(0, 23, (2, 7)).astype(np.int32) for _ in range(2))
 BATCH = {"tokens": TOKENS, "targets": TARGETS, "loss_mask": RNG.random((2, 7)) < 0.7}
-
-
-@functools.cache
-def drawn_params(config=TINY):
-    """Parameters in which nothing is one or zero."""
-    rng = np.random.default_rng(1)
-
-    def draw(path, leaf):
-        norm = path[-1].key in ("scale", "final_norm")
-        return (norm + 0.3 * rng.normal(size=leaf.shape)).astype(np.float32)
-
-    return jax.tree_util.tree_map_with_path(draw, nn.meta.unbox(build(config).shapes[0]))
 
 
 class PlainPonder(PlainOuro):
@@ -97,13 +85,13 @@ def passing(config=TINY):
 
 @functools.cache
 def plain_logits():
-    params = wide(drawn_params())
+    params = wide(drawn_params(TINY))
     rows = [PlainPonder(TINY, params).row(tokens, TINY.depth) for tokens in TOKENS]
     return np.stack(rows, axis=1) @ params["head"].T  # [L, B, S, V]
 
 
 def test_forward_and_loss_are_those_of_the_equations():
-    (loss, logits), _ = passing()(drawn_params(), BATCH)
+    (loss, logits), _ = passing()(drawn_params(TINY), BATCH)
     wanted = plain_logits()
     np.testing.assert_allclose(logits, wanted[-1], atol=1e-4)
     picked = np.take_along_axis(wanted[-1], TARGETS[..., None], -1)[..., 0]
@@ -126,8 +114,8 @@ def test_gradients_are_those_of_the_unrolled_passes():
         picked = jnp.take_along_axis(jax.nn.log_softmax(logits), TARGETS[..., None], -1)[..., 0]
         return -jnp.sum(picked * BATCH["loss_mask"])
 
-    wanted = jax.jit(jax.grad(unrolled))(drawn_params())
-    _, found = passing()(drawn_params(), BATCH)
+    wanted = jax.jit(jax.grad(unrolled))(drawn_params(TINY))
+    _, found = passing()(drawn_params(TINY), BATCH)
     scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(wanted))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * scale, rtol=1e-5), found, wanted)
 
@@ -135,7 +123,7 @@ def test_gradients_are_those_of_the_unrolled_passes():
 def test_limits():
     """One pass is an ordinary transformer, whose loss says nothing of pondering; a certain prediction brings back the
     row of that token."""
-    params = drawn_params()
+    params = drawn_params(TINY)
     (_, logits), gradient = passing(dataclasses.replace(TINY, depth=1))(params, BATCH)
     np.testing.assert_allclose(logits, plain_logits()[0], atol=1e-4)
     seen = np.unique(TOKENS)
@@ -148,7 +136,7 @@ def test_limits():
 
 def test_chunks_change_nothing(monkeypatch):
     """Seven tokens at once, and two; values and gradients."""
-    params = drawn_params()
+    params = drawn_params(TINY)
 
     def found(hidden):
         return expected_embedding(hidden, params["head"], params["embedding"])
@@ -164,7 +152,7 @@ def test_chunks_change_nothing(monkeypatch):
 
 def test_decoding_is_the_whole_pass():
     """Greedy tokens through the caches are the likeliest of the whole pass; positions at depths of their own."""
-    model = fold(TINY, drawn_params(), {})
+    model = fold(TINY, drawn_params(TINY), {})
     prompts = [[1, 5, 6], [2, 7, 8, 9, 11]]
     whole = jax.jit(lambda tokens: forward(model.family, model.params, {}, {"tokens": tokens}).state.h)
     for prompt, row in zip(prompts, Engine(model).generate(prompts, 5), strict=True):
@@ -173,16 +161,8 @@ def test_decoding_is_the_whole_pass():
         likeliest = np.asarray(model.logits(whole(tokens))[0].argmax(-1))
         assert row.tokens == likeliest[len(prompt) - 1 : len(prompt) + 4].tolist()
     places = jnp.broadcast_to(jnp.arange(7), (2, 7))
-    flight, slots = model.enter(TOKENS, places, model.empty_slots(2, 7))
-    step = jax.jit(lambda model, *rest: model.step(*rest))
-    for time in range(7 + TINY.depth - 1):
-        depths = time - places
-        flying = (depths >= 0) & (depths < TINY.depth)
-        new, slots = step(model, flight, jnp.where(flying, places, 99), jnp.clip(depths, 0, TINY.depth - 1), slots)
-        chosen = [jnp.where(flying[..., None], *pair) for pair in zip(new.state, flight.state, strict=True)]
-        flight = new._replace(state=Pondered(*chosen))
-    hidden, _ = model.leave(flight, places, slots)
-    np.testing.assert_allclose(model.logits(hidden), plain_logits()[-1], atol=1e-4)
+    found = logits_in_flight(model, TOKENS, places, model.empty_slots(2, 7))
+    np.testing.assert_allclose(found, plain_logits()[-1], atol=1e-4)
 
 
 def test_both_counters_agree():

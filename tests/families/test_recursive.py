@@ -23,6 +23,7 @@ from dreamer_jax.families import build, depth_of, forward
 from dreamer_jax.inference import Adaptive, Engine, fold
 from dreamer_jax.inference.samplers.one_by_one import until_stopped
 from dreamer_jax.inference.sharding import shard
+from tests.families.cases import drawn_params, logits_in_flight
 from tests.families.plain_recursive import PlainRecursive, softmax, wide
 
 TINY = RecursiveConfig(
@@ -56,18 +57,6 @@ RNG = np.random.default_rng(0)
 TOKENS, TARGETS = (RNG.integers(0, 23, (ROWS, LENGTH)).astype(np.int32) for _ in range(2))
 MASK = RNG.random((ROWS, LENGTH)) < 0.7
 BATCH = {"tokens": TOKENS, "targets": TARGETS, "loss_mask": MASK}
-
-
-@functools.cache
-def drawn_params(config):
-    """Parameters in which nothing is one or zero."""
-    rng = np.random.default_rng(1)
-
-    def draw(path, leaf):
-        norm = path[-1].key in ("scale", "final_norm")
-        return (norm + 0.3 * rng.normal(size=leaf.shape)).astype(np.float32)
-
-    return jax.tree_util.tree_map_with_path(draw, nn.meta.unbox(build(config).shapes[0]))
 
 
 @functools.cache
@@ -203,16 +192,9 @@ def test_positions_at_different_depths():
     """Position i is at depth t - i at time t: each comes to what the pass over the row says. Here every matrix, LoRA
     and norm differs between depths."""
     model = folded("sequence")
-    depth, step = model.family.depth, jit(lambda model, *rest: model.step(*rest))
-    slots, places = model.empty_slots(ROWS, LENGTH), jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
-    flight, slots = model.enter(jnp.asarray(TOKENS), places, slots)
-    for time in range(LENGTH + depth - 1):
-        depths = time - places
-        flying = (depths >= 0) & (depths < depth)
-        new, slots = step(model, flight, jnp.where(flying, places, 99), jnp.clip(depths, 0, depth - 1), slots)
-        flight = new._replace(state=jnp.where(flying[..., None], new.state, flight.state))
-    hidden, _ = model.leave(flight, places, slots)
-    np.testing.assert_allclose(model.logits(hidden), plainly("sequence")[0], atol=1e-4)
+    places = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
+    found = logits_in_flight(model, jnp.asarray(TOKENS), places, model.empty_slots(ROWS, LENGTH))
+    np.testing.assert_allclose(found, plainly("sequence")[0], atol=1e-4)
 
 
 RULES = {

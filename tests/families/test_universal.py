@@ -22,6 +22,7 @@ from dreamer_jax.families.universal import State
 from dreamer_jax.inference import Engine, fold
 from dreamer_jax.inference.samplers.one_by_one import until_stopped
 from tests.families import plain_universal as plain
+from tests.families.cases import logits_in_flight
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "ut_act_tiny.npz"
 TAGS = ("b1_t0.9", "b1_t0.99", "b-1_t0.99")
@@ -289,11 +290,6 @@ def expected(form):
     return np.asarray(logits), None if state.pondered is None else np.asarray(state.pondered.updates)
 
 
-@functools.cache
-def stepping():
-    return jax.jit(lambda model, *rest: model.step(*rest))
-
-
 @pytest.mark.parametrize("form", ["graves", "interpolate"])
 def test_decoding_leaves_the_loop_and_gives_what_the_whole_pass_gives(form):
     """Position by position, each row N steps; keys at steps that weren't taken are the copied state's."""
@@ -312,21 +308,9 @@ def test_decoding_leaves_the_loop_and_gives_what_the_whole_pass_gives(form):
 @pytest.mark.parametrize("form", ["graves", "changing", "none"])
 def test_positions_at_different_depths(form):
     """Position i is at depth t - i at time t: each comes to what the pass over the row says."""
-    model, tokens, depth = folded(form), batch()["tokens"], TINY.depth
-    slots = model.empty_slots(ROWS, LENGTH)
-    places = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
-    flight, slots = model.enter(tokens, places, slots)
-    for time in range(LENGTH + depth - 1):
-        depths = time - places
-        flying = (depths >= 0) & (depths < depth)
-        new, slots = stepping()(model, flight, jnp.where(flying, places, 99), jnp.clip(depths, 0, depth - 1), slots)
-
-        def chosen(a, b, flying=flying):
-            return jnp.where(flying.reshape(*flying.shape, *[1] * (a.ndim - 2)), a, b)
-
-        flight = new._replace(state=jax.tree.map(chosen, new.state, flight.state))
-    hidden, _ = model.leave(flight, places, slots)
-    np.testing.assert_allclose(model.logits(hidden), expected(form)[0], atol=1e-4)
+    model, places = folded(form), jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
+    found = logits_in_flight(model, batch()["tokens"], places, model.empty_slots(ROWS, LENGTH))
+    np.testing.assert_allclose(found, expected(form)[0], atol=1e-4)
 
 
 def test_the_engine_asks_who_has_halted():

@@ -13,8 +13,9 @@ import pytest
 from dreamer_jax.budget import memory, program
 from dreamer_jax.families import build
 from dreamer_jax.inference import Engine, fold
+from tests.families.cases import drawn_params, logits_in_flight
 from tests.families.plain_ouro import PlainOuro, wide
-from tests.families.test_ouro import TINY, drawn_params
+from tests.families.test_ouro import TINY
 
 LAST = dataclasses.replace(TINY, cache="last")
 LENGTH, LOOPS = 9, TINY.depth
@@ -52,24 +53,14 @@ def chunk(config, slots, start, end):
 
 def test_decodes_what_the_whole_pass_gives():
     """In chunks, one by one, and with positions at different loops in one step."""
-    model, step = stepping(TINY)
+    model, _ = stepping(TINY)
     slots, expected = model.empty_slots(1, 12), wanted(TINY)[-1]
     for start, end in ((0, 4), (4, 5), (5, 6)):
         found, slots = chunk(TINY, slots, start, end)
         np.testing.assert_allclose(found, expected[start:end], atol=1e-4)
     places = jnp.arange(6, LENGTH)[None]
-    flight, slots = model.enter(jnp.asarray(TOKENS[None, 6:]), places, slots)
-    for time in range(LOOPS + 2):  # position 6 + i enters loop 0 at time i
-        depths = time - jnp.arange(3)[None]
-        flying = (depths >= 0) & (depths < LOOPS)
-        new, slots = step(flight, jnp.where(flying, places, 99), jnp.clip(depths, 0, LOOPS - 1), slots)
-
-        def moved(a, b, on=flying):
-            return jnp.where(on.reshape(1, 3, *[1] * (a.ndim - 2)), a, b)
-
-        flight = new._replace(state=jax.tree.map(moved, new.state, flight.state))
-    hidden, _ = model.leave(flight, places, slots)
-    np.testing.assert_allclose(model.logits(hidden)[0], expected[6:], atol=1e-4)
+    found = logits_in_flight(model, jnp.asarray(TOKENS[None, 6:]), places, slots)
+    np.testing.assert_allclose(found[0], expected[6:], atol=1e-4)
 
 
 def test_decodes_with_the_keys_of_the_last_loop_alone():

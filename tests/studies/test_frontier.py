@@ -51,6 +51,8 @@ def test_what_a_study_leaves(folder: Path) -> None:
     assert model["trained"] == {"depths": [1, 5], "steps": [5, 8]}
     assert [len(row) for row in model["seeds"]["0"]["accuracy"].values()] == [20] * 11
     assert (folder / "frontier.png").is_file()
+    assert frontier.size(model).endswith(" parameters, 1 seed")
+    assert frontier.size({"parameters": 1234, "seeds": {"0": {}, "1": {}}}) == "1,234 parameters, 2 seeds"
     assert load_run(folder / "depth_recurrent/seed0").step == 3
 
 
@@ -168,9 +170,11 @@ def test_variants() -> None:
     base, leaky, every, no_gate, no_embedding = variants.variants_of("graph", "laptop", True, [], words)
     configs = [each.loaded.config for each in (base, leaky, every, no_gate, no_embedding)]
     assert all(config.model.gate_bias == -1 for config in configs)
-    assert [config.training.steps for config in configs] == [150, 1000, 1000, 150, 150]
+    assert [config.training.steps for config in configs] == [150, 1200, 1200, 150, 150]
     assert [config.data.puzzle.negatives for config in configs] == ["swap", "leaky", "leaky", "swap", "swap"]
     assert [config.model.loss_at for config in configs] == ["last", "last", "every", "last", "last"]
+    assert [config.training.learning_rate for config in configs] == [1e-3, 2e-3, 2e-3, 1e-3, 1e-3]
+    assert [config.model.dropout for config in configs] == [0.1, 0, 0, 0.1, 0.1]
     assert [config.model.gate for config in configs] == [True, True, True, False, True]
     assert [config.model.depth_embedding_std for config in configs] == [1, 1, 1, 1, 0]
     loaded = base.with_run(Path("runs/x/seed2"), 2)

@@ -51,11 +51,11 @@ def draw(uniform: np.ndarray, hops: np.ndarray, labels: np.ndarray, nodes: int, 
         hops: [B] integers from 1 to nodes - SPARE, the length of the path, or of what would be one.
         labels: [B], 1 where there is a path.
         nodes: n.
-        leaky: a negative merely lacks the last edge of the path, so that fewer edges lead to the target.
+        leaky: a negative merely lacks the edge that is cut, so that its numbers of edges tell something.
     """
     rows, wide = np.arange(len(hops)), hops[:, None]
     pairs, places, order, choices = np.split(uniform, np.cumsum([nodes * nodes, nodes, nodes]), axis=1)
-    cut = hops - 1 if leaky else (choices[:, 0] * hops).astype(np.int64)  # c
+    cut = (choices[:, 0] * hops).astype(np.int64)  # c
     node = np.arange(nodes)
     beyond, level = _sides(places, wide, cut[:, None], node)
     allowed = level[:, None, :] <= level[:, :, None] + 1
