@@ -3,22 +3,37 @@
 #   bash launch/test.sh                     everything that runs on a CPU in minutes
 #   bash launch/test.sh tests/model -x      further words go to pytest
 #   bash launch/test.sh -m slow             the tests of another marker (slow, aot, gpu; see setup.cfg)
-# PYTHON chooses the interpreter, DREAMER_VENV the folder of the virtual environment (default .venv).
+#   bash launch/test.sh --newest            with the newest packages that there are in place of the locked ones
+# PYTHON chooses the interpreter, DREAMER_VENV the folder of the virtual environment (default .venv, or .venv-newest).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+newest=
+if [[ "${1:-}" == --newest ]]; then
+    newest=yes
+    shift
+fi
 python=${PYTHON:-python3}
-venv=${DREAMER_VENV:-.venv}
+venv=${DREAMER_VENV:-.venv${newest:+-newest}}
 if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'; then
     echo "test.sh: needs Python 3.11 to 3.13, but $python is $("$python" --version 2>&1 || true); set PYTHON" >&2
     exit 2
 fi
 
-# The environment is laid again only when what it is made of has changed.
-stamp=$("$python" - <<'PYTHON'
+# What an extra needs: the locked versions, or the newest ones that go together.
+install() {
+    local what=(-r "requirements/$1.lock")
+    [[ -z "$newest" ]] || what=(--upgrade --upgrade-strategy eager -e ".[$1]")
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check "${what[@]}"
+}
+export -f install
+export newest venv
+
+# The environment is laid again only when what it is made of has changed; the newest of a day are those of its first run.
+stamp=$("$python" - "${newest:+$(date -I)}" <<'PYTHON'
 import hashlib, os, pathlib, sys
 files = (*(f"requirements/{name}.lock" for name in ("test", "export", "eval")), "setup.cfg", "pyproject.toml")
-parts = [sys.version, os.getcwd(), *(pathlib.Path(p).read_text() for p in files)]
+parts = [sys.version, os.getcwd(), *sys.argv[1:], *(pathlib.Path(p).read_text() for p in files)]
 print(hashlib.sha256("\0".join(parts).encode()).hexdigest())
 PYTHON
 )
@@ -33,12 +48,12 @@ if [[ "$(cat "$venv/installed" 2>/dev/null || true)" != "$stamp" ]]; then
         echo "test.sh: $python can't make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2
         exit 2
     }
-    "$venv/bin/python" -m pip install -qq --disable-pip-version-check -r requirements/test.lock
+    install test
     # torch is large and not everywhere: without it the tests of the export to PyTorch are skipped, and say so.
-    timeout 300 "$venv/bin/python" -m pip install -qq --disable-pip-version-check -r requirements/export.lock ||
-        echo "   requirements/export.lock can't be installed here: tests that need torch will be skipped" >&2
-    timeout 300 "$venv/bin/python" -m pip install -qq --disable-pip-version-check -r requirements/eval.lock ||
-        echo "   requirements/eval.lock can't be installed here: tests of lm-eval and math-verify will be skipped" >&2
+    timeout 300 bash -c "install export" ||
+        echo "   the extra 'export' can't be installed here: tests that need torch will be skipped" >&2
+    timeout 300 bash -c "install eval" ||
+        echo "   the extra 'eval' can't be installed here: tests of lm-eval and math-verify will be skipped" >&2
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
     echo "$stamp" >"$venv/installed"
     echo "   $((SECONDS - start)) s"

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from dreamer_jax.blocks.operations import Operations, Plain
 from dreamer_jax.budget import analytic, lowered
@@ -69,7 +69,7 @@ def _logits_of(family: Family) -> Callable[..., jax.Array]:
 def _lower(logits: Callable, variables, tokens: jax.ShapeDtypeStruct, devices: int) -> jax.stages.Lowered:
     if devices == 1:
         return jax.jit(logits).lower(variables, tokens)
-    mesh = AbstractMesh((devices,), ("data",))
+    mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
 
     def on_mesh(leaf, *axes):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 
 from dreamer_jax.blocks.head import embed, logits_of
 from dreamer_jax.blocks.loss import cross_entropy
@@ -48,7 +49,7 @@ def equations(jaxpr):
     """All of a program, those of loops and calls included."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jax.core.jaxprs_in_params(equation.params):
+        for inner in jaxprs_in_params(equation.params):
             yield from equations(inner)
 
 

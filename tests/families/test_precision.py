@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from dreamer_jax.families import build
 from dreamer_jax.families.contract import depth_of
@@ -64,7 +65,7 @@ def equations(jaxpr):
     """All equations, those of inner loops and calls included."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jax.core.jaxprs_in_params(equation.params):
+        for inner in jaxprs_in_params(equation.params):
             yield from equations(inner)
 
 
