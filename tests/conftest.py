@@ -23,6 +23,9 @@ if DEVICES not in os.environ.get("XLA_FLAGS", ""):
 if os.environ["JAX_PLATFORMS"] == "cpu" and "optimization_level" not in os.environ["XLA_FLAGS"]:
     os.environ["XLA_FLAGS"] += f" {QUICK_COMPILE}"
 
+# `dreamer` as a process would fill the user's cache folder, and tests of compiling would depend on what lies there.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+
 # A shared machine's pace says nothing about the code, and a failure should come again.
 settings.register_profile("dreamer", deadline=None, derandomize=True)
 settings.load_profile("dreamer")

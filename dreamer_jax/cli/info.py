@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 
-from dreamer_jax import __version__
+from dreamer_jax import __version__, program_cache
 from dreamer_jax.cli.extras import requirements, version_of
 from dreamer_jax.config.models import find, known
 from dreamer_jax.errors import ConfigError, UserError, how_to_install
@@ -33,6 +33,7 @@ def run(arguments: list[str]) -> int:
     console.print(f"dreamer-jax {__version__}, Python {platform.python_version()} ({sys.executable})")
     console.print(f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores")
     console.print(_devices(), markup=False)
+    console.print(f"compiled programs: {program_cache.described()}", markup=False, soft_wrap=True)
     families = Table("family", "models", "from", box=None, header_style="bold", pad_edge=False)
     for row in _families():
         families.add_row(*map(escape, row))

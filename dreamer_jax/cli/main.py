@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dreamer_jax import __version__
+from dreamer_jax import __version__, program_cache
 from dreamer_jax.errors import UserError, how_to_install
 
 COMMANDS = {
@@ -43,6 +43,9 @@ COMMANDS = {
 OPTION = "--family-module"
 """The option of every command; see dreamer_jax/config/models."""
 HEAVY = [["train"], ["frontier"], ["study"], ["depth"], ["bench"], ["eval"], ["generate"], ["chat"]]
+"""Commands that compute for long."""
+COMPILING = [*HEAVY, ["analyze"], ["export"], ["import"]]
+"""Commands whose compiled programs are worth keeping; those of `plan` are for machines that aren't there."""
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
@@ -75,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def entry() -> int:
-    """`main` for the process's own words, in a process whose large allocations are huge pages.
+    """`main` for the process's own words, in a process that keeps compiled programs and whose large allocations are
+    huge pages.
 
     XLA's CPU backend allocates its temporaries anew in every step. With 4 KiB pages a small train step takes some
     200,000 page faults, a third of its CPU time; glibc reads the setting only at start, hence the second start.
@@ -85,6 +89,8 @@ def entry() -> int:
     if sys.platform == "linux" and words[:1] in HEAVY and HUGE_PAGES.partition("=")[0] not in tunables:
         os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, (tunables, HUGE_PAGES)))
         os.execv(sys.executable, [sys.executable, "-m", "dreamer_jax", *sys.argv[1:]])
+    if words[:1] in COMPILING:
+        os.environ.update(program_cache.settings())
     return main()
 
 

@@ -11,14 +11,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 import dreamer_jax
 from dreamer_jax.cli.main import main
 from dreamer_jax.config import load_config
 from dreamer_jax.config.models import VARIABLE
+from tests.end_to_end.cases import programs_kept
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -100,14 +99,8 @@ def small_for(words: list[str]) -> dict[str, str]:
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once(tmp_path_factory):
     """Many commands come to the same small model: what one of them has compiled is there for the others."""
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-    reset_cache()
+    with programs_kept(tmp_path_factory.mktemp("compiled")):
+        yield
 
 
 @pytest.fixture(scope="module")

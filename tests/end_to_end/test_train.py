@@ -10,14 +10,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from dreamer_jax.cli.main import main
 from dreamer_jax.errors import RESTART_EXIT_CODE, UserError
 from dreamer_jax.runs.metrics import read_metrics
 from dreamer_jax.runs.models import load_run
 from dreamer_jax.training.stability import SkipCounter
-from tests.end_to_end.cases import TINY
+from tests.end_to_end.cases import TINY, programs_kept
 
 CONFIG = (
     TINY.format(variant="DR+DA", depth=2)
@@ -41,18 +40,8 @@ evaluation:
 @pytest.fixture(scope="module", autouse=True)
 def compile_each_program_once(tmp_path_factory):
     """Most of these runs have the same programs, and compiling is most of their time."""
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    with programs_kept(tmp_path_factory.mktemp("compiled")):
+        yield
 
 
 @pytest.fixture(scope="module")
