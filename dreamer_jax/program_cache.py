@@ -67,7 +67,7 @@ def described() -> str:
 
 
 def _prepare(path: Path) -> None:
-    """Make the folder, and remove what a killed process left half written: jax writes an entry, then when it was used."""
+    """Make the folder, and remove what a killed process left half written: jax writes an entry, then its time."""
     import filelock
 
     path.mkdir(parents=True, exist_ok=True)
