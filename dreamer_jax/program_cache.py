@@ -1,8 +1,8 @@
 """Compiled programs are kept between processes: jax's persistent compilation cache, in the user's cache folder.
 
 A small model computes for a second and compiles for ten. jax keys an entry by the program, the versions of jax and XLA,
-flags and devices; what it doesn't know is which processor a CPU program was compiled for, so each kind has a folder of
-its own. `JAX_ENABLE_COMPILATION_CACHE=false` switches it off and `JAX_COMPILATION_CACHE_DIR` puts it elsewhere, as
+flags and devices; what it doesn't know is for which processor and over how many cores a CPU program was compiled, so each
+kind of machine has a folder of its own. `JAX_ENABLE_COMPILATION_CACHE=false` switches it off and `JAX_COMPILATION_CACHE_DIR` puts it elsewhere, as
 jax documents them; then nothing here interferes. Programs for a TPU that isn't there can't be read back, so
 `dreamer plan` doesn't use it.
 """
@@ -24,21 +24,33 @@ WORTH_KEEPING = 0.1
 """Seconds of compiling from which on a program is kept."""
 
 
-def folder() -> Path:
-    """Where the programs of this kind of machine lie, whether there are any or not."""
+def folder(cores: int | None = None) -> Path:
+    """Where the programs of this kind of machine lie, whether there are any or not.
+
+    Args:
+        cores: that a process may use; by default those of this one.
+    """
     given = os.environ.get("XDG_CACHE_HOME", "")
     caches = Path("~/Library/Caches" if sys.platform == "darwin" else "~/.cache").expanduser()
-    return (Path(given) if os.path.isabs(given) else caches) / "dreamer-jax" / "programs" / _processor()
+    return (
+        (Path(given) if os.path.isabs(given) else caches)
+        / "dreamer-jax"
+        / "programs"
+        / f"{_processor()}-{cores or usable_cores()}"
+    )
 
 
-def settings() -> dict[str, str]:
+def settings(cores: int | None = None) -> dict[str, str]:
     """What to put into the environment, before jax is imported, to have programs kept; makes the folder.
 
     Empty if the user has said something else, or if nothing can be kept here, which is no reason to stop.
+
+    Args:
+        cores: see `folder`.
     """
     if not wanted() or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return {}
-    path = folder()
+    path = folder(cores)
     try:
         _prepare(path)
     except OSError:  # no permission, no space, or another process doesn't give the folder free
@@ -64,6 +76,11 @@ def described() -> str:
     path = folder() if given is None else Path(given)
     held = sum(file.stat().st_size for file in path.glob("*") if file.is_file())
     return f"{path} ({held / 2**20:.0f} MiB" + (f" of at most {LARGEST >> 20})" if given is None else ")")
+
+
+def usable_cores() -> int:
+    """The number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _prepare(path: Path) -> None:
