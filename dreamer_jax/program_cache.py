@@ -1,10 +1,10 @@
 """Compiled programs are kept between processes: jax's persistent compilation cache, in the user's cache folder.
 
 A small model computes for a second and compiles for ten. jax keys an entry by the program, the versions of jax and XLA,
-flags and devices; what it doesn't know is for which processor and over how many cores a CPU program was compiled, so each
-kind of machine has a folder of its own. `JAX_ENABLE_COMPILATION_CACHE=false` switches it off and `JAX_COMPILATION_CACHE_DIR` puts it elsewhere, as
-jax documents them; then nothing here interferes. Programs for a TPU that isn't there can't be read back, so
-`dreamer plan` doesn't use it.
+flags and devices; what it doesn't know is for which processor and over how many cores a CPU program was compiled, so
+each kind of machine has a folder of its own. `JAX_ENABLE_COMPILATION_CACHE=false` switches it off and
+`JAX_COMPILATION_CACHE_DIR` puts it elsewhere, as jax documents them; then nothing here interferes. Programs for a TPU
+that isn't there can't be read back, so `dreamer plan` doesn't use it.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ COMMANDS = {
     "frontier": ("dreamer_jax.cli.frontier", "accuracy by task depth and thinking steps, beside a paper's"),
     "study": ("dreamer_jax.cli.study", "models of one cost trained alike on several tasks, with seeds, and compared"),
     "depth": ("dreamer_jax.cli.depth", "held-out loss of a trained model at other depths"),
+    "completion": ("dreamer_jax.cli.completion", "let bash, zsh or fish complete commands, names and options"),
     "info": ("dreamer_jax.cli.info", "versions, devices, and which extras are installed"),
 }
 """Command -> (module with `run(arguments) -> exit code`, summary)."""
@@ -94,6 +95,17 @@ def entry() -> int:
     return main()
 
 
+FIRST_STEPS = """\
+dreamer train quickstart        a small model in minutes, on any machine
+dreamer generate runs/quickstart --prompt "((T&F)|T)="
+dreamer analyze runs/quickstart    what its depth attention and experts do
+dreamer config list             what else there is to train; any setting is an option
+dreamer plan dr_da_32_v5p_4x4x4 --topology v5p:4x4x4    whether it fits that slice of TPUs, and how fast it could be
+
+`dreamer --help` lists all commands."""
+"""What `dreamer` alone prints: the five things that people do first."""
+
+
 def usage() -> str:
     """The text of `dreamer --help`."""
     lines = ["usage: dreamer <command> [...]", "", "Depth-recurrent attention mixtures in JAX.", "", "commands:"]
@@ -135,7 +147,7 @@ def _give_to_children(modules: Sequence[str | None]) -> None:
 
 def _dispatch(words: list[str]) -> int:
     if not words:
-        print(usage(), file=sys.stderr)
+        print(FIRST_STEPS, file=sys.stderr)
         return 2
     name, rest = words[0], words[1:]
     if name in ("--help", "-h", "help"):

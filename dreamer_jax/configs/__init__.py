@@ -131,7 +131,6 @@ def _hint(path: Path, kinds: Sequence[Kind]) -> str:
     alike = difflib.get_close_matches(path.as_posix().removesuffix(".yaml"), ends, n=1)
     alike = alike or difflib.get_close_matches(path.stem, ends, n=1)
     meant = f" did you mean '{ends[alike[0]]}'?" if alike else ""
-    short = len(known) > MOST_NAMES and (meant or path.suffix == ".yaml")
-    there = "`dreamer config list` shows all" if short else f"it has {', '.join(known)}"
+    there = "`dreamer config list` shows all" if len(known) > MOST_NAMES else f"it has {', '.join(known)}"
     what = kinds[0] if len(kinds) == 1 else "file"
     return f", and the package has no {what} of this name;{meant} {there}"

@@ -106,9 +106,11 @@ def test_mistakes(words: list[str], expected: str, capsys: pytest.CaptureFixture
     assert output.out == ""
 
 
-def test_no_command_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_shows_what_people_do_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    assert "commands:" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert len([line for line in said.splitlines() if line.startswith("dreamer ")]) == 5
+    assert "`dreamer --help`" in said
 
 
 def test_help_is_quick_and_lists_every_command() -> None:
