@@ -1,8 +1,6 @@
 """The analytic counts against the paper's tables, against counts spelt out by hand, and against each other."""
 
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
 
@@ -10,9 +8,8 @@ from dreamer_jax.budget import analytic, memory
 from dreamer_jax.config import load_config
 from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.families import Family, build
+from tests.outside import paper_tables
 
-ROOT = Path(__file__).resolve().parents[2]
-TABLES = ROOT.parent / "shared" / "paper_tables.json"
 SIX = ("la_16", "dr_16", "dr_da_16", "la_32", "dr_32", "dr_da_32")
 PARAMETERS = (1.1708, 1.1704, 1.1708, 2.0790, 2.0794, 2.0788)  # Table 1, in 10^9
 FLOPS = (0.9389, 0.9389, 0.9413, 1.6150, 1.6199, 1.6130)  # Table 1, in 10^9 a token
@@ -50,9 +47,8 @@ def test_flops_are_table_1(name: str, products: float, table: float) -> None:
     assert abs(both / table - 1) < 0.0003
 
 
-@pytest.mark.skipif(not TABLES.is_file(), reason="the papers' tables are not beside this checkout")
 def test_the_numbers_above_are_the_papers() -> None:
-    rows = json.loads(TABLES.read_text())["dreamer"]["table1_resources"]
+    rows = paper_tables()["dreamer"]["table1_resources"]
     assert [(row["params_b"], row["gflops_per_token"]) for row in rows] == list(zip(PARAMETERS, FLOPS, strict=True))
 
 

@@ -1,6 +1,5 @@
 """Every configuration of the package loads by its name, and the paper's models are those of its Table 3."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,8 +7,8 @@ import pytest
 from dreamer_jax.config import load_config
 from dreamer_jax.configs import find, names
 from dreamer_jax.data.mixture import load_mixture
+from tests.outside import paper_tables
 
-ROOT = Path(__file__).resolve().parents[2]
 PAPER = {  # variant, depth, E, F
     "la_16": ("LA", 16, 32, 512),
     "la_32": ("LA", 32, 32, 512),
@@ -52,11 +51,8 @@ def test_table_3(name: str) -> None:
     assert (training.beta1, training.beta2, training.epsilon, training.clip_norm) == (0.9, 0.999, 1e-8, 0.5)
 
 
-def test_table_3_in_the_shared_tables() -> None:
-    tables = ROOT.parent / "shared" / "paper_tables.json"
-    if not tables.is_file():
-        pytest.skip("the paper's tables are not beside the checkout")
-    matched = json.loads(tables.read_text())["dreamer"]["table3_matched"]
+def test_the_numbers_above_are_the_papers() -> None:
+    matched = paper_tables()["dreamer"]["table3_matched"]
     assert matched == {f"{v}/{depth}": {"E": e, "F": f} for v, depth, e, f in PAPER.values()}
 
 

@@ -1,15 +1,12 @@
 """Finding benchmark questions: small cases by hand, and the real sets."""
 
-import gzip
-import json
+import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from dreamer_jax.data.decontamination import BenchmarkIndex
-
-SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+from tests.outside import sample
 
 LONG = "A farmer keeps 17 hens in each of the 4 coops behind the barn and collects 3 eggs from every hen each day."
 SHORT = "What is the derivative of seven x squared?"
@@ -82,15 +79,38 @@ def test_nothing_matches_an_empty_index() -> None:
     assert index.find([index.hashes(LONG), []]) == [None, None]
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="the real sets are not here")
-def test_math_train_against_math_test() -> None:
-    tests = [json.loads(line)["problem"] for line in (SHARED / "math/test.jsonl").open()]
-    with gzip.open(SHARED / "math/train.derived.jsonl.gz") as file:
-        train = [json.loads(line)["problem"] for line in file]
-    found: Counter[str] = Counter()
-    index = BenchmarkIndex({"math": tests}, 0.5)
-    for start in range(0, len(train), 500):
-        found.update(match.kind for match in index.find([index.hashes(t) for t in train[start : start + 500]]) if match)
-    assert found["equal"] == 9
-    assert found["overlap"] == 206
-    assert found["contained"] == 0
+def plain_find(questions: list[str], text: str) -> str | None:
+    """The rules of BenchmarkIndex with sets of words, one question after the other."""
+
+    def grams(words: tuple[str, ...], length: int) -> set[tuple[str, ...]]:
+        return {words[i : i + length] for i in range(len(words) - length + 1)}
+
+    its, asked = plain_words(text), [plain_words(question) for question in questions]
+    if its in asked:
+        return "equal"
+    if any(len(words) < 13 and len(set(words)) >= 5 and words in grams(its, len(words)) for words in asked):
+        return "contained"
+    of_text = grams(its, 13)
+    if any(len(words) >= 13 and len(grams(words, 13) & of_text) >= 0.5 * len(grams(words, 13)) for words in asked):
+        return "overlap"
+    return None
+
+
+def plain_words(text: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"[a-z0-9]+", text.lower()))
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "expected"),
+    [
+        ("gsm8k", "question", {None: 120, "overlap": 2}),  # two trains that go as fast as the benchmark's plane
+        ("math", "problem", {None: 19, "equal": 1, "overlap": 1, "contained": 1}),
+    ],
+)
+def test_training_records_against_their_benchmark(name: str, field: str, expected: dict[str | None, int]) -> None:
+    questions = [record[field] for record in sample(f"{name}/test")]
+    texts = [record[field] for record in sample(f"{name}/train")]
+    index = BenchmarkIndex({name: questions}, 0.5)
+    found = [match and match.kind for match in index.find([index.hashes(text) for text in texts])]
+    assert found == [plain_find(questions, text) for text in texts]
+    assert Counter(found) == expected

@@ -1,7 +1,6 @@
 """Ids, round trips and broken rank files."""
 
 import base64
-import json
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,7 @@ from hypothesis import strategies as st
 from dreamer_jax.data import load_tokenizer
 from dreamer_jax.data.tokenizers import LONGEST_RUN, RankTokenizer
 from dreamer_jax.errors import UserError
-
-SHARED = Path(__file__).resolve().parents[2].parent / "shared"
-LLAMA3 = SHARED / "data/llama3_tokenizer/tokenizer.model"
-GSM8K = SHARED / "data/gsm8k/train.jsonl"
-
-needs_llama3 = pytest.mark.skipif(not LLAMA3.exists(), reason="the Llama-3 rank file is not here")
+from tests.outside import LLAMA3, sample, write_rank_file
 
 MERGES = [b"he", b"ll", b"hell", b"hello", b" w", b"  ", b"12", b"123"]
 SMALL_RANKS = {token: rank for rank, token in enumerate([bytes([b]) for b in range(256)] + MERGES)}
@@ -103,13 +97,25 @@ def test_missing_rank_file(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
-@needs_llama3
+def test_a_trained_rank_file_merges_as_its_training_did(tmp_path: Path) -> None:
+    """The ids of tiktoken and of Hugging Face's tokenizers, which trained it, are the same but for three specials."""
+    tokenizer = load_tokenizer(str(write_rank_file(tmp_path)))
+    trained = load_tokenizer(str(tmp_path / "trained.json"))
+    assert (tokenizer.bos, tokenizer.vocab_size) == (997, 997 + 256)
+    texts = [f"{record['question']}\n{record['answer']}" for record in sample("gsm8k/test")]
+    ids = [tokenizer.encode(text) for text in texts]
+    assert ids == [[number - 3 for number in trained.encode(text)] for text in texts]
+    assert [tokenizer.decode(its) for its in ids] == texts
+    assert sum(map(len, ids)) < 0.5 * sum(map(len, texts))  # it has learned the words
+
+
+@pytest.mark.llama3
 def test_llama3() -> None:
     tokenizer = load_tokenizer(str(LLAMA3))
     assert (tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.vocab_size) == (128000, 128001, 128004, 128256)
     assert tokenizer.encode("hello world! 12345") == [15339, 1917, 0, 220, 4513, 1774]
-    records = [json.loads(line) for line in GSM8K.read_text().splitlines()]
+    records = sample("gsm8k/train")
     joined = sum(len(tokenizer.encode(f"{r['question']}\n{r['answer']}")) for r in records)
     apart = sum(len(tokenizer.encode(r["question"] + "\n")) + len(tokenizer.encode(r["answer"])) for r in records)
-    assert joined == 1_177_965
+    assert joined == 19_609  # and so does plain tiktoken with this file
     assert apart == joined

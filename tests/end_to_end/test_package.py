@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,6 +99,20 @@ def test_the_wheel_has_what_commands_need_and_nothing_else(wheel):
     assert all(name.startswith(f"dreamer_jax-{__version__}.dist-info/") for name in rest)
     assert {name.partition("/")[0] for name in names - rest} == {"dreamer_jax", "pallas_kernels"}
     assert not any("test" in name.split("/")[-1].split("_")[0] for name in names)
+
+
+def test_the_source_distribution_has_no_tests_and_no_samples(tmp_path):
+    """It is built where they lie: MANIFEST.in keeps them out, with all data that is there under other licences."""
+    for name in (*SOURCES, "CHANGELOG.md", "CITATION.cff", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    code = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    (built,) = tmp_path.glob("*.tar.gz")
+    assert built.stat().st_size < MOST_BYTES
+    with tarfile.open(built) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"setup.cfg", "LICENSE", "CHANGELOG.md", "dreamer_jax/configs/quickstart.yaml"} <= names
+    assert not any(name.startswith("tests") or name.endswith((".npz", ".jsonl", ".csv")) for name in names)
 
 
 @pytest.mark.slow  # as above

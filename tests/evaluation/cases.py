@@ -16,8 +16,6 @@ from dreamer_jax.data.tokenizers import ByteTokenizer
 from dreamer_jax.evaluation.benchmarks import MMLU_SUBJECTS
 from dreamer_jax.inference import Generated, LanguageModel
 
-SHARED = Path(__file__).resolve().parents[2].parent / "shared"
-
 GSM8K = [
     ("Ann has 3 apples and buys 4. How many has she?", "3+4 = <<3+4=7>>7\n#### 7"),
     ("A car costs $12,000 and a bike $500. Together?", "12,000+500 = 12,500\n#### 12,500"),

@@ -23,8 +23,9 @@ from dreamer_jax.evaluation.opening import subject_of
 from dreamer_jax.evaluation.runner import choose_tasks
 from dreamer_jax.evaluation.tasks import TASKS
 from dreamer_jax.inference import Generated, LanguageModel
-from tests.evaluation.cases import GSM8K, SHARED, Scripted, model_of, write_benchmarks
+from tests.evaluation.cases import GSM8K, Scripted, model_of, write_benchmarks
 from tests.export.cases import make_run
+from tests.outside import SAMPLES, write_rank_file
 
 TEMPLATES = {
     True: ("Question: {question}\nAnswer: ", "{answer}"),
@@ -184,19 +185,18 @@ def test_training_does_anew_what_was_asked_otherwise(tmp_path, monkeypatch, caps
     assert "5 of 5 are already there" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(not (SHARED / "data").is_dir(), reason="needs the real files beside the checkout")
-def test_gsm8k_with_the_llama_3_tokenizer():
+def test_gsm8k_with_a_rank_file(tmp_path):
     """The shipped configuration: perplexity over the test file is that of documents as training makes them."""
     config = load_config("gsm8k").config.data
-    tokenizer = load_tokenizer(str(SHARED / "data/llama3_tokenizer/tokenizer.model"))
+    tokenizer = load_tokenizer(str(write_rank_file(tmp_path)))
     templates = (Template(config.prompt, "data.prompt"), Template(config.completion, "data.completion"))
     documents = [
         to_document(record, tokenizer).tokens
-        for record in JsonlReader(SHARED / "data/gsm8k/test.jsonl", "data.path", *templates, "stop")
+        for record in JsonlReader(SAMPLES / "gsm8k/test.jsonl", "data.path", *templates, "stop")
     ]
-    settings = Settings(data=str(SHARED / "data"), space_in_prompt=True)
+    settings = Settings(data=str(SAMPLES), space_in_prompt=True)
     windows = TASKS["ppl"].items(settings, tokenizer, 1 << 20)
-    assert len(windows) == len(documents) == 1319
+    assert len(windows) == len(documents) == 63
     for window, tokens in zip(windows, documents, strict=True):
         np.testing.assert_array_equal([*window.context, *window.tokens], tokens[:-1])
 

@@ -12,8 +12,9 @@ from dreamer_jax.evaluation import Settings, evaluate
 from dreamer_jax.evaluation.benchmarks import MMLU_SUBJECTS, mmlu_math
 from dreamer_jax.evaluation.opening import load_language_model
 from dreamer_jax.evaluation.runner import choose_tasks
-from tests.evaluation.cases import SHARED, Scripted, model_of, write_benchmarks, write_jsonl
+from tests.evaluation.cases import Scripted, model_of, write_benchmarks, write_jsonl
 from tests.export.cases import make_run
+from tests.outside import SAMPLES
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -152,9 +153,8 @@ def test_scores_of_a_scripted_model(tmp_path, shots):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shots", [0, 5])
-@pytest.mark.skipif(not (SHARED / "data").is_dir(), reason="needs the benchmarks' files beside the checkout")
-def test_scores_on_all_questions(tmp_path, shots):
-    check_scripted(SHARED / "data", tmp_path, shots, 0)
+def test_scores_on_public_questions(tmp_path, shots):
+    check_scripted(SAMPLES, tmp_path, shots, 0)
 
 
 def test_scores_of_a_real_small_model(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from dreamer_jax.evaluation import benchmarks
 from dreamer_jax.evaluation.math_judge import MathJudge
-from tests.evaluation.cases import SHARED
+from tests.outside import SAMPLES
 
 pytest.importorskip("math_verify", reason="extra `eval`")
 
@@ -124,13 +124,11 @@ def _alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not (SHARED / "data").is_dir(), reason="needs the benchmarks' files beside the checkout")
 def test_math_golds_are_right_against_themselves(judge):
-    questions = benchmarks.math(SHARED / "data", 0)
-    assert len(questions) == 5000
+    questions = benchmarks.math(SAMPLES, 0)
+    assert len(questions) == 28
     wrong = [question for question in questions if not judge.boxed_is(f"\\boxed{{{question.gold}}}", question.gold)]
-    assert len(wrong) <= 10
+    assert not wrong
     # Equal texts are never handed to math-verify; alone it has to find the same.
     alone = [question for question in questions if not judge._same(*[f"\\boxed{{{question.gold}}}"] * 2)]
-    assert len(alone) <= 10
+    assert not alone

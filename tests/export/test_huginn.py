@@ -23,8 +23,7 @@ from dreamer_jax.export.writing import export
 from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run
 from tests.export.cases import HUGINN, WHY_SKIPPED, huginn_run, write_folder
-
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
+from tests.outside import official_outputs
 
 
 @pytest.fixture(scope="module", params=HUGINN)
@@ -285,9 +284,7 @@ def test_nothing_is_left_of_a_model_without_a_place(tmp_path: Path) -> None:
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def published(request, tmp_path_factory):
     """(folder, official outputs, said) of the tiny Huginn."""
-    if not GOLDEN.is_dir():
-        pytest.skip("the official outputs aren't here")
-    arrays, said = np.load(GOLDEN / "huginn_tiny.npz"), json.loads((GOLDEN / "huginn_tiny.json").read_text())
+    arrays, said = official_outputs("huginn_tiny")
     tensors = {name[2:]: arrays[name].astype(request.param) for name in arrays.files if name.startswith("w/")}
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"]
     tensors["freqs_cis"] = rotations((1, 128, 1, 8, 2), 5e4).astype(request.param)
@@ -316,10 +313,7 @@ def test_the_published_form_gives_the_official_outputs(published, tmp_path: Path
 @pytest.fixture(scope="module")
 def retrofitted(tmp_path_factory):
     """(folder, official outputs): a Llama cut into 2/4/2 layers, put together as the conversion says."""
-    if not GOLDEN.is_dir():
-        pytest.skip("the official outputs aren't here")
-    arrays = np.load(GOLDEN / "retrofit_llama_tiny.npz")
-    said = json.loads((GOLDEN / "retrofit_llama_tiny.json").read_text())
+    arrays, said = official_outputs("retrofit_llama_tiny")
     tensors = {"transformer.adapter.weight": arrays["conv/transformer.adapter.weight"]}
     for name, sources in said["mapping target <- source"].items():
         if name not in tensors:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,7 @@ from dreamer_jax.families import Drawn, build, forward
 from tests.export.cases import write_folder
 from tests.export.source_cases import SETTINGS, llama_tensors, transformers_model
 from tests.families.test_huginn import plain_forward, to_tensors
-
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
+from tests.outside import official_outputs
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +43,7 @@ def compiled(config):
 
 def test_official_retrofitted_llama(tmp_path):
     """2 + 4 + 2 of 8 layers: every tensor bit for bit, and the logits of one recurrence with the official adapter."""
-    if not GOLDEN.is_dir():
-        pytest.skip("the official outputs aren't here")
-    arrays = np.load(GOLDEN / "retrofit_llama_tiny.npz")
-    said = json.loads((GOLDEN / "retrofit_llama_tiny.json").read_text())
+    arrays, said = official_outputs("retrofit_llama_tiny")
     tensors = {name[8:]: arrays[name] for name in arrays.files if name.startswith("llama/w/")}
     source = read_source(write_folder(tmp_path / "llama", tensors, {"model_type": "llama", **said["llama config"]}))
     split = split_of(source, 2, 4, 2)

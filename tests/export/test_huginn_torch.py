@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from dreamer_jax.export.writing import export
 from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run
 from tests.export.cases import HUGINN, WHY_SKIPPED, huginn_run, make_run, write_folder
+from tests.outside import official_outputs
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch = pytest.importorskip("torch", reason=WHY_SKIPPED)
@@ -26,7 +26,6 @@ transformers = pytest.importorskip("transformers", reason=WHY_SKIPPED)
 
 from dreamer_jax.export import huginn_sides, modeling_huginn, verification  # noqa: E402
 
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 TOKENS = torch.randint(0, 259, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
@@ -176,9 +175,7 @@ def test_checkpointing_changes_no_gradient(loaded) -> None:
 
 
 def test_official_loss_and_gradients(tmp_path: Path) -> None:
-    if not GOLDEN.is_dir():
-        pytest.skip("the official outputs aren't here")
-    arrays, said = np.load(GOLDEN / "huginn_tiny.npz"), json.loads((GOLDEN / "huginn_tiny.json").read_text())
+    arrays, said = official_outputs("huginn_tiny")
     tensors = {name[2:]: arrays[name] for name in arrays.files if name.startswith("w/")}
     model = huginn_sides.torch_model(write_folder(tmp_path / "folder", tensors, said["config"]))
     model.requires_grad_(True)

@@ -28,7 +28,8 @@ from tests.export.cases import WHY_SKIPPED, write_folder, write_small_run
 from tests.families.cases import drawn_params
 from tests.families.plain_moeut import PlainMoeut
 from tests.families.plain_ouro import wide
-from tests.families.test_moeut import GATED, GOLDEN, TINY, cross_entropies
+from tests.families.test_moeut import GATED, TINY, cross_entropies
+from tests.outside import official_outputs
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 SMALL = dataclasses.replace(TINY, hidden_size=16, heads=2, head_size=8, expert_size=6, vocab_size=259)
@@ -83,9 +84,8 @@ def test_there_and_back_gives_identical_bytes(runs, tmp_path: Path, form: str, d
 @pytest.fixture(scope="module")
 def published():
     """Tensors under their official names, and what the official code computed."""
-    if not GOLDEN.is_dir():
-        pytest.skip("the official outputs aren't here")
-    arrays, said = np.load(GOLDEN / "moeut_tiny.npz"), json.loads((GOLDEN / "moeut_tiny.json").read_text())["moe"]
+    arrays, said = official_outputs("moeut_tiny")
+    said = said["moe"]
     tensors = {name[6:]: arrays[name] for name in arrays.files if name.startswith("moe/w/")}
     return tensors, arrays, said
 

@@ -20,8 +20,7 @@ from dreamer_jax.export.writing import export
 from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run
 from tests.export.cases import OURO, ouro_run, write_folder
-
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
+from tests.outside import official_outputs
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +92,7 @@ def test_several_files_with_an_index(run: Path, tmp_path: Path) -> None:
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def published(request, tmp_path_factory):
     """(folder, official outputs) of the tiny Ouro."""
-    if not GOLDEN.is_dir():
-        pytest.skip("the official outputs aren't here")
-    arrays, said = np.load(GOLDEN / "ouro_tiny.npz"), json.loads((GOLDEN / "ouro_tiny.json").read_text())
+    arrays, said = official_outputs("ouro_tiny")
     tensors = {name[2:]: arrays[name].astype(request.param) for name in arrays.files if name.startswith("w/")}
     settings = said["config"] | {"torch_dtype": request.param}
     return write_folder(tmp_path_factory.mktemp(request.param) / "folder", tensors, settings), arrays

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from dreamer_jax.families import forward
 from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run
 from tests.export.cases import OURO, WHY_SKIPPED, ouro_run, write_folder
+from tests.outside import official_outputs
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch = pytest.importorskip("torch", reason=WHY_SKIPPED)
@@ -27,7 +27,6 @@ transformers = pytest.importorskip("transformers", reason=WHY_SKIPPED)
 
 from dreamer_jax.export import modeling_ouro, ouro_sides, verification  # noqa: E402
 
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 TOKENS = torch.randint(0, 259, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
@@ -145,9 +144,7 @@ def test_fine_tuning_saving_and_the_way_back(folder: Path, tmp_path: Path) -> No
 
 @torch.no_grad()
 def test_official_outputs(tmp_path: Path) -> None:
-    if not GOLDEN.is_dir():
-        pytest.skip("the official outputs aren't here")
-    arrays, said = np.load(GOLDEN / "ouro_tiny.npz"), json.loads((GOLDEN / "ouro_tiny.json").read_text())
+    arrays, said = official_outputs("ouro_tiny")
     tensors = {name[2:]: arrays[name] for name in arrays.files if name.startswith("w/")}
     model = ouro_sides.torch_model(write_folder(tmp_path / "folder", tensors, said["config"]))
     tokens = torch.tensor(arrays["input_ids"]).long()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from dreamer_jax.families import build, forward
 from tests.export.cases import write_folder
 from tests.export.source_cases import SETTINGS, llama_tensors, transformers_model
 from tests.families.plain_recursive import PlainRecursive, wide
+from tests.outside import official_outputs
 
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 ORDERS = {  # (loops, sharing, init) -> where 6 layers go
     (2, "cycle", "stepwise"): [(0, (0, 3)), (2, (1, 4)), (5, (2, 5))],
     (3, "sequence", "lower"): [(0, (0, 1, 2)), (1, (3, 4, 5))],
@@ -67,10 +66,8 @@ def compiled(config):
 @pytest.fixture(scope="module")
 def official(tmp_path_factory):
     """Outputs, and their source as a folder."""
-    if not GOLDEN.is_dir():
-        pytest.skip("the official outputs aren't here")
-    arrays = np.load(GOLDEN / "relaxed_recursive_tiny.npz")
-    said = json.loads((GOLDEN / "relaxed_recursive_tiny.json").read_text())["config"]
+    arrays, said = official_outputs("relaxed_recursive_tiny")
+    said = said["config"]
     tensors = {name[2:]: arrays[name] for name in arrays.files if name.startswith("w/")}
     folder = write_folder(tmp_path_factory.mktemp("official") / "llama", tensors, {"model_type": "llama", **said})
     return {name: arrays[name] for name in arrays.files}, read_source(folder)
@@ -141,8 +138,8 @@ def test_one_loop_is_the_original(official):
 
 def test_another_official_llama(official, tmp_path):
     """The source of the retrofitted model: 8 layers, its own base of rotations; as one loop, and at full rank."""
-    arrays = np.load(GOLDEN / "retrofit_llama_tiny.npz")
-    said = json.loads((GOLDEN / "retrofit_llama_tiny.json").read_text())["llama config"]
+    arrays, said = official_outputs("retrofit_llama_tiny")
+    said = said["llama config"]
     tensors = {name[8:]: arrays[name] for name in arrays.files if name.startswith("llama/w/")}
     source = read_source(write_folder(tmp_path / "llama", tensors, {"model_type": "llama", **said}))
     for its in (converted(source, 1), converted(source, 3, "middle_cycle", "average", "full")):

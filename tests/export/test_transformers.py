@@ -17,6 +17,7 @@ from dreamer_jax.export.writing import export
 from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run
 from tests.export.cases import WHY_SKIPPED, make_run
+from tests.outside import LLAMA3, write_rank_file
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch = pytest.importorskip("torch", reason=WHY_SKIPPED)
@@ -202,9 +203,14 @@ def test_a_tokenizer_json_without_special_tokens(tmp_path: Path) -> None:
     same_ids(folder, JsonTokenizer(source), str(source))
 
 
-@pytest.mark.slow
+def test_a_trained_rank_file(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = str(write_rank_file(tmp_path))
+    same_ids(folder, load_tokenizer(path), path)
+
+
+@pytest.mark.llama3
 def test_the_llama_3_tokenizer(tmp_path: Path) -> None:
-    path = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "llama3_tokenizer" / "tokenizer.model"
-    if not path.is_file():
-        pytest.skip(f"{path} is not there")
-    same_ids(tmp_path, load_tokenizer(str(path)), str(path))
+    same_ids(tmp_path, load_tokenizer(str(LLAMA3)), str(LLAMA3))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -19,8 +17,8 @@ from dreamer_jax.config.models.cotformer import CotformerConfig
 from dreamer_jax.errors import ConfigError, UserError
 from dreamer_jax.families import build, forward
 from tests.families import plain_cotformer as plain
+from tests.outside import official_outputs
 
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "cotformer_tiny.npz"
 TINY = CotformerConfig(
     depth=3,
     begin_layers=1,
@@ -122,9 +120,7 @@ def expected(form):
 
 @pytest.fixture(scope="module")
 def official():
-    if not GOLDEN.is_file():
-        pytest.skip("the official outputs aren't here")
-    return np.load(GOLDEN), json.loads(GOLDEN.with_suffix(".json").read_text())
+    return official_outputs("cotformer_tiny")
 
 
 def in_halves(rows):

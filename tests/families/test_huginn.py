@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +15,8 @@ from dreamer_jax.config.models.huginn import HuginnConfig
 from dreamer_jax.export.huginn import names_of, params_of, to_tensor
 from dreamer_jax.families import Drawn, build, depth_of, forward, initialise
 from dreamer_jax.families.huginn import mean_depth, recurrences
+from tests.outside import official_outputs
 
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 OFFICIAL = HuginnConfig(
     depth=8,
     hidden_size=64,
@@ -34,11 +32,9 @@ OFFICIAL = HuginnConfig(
 
 @pytest.fixture(scope="module")
 def golden():
-    if not GOLDEN.is_dir():
-        pytest.skip("the official outputs aren't here")
-    arrays = np.load(GOLDEN / "huginn_tiny.npz")
+    arrays, said = official_outputs("huginn_tiny")
     tensors = {name[2:]: arrays[name] for name in arrays.files if name.startswith("w/")}
-    return arrays, json.loads((GOLDEN / "huginn_tiny.json").read_text()), params_of(tensors, OFFICIAL)
+    return arrays, said, params_of(tensors, OFFICIAL)
 
 
 def run(config, params, tokens, depth, s0):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -29,8 +27,8 @@ from dreamer_jax.inference import Engine, fold
 from tests.families.cases import drawn_params, logits_in_flight
 from tests.families.plain_moeut import PlainMoeut
 from tests.families.plain_ouro import wide
+from tests.outside import official_outputs
 
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 TINY = MoeutConfig(
     depth=2,
     layers=2,
@@ -84,9 +82,8 @@ def cross_entropies(logits, targets):
 
 @pytest.fixture(scope="module")
 def official():
-    if not GOLDEN.is_dir():
-        pytest.skip("the official outputs aren't here")
-    arrays, said = np.load(GOLDEN / "moeut_tiny.npz"), json.loads((GOLDEN / "moeut_tiny.json").read_text())["moe"]
+    arrays, said = official_outputs("moeut_tiny")
+    said = said["moe"]
     weights = {name[6:]: arrays[name] for name in arrays.files if name.startswith("moe/w/")}
     others = {name[4:]: arrays[name] for name in arrays.files if not name.startswith("moe/w/")}
     return weights, others, said

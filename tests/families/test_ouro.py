@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +19,8 @@ from dreamer_jax.families import build, depth_of, forward
 from dreamer_jax.families.ouro import Looped, exit_distribution, gate_losses
 from tests.families.cases import drawn_params
 from tests.families.plain_ouro import PlainOuro, exit_shares, wide
+from tests.outside import official_outputs
 
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 OFFICIAL = OuroConfig(
     depth=4,
     layers=3,
@@ -68,9 +66,7 @@ def passing(config):
 
 def test_official_outputs():
     """Every loop's states, gate, exit probabilities and logits, and the loss of the first stage, all to 1e-4."""
-    if not GOLDEN.is_dir():
-        pytest.skip("the official outputs aren't here")
-    arrays, said = np.load(GOLDEN / "ouro_tiny.npz"), json.loads((GOLDEN / "ouro_tiny.json").read_text())
+    arrays, said = official_outputs("ouro_tiny")
     params = params_of({name[2:]: arrays[name] for name in arrays.files if name.startswith("w/")}, OFFICIAL)
     tokens = arrays["input_ids"]
     last = np.arange(12) == 11

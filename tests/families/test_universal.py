@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +22,8 @@ from dreamer_jax.inference import Engine, fold
 from dreamer_jax.inference.samplers.one_by_one import until_stopped
 from tests.families import plain_universal as plain
 from tests.families.cases import logits_in_flight
+from tests.outside import official_outputs
 
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "ut_act_tiny.npz"
 TAGS = ("b1_t0.9", "b1_t0.99", "b-1_t0.99")
 TINY = UniversalConfig(depth=4, hidden_size=16, heads=2, mlp_size=24, vocab_size=23, ponder_weight=0.1, dtype="float32")
 FORMS = {
@@ -41,9 +40,7 @@ ROWS, LENGTH = 2, 7
 
 @pytest.fixture(scope="module")
 def official():
-    if not GOLDEN.is_file():
-        pytest.skip("the official outputs aren't here")
-    return np.load(GOLDEN)
+    return official_outputs("ut_act_tiny")[0]
 
 
 def official_inputs(arrays, tag):

@@ -17,8 +17,8 @@ from dreamer_jax.runs.models import load_run
 from dreamer_jax.studies import cells, frontier, variants
 from dreamer_jax.studies.frontier_figures import borders
 from dreamer_jax.studies.published import PUBLISHED
+from tests.outside import paper_tables
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = [
     *("--model.hidden_size", "8", "--model.heads", "2", "--model.mlp_size", "8"),
     *("--training.steps", "3", "--training.warmup_steps", "1", "--training.batch_size", "8"),
@@ -138,11 +138,8 @@ def test_borders_of_training() -> None:
 
 
 def test_the_papers_numbers() -> None:
-    shared = ROOT.parent / "shared" / "paper_tables.json"
-    if not shared.is_file():
-        pytest.skip("the paper's tables are not beside the checkout")
     for task, published in PUBLISHED.items():
-        table = json.loads(shared.read_text())["thinking_deeper"][task]
+        table = paper_tables()["thinking_deeper"][task]
         depths = next(table[name] for name in table if name.startswith("rows"))
         assert (list(published.accuracy), list(published.steps)) == (depths, table["cols_steps"])
         assert [list(row) for row in published.accuracy.values()] == table["accuracy"]
