@@ -45,8 +45,9 @@ OPTION = "--family-module"
 """The option of every command; see dreamer_jax/config/models."""
 HEAVY = [["train"], ["frontier"], ["study"], ["depth"], ["bench"], ["eval"], ["generate"], ["chat"]]
 """Commands that compute for long."""
-COMPILING = [*HEAVY, ["analyze"], ["export"], ["import"]]
-"""Commands whose compiled programs are worth keeping; those of `plan` are for machines that aren't there."""
+COMPILING = [*(words for words in HEAVY if words != ["study"]), ["analyze"], ["export"], ["import"]]
+"""Commands whose compiled programs are worth keeping; those of `plan` are for machines that aren't there, and runs of a
+study are processes that have fewer cores."""
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 

@@ -1,7 +1,8 @@
 """The runs of a study as processes: `dreamer train`, then `dreamer depth`, so many at once as there is room for.
 
 Each run is one that the commands in its log would make. Processes are used because a device belongs to one of them, and
-because a process that ends gives back all that it compiled.
+because a process that ends gives back all that it compiled. What one has compiled is kept for the others
+(`program_cache`, by the number of cores that a run gets): seeds of one member run the same programs.
 """
 
 from __future__ import annotations
@@ -33,6 +34,16 @@ GRACE_SECONDS = 120
 """What a run gets to save itself when the study is asked to stop."""
 LINE_SECONDS = 30
 """Between lines of progress."""
+MEMORY_STAYS = (
+    f"glibc.malloc.mmap_threshold={1 << 40}",
+    f"glibc.malloc.trim_threshold={1 << 40}",
+    "glibc.malloc.arena_max=1",
+)
+"""What glibc is told in a run: freed memory stays with the process.
+
+XLA's CPU backend allocates its temporaries anew in every step: a tenth of a small step was getting zeroed memory from
+the kernel and giving it back. One arena, because others map what is so large. A run may need twice the memory for it.
+"""
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,7 @@ class _Running:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **_environment(self.place, at_once)},
+                env=_environment(self.place, at_once),
                 start_new_session=True,  # Ctrl-C reaches the study, which asks its runs to stop
                 pass_fds=(self.lock.fileno(),),  # a run that outlives a killed study keeps its lock
             )
@@ -154,11 +165,14 @@ def _locked(log: Path) -> IO[bytes]:
 
 
 def _environment(place: int, at_once: int) -> dict[str, str]:
-    """What leaves a process one device of several; nothing on a CPU."""
-    if at_once == 1:
-        return {}
-    one = {"TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_PROCESS_BOUNDS": "1,1,1"}
-    return {"CUDA_VISIBLE_DEVICES": str(place), "TPU_VISIBLE_CHIPS": str(place), **one}
+    """The variables of a run: how to allocate memory, where somebody hasn't set that himself, and which of several
+    devices is its own."""
+    tunables = ":".join(filter(None, (*MEMORY_STAYS, os.environ.get("GLIBC_TUNABLES"))))  # of two alike the last counts
+    found = {**os.environ, "GLIBC_TUNABLES": tunables}
+    if at_once > 1:
+        one = {"TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_PROCESS_BOUNDS": "1,1,1"}
+        found |= {"CUDA_VISIBLE_DEVICES": str(place), "TPU_VISIBLE_CHIPS": str(place), **one}
+    return found
 
 
 def _pin(process: int, place: int, at_once: int) -> None:

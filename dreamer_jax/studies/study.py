@@ -111,7 +111,9 @@ def conduct(
             chosen[entrant.task.name, entrant.member.name] = best
             say(f"{entrant.task.name}/{entrant.member.name}: {study.sweep.key} {best} was best")
         every = [_with_value(study, study.sweep, entrant, chosen, words) for entrant in every]
-    code = _finish([job for entrant in every for job in _runs(study, entrant, folder)], folder, at_once, say)
+    # One seed of every member before the next: runs at once then compile different programs, and later seeds none.
+    by_seed = zip(*(_runs(study, entrant, folder) for entrant in every), strict=True)
+    code = _finish([job for jobs in by_seed for job in jobs], folder, at_once, say)
     result = collect(study, every, chosen, folder)
     write_atomically(folder / FILE, json.dumps(result, indent=1) + "\n")
     return result, code

@@ -85,7 +85,10 @@ def test_in_a_checkout_origins_name_no_folder_of_the_machine(monkeypatch: pytest
         ),
         (["train", "hugin/tiny"], "did you mean 'huginn/tiny'? `dreamer config list` shows all"),
         (["budget", "configs/quickstrat.yaml"], "did you mean 'quickstart'?"),
-        (["plan", "nothing_like_it", "--topology", "v5e:2x2"], "no configuration of this name; `dreamer config list` shows all"),
+        (
+            ["plan", "nothing_like_it", "--topology", "v5e:2x2"],
+            "no configuration of this name; `dreamer config list` shows all",
+        ),
         (
             ["config", "check", "tiny"],
             "tiny: several have this name; write algoformer/tiny or cotformer/tiny or huginn/",

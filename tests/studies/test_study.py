@@ -13,13 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dreamer_jax import program_cache
 from dreamer_jax.cli.main import main
 from dreamer_jax.config.loading import split_words
 from dreamer_jax.configs import names
 from dreamer_jax.errors import ConfigError, UserError
 from dreamer_jax.evaluation.comparison import data_efficiency
 from dreamer_jax.studies import comparison, jobs
-from dreamer_jax.studies.study import describe, entrants
+from dreamer_jax.studies import study as study_module
+from dreamer_jax.studies.study import conduct, describe, entrants
 from dreamer_jax.studies.study_file import quick, read_study
 from dreamer_jax.studies.study_plan import plan
 
@@ -174,6 +176,8 @@ name = pathlib.Path(config).stem
 here = pathlib.Path({folder!r})
 with (here / "notes").open("a") as notes:
     notes.write(f"{{command}} {{name}} {{len(os.sched_getaffinity(0))}}\\n")
+with (here / "environment").open("a") as variables:
+    variables.write(os.environ["GLIBC_TUNABLES"] + "\\n")
 print("hello from", name, flush=True)
 if name == "seed7":
     sys.exit("no such data")
@@ -217,6 +221,21 @@ def test_runs_at_once_share_the_cores(tmp_path, stand_in):
     assert {line.rpartition(" ")[2] for line in notes(tmp_path)} == {str(len(os.sched_getaffinity(0)) // 2)}
 
 
+def test_runs_keep_what_they_free_unless_told_otherwise(tmp_path, stand_in, monkeypatch):
+    """Of two settings alike glibc takes the last."""
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=3")
+    assert jobs.run_jobs([stand_in(0)], tmp_path, 1, lambda _: None) == 0
+    assert (tmp_path / "environment").read_text().strip().endswith("arena_max=1:glibc.malloc.arena_max=3")
+
+
+def test_one_seed_of_all_members_comes_before_the_next(tmp_path, monkeypatch):
+    """So that runs at once compile different programs, and those of later seeds are there already."""
+    made: list[str] = []
+    monkeypatch.setattr(study_module, "run_jobs", lambda jobs, *_: made.extend(job.name for job in jobs) or 75)
+    conduct(read_study(written(tmp_path)), [], tmp_path, 1, lambda _: None)
+    assert [name.rpartition("/")[2] for name in made] == ["seed0"] * 6 + ["seed1"] * 6
+
+
 def test_a_run_that_fails_ends_the_study_with_its_last_line(tmp_path, stand_in):
     with pytest.raises(UserError, match=r"seed7 failed \(.*logs/seed7.log\): no such data"):
         jobs.run_jobs([stand_in(7), stand_in(0)], tmp_path, 1, lambda _: None)
@@ -249,6 +268,8 @@ def test_no_two_processes_make_one_run(tmp_path, stand_in):
 def test_a_whole_study(tmp_path, monkeypatch, capsys):
     """One small member on one task: trained, evaluated at other depths, shown; and nothing is made again."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "true")
     text = STUDY.replace("seeds: 2", "seeds: 1\ndepths: [1, 2]")
     left_out = ("  hard", "  looped", "  as_is")
     path = written(tmp_path, "\n".join(line for line in text.splitlines() if not line.startswith(left_out)))
@@ -262,6 +283,7 @@ def test_a_whole_study(tmp_path, monkeypatch, capsys):
     assert seed["curves"]["loss"][-1] == [1024, summary["heldout/loss"]]
     assert seed["by_depth"]["2"] == pytest.approx(summary["heldout/loss"], rel=1e-6)  # the trained depth
     assert abs(seed["by_depth"]["1"] - seed["by_depth"]["2"]) > 1e-4
+    assert list(program_cache.folder().glob("jit_step-*"))
     before = (run / "metrics.jsonl").stat().st_mtime_ns
     assert main(["study", str(path)]) == 0
     assert (run / "metrics.jsonl").stat().st_mtime_ns == before
