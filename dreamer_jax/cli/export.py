@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ def run(arguments: list[str]) -> int:
     from dreamer_jax.export.description import form_of
     from dreamer_jax.runs.leaves import open_model
 
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns that it reads only
     out = Path(options.out)
     model = open_model(options.run, options.step, options.average)
     form = form_of(model.config)

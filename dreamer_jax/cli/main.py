@@ -7,6 +7,7 @@ Exit codes: 0 success, 2 something a person can mend (one message on stderr, no 
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import logging
 import os
@@ -48,6 +49,10 @@ HEAVY = [["train"], ["frontier"], ["study"], ["depth"], ["bench"], ["eval"], ["g
 COMPILING = [*(words for words in HEAVY if words != ["study"]), ["analyze"], ["export"], ["import"]]
 """Commands whose compiled programs are worth keeping; those of `plan` are for machines that aren't there, and runs of a
 study are processes that have fewer cores."""
+OF_THE_DISK = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or name another place") | dict.fromkeys(
+    (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG), "name another place"
+)
+"""What a person can do about errors of files that no command has foreseen."""
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
@@ -64,6 +69,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"dreamer: error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # Nobody reads: keep the interpreter from complaining when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        if error.errno not in OF_THE_DISK:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"dreamer: error: {where}{error.strerror}; {OF_THE_DISK[error.errno]}", file=sys.stderr)
+        return 2
     except ModuleNotFoundError as error:
         hint = _missing_package(error)
         if hint is None:
@@ -73,10 +88,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("dreamer: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # Nobody reads: keep the interpreter from complaining when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
 
 
 def entry() -> int:
@@ -163,7 +174,7 @@ def _dispatch(words: list[str]) -> int:
         alike = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
         fix = f"did you mean '{alike[0]}'?" if alike else f"one of: {', '.join(names)}"
         raise UserError(f"unknown {kind} '{name}'; {fix}")
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax's remarks on its own settings
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax's remarks; what fails in it is said by its callers
     return importlib.import_module(COMMANDS[name][0]).run(rest)
 
 

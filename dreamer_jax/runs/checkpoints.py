@@ -8,6 +8,7 @@ happens last.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -30,6 +31,8 @@ from dreamer_jax.runs.step_folders import StepFolders
 FINGERPRINTS = ("data", "tokenizer")
 CHUNK_BYTES = 1 << 24
 """Largest chunk of an array on disk: what a reader of a few rows has to read."""
+SMALL_FILES = 1 << 20
+"""Bytes of what stands beside the arrays of a checkpoint, at most."""
 SAVE_SECONDS = 600
 """A save that takes longer has failed; less than safety.stuck_seconds."""
 
@@ -89,7 +92,7 @@ class Checkpoints:
         if self._step == self.saved:
             return
         try:
-            self._probe()
+            self._probe(_bytes_of(state))
         except Exception as error:  # whatever a disk or a bucket raises
             self._error = error
         if largest(self._error is not None):  # Orbax's processes wait for each other: all of them start, or none
@@ -150,9 +153,12 @@ class Checkpoints:
         self.settle(wait=True)
         self._writer.close()
 
-    def _probe(self) -> None:
-        """Find out whether this process can write at all."""
+    def _probe(self, needed: int) -> None:
+        """Find out whether this process can write so many bytes: Orbax's threads, when they can't, print pages."""
         self.folders.path.mkdir(parents=True, exist_ok=True)
+        local = "://" not in str(self.folders.path)
+        if local and (free := shutil.disk_usage(self.folders.path).free) < needed:
+            raise OSError(f"it takes up to {needed / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free on the disk")
         probe = self.folders.path / f".probe-{jax.process_index()}"
         probe.write_bytes(bytes(4096))
         probe.unlink()
@@ -193,6 +199,12 @@ class Checkpoints:
 def items_of(state: TrainState) -> dict[str, Any]:
     """Item of a checkpoint -> the part of the state that it holds."""
     return {"params": state.params, **state.model_state, "optimizer": state.optimizer}
+
+
+def _bytes_of(state: TrainState) -> int:
+    """What this process writes for a state, before it is compressed."""
+    pieces = [piece for leaf in jax.tree.leaves(state) for piece in leaf.addressable_shards if piece.replica_id == 0]
+    return SMALL_FILES + sum(piece.data.size * piece.data.dtype.itemsize for piece in pieces)
 
 
 def _one_line(error: Exception) -> str:

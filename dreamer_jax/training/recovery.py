@@ -119,8 +119,8 @@ class Recovery:
                 time.sleep(SECONDS_BETWEEN_TRIES[number])
         before = f"step {self.checkpoints.saved}" if self.checkpoints.saved else "the start"
         raise UserError(
-            f"step {done} could not be saved in {tries} attempts; make {self.checkpoints.folders.path} writable and "
-            f"run the same command again, which repeats everything after {before}"
+            f"step {done} could not be saved in {tries} attempts; make {self.checkpoints.folders.path} writable, or "
+            f"room there, and run the same command again, which repeats everything after {before}"
         )
 
     def roll_back(self, failed: int, counters: RunCounters) -> tuple[TrainState, RunCounters]:

@@ -1,11 +1,13 @@
 """The real `dreamer`: exit codes, one message without a traceback, quick help."""
 
+import errno
 import os
 import resource
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -111,6 +113,27 @@ def test_no_command_shows_what_people_do_first(capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().err
     assert len([line for line in said.splitlines() if line.startswith("dreamer ")]) == 5
     assert "`dreamer --help`" in said
+
+
+def test_errors_of_the_disk_are_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Also those that a command hasn't foreseen; other errors of the system are defects."""
+    command = ModuleType("command")
+    monkeypatch.setitem(sys.modules, "command", command)
+    monkeypatch.setitem(COMMANDS, "info", ("command", ""))
+    (tmp_path / "file").write_text("")
+    command.run = lambda _: (tmp_path / "file" / "below").mkdir()  # type: ignore[attr-defined]
+    assert main(["info"]) == 2
+    assert capsys.readouterr().err == f"dreamer: error: {tmp_path}/file/below: Not a directory; name another place\n"
+
+    def full(_: list[str]) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    command.run = full  # type: ignore[attr-defined]
+    assert main(["info"]) == 2
+    assert "error: No space left on device; make room" in capsys.readouterr().err
+    command.run = lambda _: (tmp_path / "nothing").read_text()  # type: ignore[attr-defined]
+    with pytest.raises(FileNotFoundError):
+        main(["info"])
 
 
 def test_help_is_quick_and_lists_every_command() -> None:

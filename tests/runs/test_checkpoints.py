@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from dreamer_jax.cli.main import main
 from dreamer_jax.config import Config, to_yaml
 from dreamer_jax.config.sections import CheckpointConfig
 from dreamer_jax.errors import UserError
-from dreamer_jax.runs.checkpoints import Checkpoints
+from dreamer_jax.runs.checkpoints import SMALL_FILES, Checkpoints
 from dreamer_jax.runs.integrity import is_complete
 from dreamer_jax.runs.state import TrainState
 from dreamer_jax.training.recovery import with_other_depth
@@ -192,6 +193,21 @@ def test_a_disk_that_fills_up_in_the_background(two, tmp_path, monkeypatch):
     checkpoints.save(state_at(4))
     checkpoints.close()
     assert folders(directory) == [4]
+
+
+def test_a_disk_without_room_is_known_before_anything_is_written(two, tmp_path, monkeypatch):
+    directory = copy_of(two, tmp_path)
+    checkpoints = open_checkpoints(directory, said := [])
+    size = SMALL_FILES + sum(leaf.nbytes for leaf in jax.tree.leaves(state_at(3)))
+    free = SimpleNamespace(free=size - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    checkpoints.save(state_at(3))
+    checkpoints.settle(wait=True)
+    assert "MiB are free on the disk" in said[0] and checkpoints.failed and folders(directory) == [1, 2]
+    free.free = size
+    checkpoints.save(state_at(3))
+    checkpoints.close()
+    assert folders(directory) == [1, 2, 3]
 
 
 def test_other_data_are_refused(two):

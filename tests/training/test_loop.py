@@ -166,11 +166,11 @@ def test_a_full_disk_stops_no_training(train, tmp_path, monkeypatch, capsys):
     tried = []
     probe = Checkpoints._probe
 
-    def full_until_30(self: Checkpoints) -> None:
+    def full_until_30(self: Checkpoints, needed: int) -> None:
         tried.append(self._step)
         if self._step < 30:
             raise OSError(28, "No space left on device")
-        probe(self)
+        probe(self, needed)
 
     monkeypatch.setattr(Checkpoints, "_probe", full_until_30)
     seen, _, records = train(steps=45, every=10, keep=100)
