@@ -10,7 +10,17 @@ from typing import Any
 
 from dreamer_jax.benchmarks.training import machine
 from dreamer_jax.errors import UserError
-from dreamer_jax.inference import Adaptive, Engine, FoldedModel, Generated, Lossless, Sampler, Speculative, Static
+from dreamer_jax.inference import (
+    Adaptive,
+    DiffusionForcing,
+    Engine,
+    FoldedModel,
+    Generated,
+    Lossless,
+    Sampler,
+    Speculative,
+    Static,
+)
 from dreamer_jax.inference.samplers.criteria import CRITERIA
 
 Measurement = dict[str, Any]
@@ -28,6 +38,9 @@ def settings_for(depth: int) -> Iterator[tuple[Sampler, int]]:
         yield Speculative(4, part), depth
     for part in parts:
         yield Lossless(part), depth
+    for part in parts:
+        yield DiffusionForcing(part), depth
+        yield DiffusionForcing(part, exit="fixed"), depth
 
 
 def bench_samplers(

@@ -60,7 +60,7 @@ class SharedSlots(flax.struct.PyTreeNode):
 
     def written(self, k: jax.Array, v: jax.Array, depth: Depth, positions: jax.Array) -> SharedSlots:
         """With k and v [B, P, kv, d] of positions [B, P]; `depth.index` is l C + j."""
-        rows, number = jnp.arange(self.keys.shape[1])[:, None], depth.index % len(self.keys)
+        rows, number = jnp.arange(self.keys.shape[1])[:, None], self._number(depth.index)
         place = (number, rows, positions)
         new = {
             name: getattr(self, name).at[place].set(part.astype(self.keys.dtype), mode="drop")
@@ -71,16 +71,21 @@ class SharedSlots(flax.struct.PyTreeNode):
             new["reached"] = self.reached.at[0, rows, positions].set(own, mode="drop")
         return self.replace(**new)
 
+    def _number(self, index: jax.Array) -> jax.Array:
+        """Where l C + j is kept; one number for all positions where one recurrence is, which is faster."""
+        return (index.reshape(-1)[0] if len(self.keys) == self.layers else index) % len(self.keys)
+
     def _numbers(self, index: jax.Array, positions: jax.Array) -> jax.Array:
         """Which number every key is taken from, as `over_slots` wants it."""
         if self.reached is None:
-            return index % len(self.keys)
+            return self._number(index)
         recurrence = (index // self.layers).reshape(*index.shape, *[1] * (3 - index.ndim))  # [1 or B, 1 or P, 1]
         reached = self.reached[0][:, None]  # [B, 1, S]
         missing = reached <= recurrence  # [B, 1 or P, S]
         if self.rule == "full":
             return jnp.where(missing, -1, recurrence * self.layers + index[..., None] % self.layers)
-        written = jnp.arange(reached.shape[-1]) <= jnp.max(positions, axis=1)[:, None, None]  # [B, 1, S]
+        inside = jnp.where(positions < reached.shape[-1], positions, -1)  # others leave nothing
+        written = jnp.arange(reached.shape[-1]) <= jnp.max(inside, axis=1)[:, None, None]  # [B, 1, S]
         some = jnp.any(missing & written, axis=-1, keepdims=True)
         depths = jnp.where(some, jnp.maximum(reached - 1, 0), recurrence)
         return depths * self.layers + index[..., None] % self.layers

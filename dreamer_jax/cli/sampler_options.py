@@ -16,7 +16,7 @@ from dreamer_jax.errors import ConfigError, UserError
 if TYPE_CHECKING:
     from dreamer_jax.inference import Sampler
 
-NAMES = ("static", "adaptive", "speculative", "lossless")
+NAMES = ("static", "adaptive", "speculative", "lossless", "diffusion-forcing")
 """Of all samplers; `inference.SAMPLERS` has them, which takes a second to import."""
 SECTION = "--sampler."
 
@@ -121,4 +121,5 @@ def _print_help(program: str, name: str) -> None:
             args=["--help"],
             prog=f"{program} ... --sampler {name}",
             use_underscores=True,
+            config=(tyro.conf.FlagConversionOff,),  # yes and no are values, as everywhere
         )

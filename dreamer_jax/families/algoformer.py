@@ -60,8 +60,9 @@ class Algoformer(Family):
 
     @property
     def flags(self) -> Flags:
-        """Keys of one loop may stand in for another's."""
-        return Flags(injects_inputs=self.config.inject == "add", shares_caches=True)
+        """Keys of one loop may stand in for another's; the last ones are all scored."""
+        c = self.config
+        return Flags(injects_inputs=c.inject == "add", shares_caches=True, decodable=c.scored > 1)
 
     @property
     def depth(self) -> int:

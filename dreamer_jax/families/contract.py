@@ -55,6 +55,7 @@ class Flags:
         injects_inputs: a step gets the embedded input anew at every depth.
         random: in training a pass draws something of its own, with `Context.keys`.
         shares_caches: what one depth leaves in a memory may stand in for another's.
+        decodable: training has read out states of several depths, so that one of any depth can be decoded.
         halts: `finished` says when a position needs no further depth, and decoding stops there.
         depths_apart: in decoding every depth keeps keys of its own, and what a position sees depends on no later ones;
             so positions that go through the depths together come to what they would one after the other.
@@ -66,6 +67,7 @@ class Flags:
     injects_inputs: bool = False
     random: bool = False
     shares_caches: bool = False
+    decodable: bool = False
     halts: bool = False
     depths_apart: bool = True
 

@@ -59,10 +59,11 @@ class Huginn(Family):
 
     @property
     def flags(self) -> Flags:
-        """The input is injected, the state random; keys of one recurrence may stand in for another's."""
-        rule = self.config.cache
+        """The input is injected, the state random; keys of one recurrence may stand in for another's; where numbers of
+        recurrences are drawn, a state can be decoded after any."""
+        rule, drawn = self.config.cache, self.config.depth_draw != "fixed"
         apart = rule in ("latest", "full")  # always-last looks whether any position, also a later one, lacks a depth
-        return Flags(injects_inputs=True, random=True, shares_caches=True, depths_apart=apart)
+        return Flags(injects_inputs=True, random=True, shares_caches=True, decodable=drawn, depths_apart=apart)
 
     @property
     def depth(self) -> int:

@@ -65,9 +65,9 @@ class Ouro(Family):
 
     @property
     def flags(self) -> Flags:
-        """Keys of one loop may stand in for another's; the gate may stop a token early."""
+        """Keys of one loop may stand in for another's; every loop is scored; the gate may stop a token early."""
         c = self.config
-        return Flags(shares_caches=True, halts=c.exit_threshold < 1, depths_apart=c.cache == "loops")
+        return Flags(shares_caches=True, decodable=True, halts=c.exit_threshold < 1, depths_apart=c.cache == "loops")
 
     @property
     def depth(self) -> int:

@@ -2,13 +2,14 @@
 
 from dreamer_jax.inference.engine import Engine, Generated, Scores
 from dreamer_jax.inference.model import Flight, FoldedModel, fold
-from dreamer_jax.inference.samplers import SAMPLERS, Adaptive, Lossless, Sampler, Speculative, Static
+from dreamer_jax.inference.samplers import SAMPLERS, Adaptive, DiffusionForcing, Lossless, Sampler, Speculative, Static
 from dreamer_jax.inference.sampling import Sampling
 from dreamer_jax.inference.text import LanguageModel, Likelihood, Text, tokenizer_of
 
 __all__ = [
     "SAMPLERS",
     "Adaptive",
+    "DiffusionForcing",
     "Engine",
     "Flight",
     "FoldedModel",

@@ -13,7 +13,7 @@ import numpy as np
 from dreamer_jax.inference.model import FoldedModel
 from dreamer_jax.inference.programs import Kinds, Programs
 from dreamer_jax.inference.samplers import Sampler
-from dreamer_jax.inference.samplers.contract import Asked, Choosing, Tally
+from dreamer_jax.inference.samplers.contract import Asked, Choosing, Progress, Tally
 from dreamer_jax.inference.sampling import Sampling
 
 Finished = Callable[[int, list[int]], bool]
@@ -85,7 +85,9 @@ class RowBatch:
         self._ends = jnp.asarray(list(stop_ids) or [-1], jnp.int32)
 
     def begin(self) -> None:
-        """The prompts and the first token after each."""
+        """The prompts and the first token after each; or where they don't go ahead of the tokens, neither."""
+        if not self._sampler.prefills:
+            return self._begin_at_once()
         hidden, self._slots = self._prefill()
         self._carried = self._programs.carry(self._model, self._sampler.program, len(self._lengths))
         self._progress = self._programs.first(
@@ -93,6 +95,16 @@ class RowBatch:
         )
         new = fetch(self._progress.last)[0][:, None]
         self._extend(new, np.full_like(new, self._model.total_depth))
+
+    def _begin_at_once(self) -> None:
+        tokens = padded(self._prompts, len(self._lengths), bucket(int(self._lengths.max())))
+        self._slots = self._programs.empty_slots(self._model, len(self._lengths), self._capacity)
+        carried = self._programs.carry(self._model, self._sampler.program, len(self._lengths))
+        self._carried = self._sampler.with_prompts(carried, jnp.asarray(tokens))
+        newest = self._lengths - 1
+        last = tokens[np.arange(len(newest)), newest]
+        where = last, newest, newest >= self._limits, self._numbers, self._limits
+        self._progress = Progress(*(jnp.asarray(each) for each in where))
 
     def advance(self, block: int) -> None:
         """About `block` (at most `DECODE_BLOCK`) more tokens for every row that isn't done."""

@@ -67,13 +67,25 @@ class FoldedModel(flax.struct.PyTreeNode):
         """What is kept of B = `rows` sequences of at most S = `capacity` tokens."""
         return self.family.slots(rows, capacity, self.total_depth)
 
-    def enter(self, tokens: jax.Array, positions: jax.Array, slots: PyTree) -> tuple[Flight, PyTree]:
-        """Tokens [B, P] int32 at these places before the first depth, and the slots with what a prelude left there."""
+    def enter(
+        self, tokens: jax.Array, positions: jax.Array, slots: PyTree, scale: float | jax.Array = 1.0
+    ) -> tuple[Flight, PyTree]:
+        """Tokens [B, P] int32 at these places before the first depth, and the slots with what a prelude left there; a
+        random state is multiplied by `scale`."""
         family = self.family
         memory = Memory(slots, family.flight(tokens.shape[0], tokens.shape[1], self.total_depth))
         context = self._context(positions)
         entered, memory = family.enter(self.params, {"tokens": tokens}, memory, context)
-        return Flight(family.start(entered, context), family.inputs(entered), memory.depths), memory.sequence
+        return Flight(family.start(entered, context, scale), family.inputs(entered), memory.depths), memory.sequence
+
+    def random_state(self, inputs: PyTree, positions: jax.Array, keys: jax.Array, scale: jax.Array) -> PyTree:
+        """States [B, P, ...] like those that positions start from, drawn with a key of each [B, P] and multiplied by
+        `scale`; of a family that gets its inputs in every step."""
+        batch, size = positions.shape
+        apart = jax.tree.map(lambda leaf: leaf.reshape(batch * size, 1, *leaf.shape[2:]), inputs)
+        context = self._context(positions.reshape(-1, 1))._replace(keys=keys.reshape(-1))
+        state = self.family.start(apart, context, scale)
+        return jax.tree.map(lambda leaf: leaf.reshape(batch, size, *leaf.shape[2:]), state)
 
     def step(
         self, flight: Flight, positions: jax.Array, depths: jax.Array | int, slots: PyTree

@@ -70,5 +70,6 @@ def test_what_is_compared(monkeypatch):
     every = list(samplers.settings_for(8))
     assert every[0] == (Static(), 8)
     assert [depth for sampler, depth in every if sampler == Static()] == [8, 1, 2, 4]
-    assert {sampler.name for sampler, _ in every} == {"static", "adaptive", "speculative", "lossless"}
+    names = {"static", "adaptive", "speculative", "lossless", "diffusion-forcing"}
+    assert {sampler.name for sampler, _ in every} == names
     assert [depth for sampler, depth in samplers.settings_for(2) if sampler == Static()] == [2, 1]

@@ -11,8 +11,10 @@ import pytest
 from jax.sharding import Mesh
 
 from dreamer_jax.blocks.memory import Context
+from dreamer_jax.blocks.operations import REFERENCE
+from dreamer_jax.blocks.shared_slots import SharedSlots
 from dreamer_jax.errors import ConfigError
-from dreamer_jax.families import build
+from dreamer_jax.families import build, depth_of
 from dreamer_jax.inference import Adaptive, Engine, fold
 from tests.families.test_huginn import FORMS, drawn_params, plain_forward, plain_norm, turned
 
@@ -162,6 +164,22 @@ def test_one_step_for_positions_at_different_recurrences(model):
             part = flight._replace(state=state[:, i : i + 1], inputs=flight.inputs[:, i : i + 1])
             one, slots = folded.step(part, positions[:, i : i + 1], int(depths[0, i]), slots)
             np.testing.assert_allclose(both.state[:, i], one.state[:, 0], atol=1e-5, err_msg=rule)
+
+
+def test_positions_outside_of_the_slots_count_as_nothing():
+    """With always-last, which looks whether any position lacks a recurrence: one that leaves no keys is none."""
+    slots = SharedSlots.empty(1, 3, 1, 4, 1, 2, "float32", "always-last")
+    drawn = jax.random.normal(jax.random.key(0), (3, 3, 1, 2, 1, 2))
+    for l in range(3):
+        places = Context(jnp.ones((1, 2)), jnp.array([[0, 1]]))
+        _, slots = slots.attend(*drawn[l], depth_of(l, 3), places, REFERENCE)
+
+    def seen(*places):
+        parts = (part[:, 1:].repeat(len(places), axis=1) for part in drawn[1])
+        context = Context(jnp.ones((1, len(places))), jnp.array([places]))
+        return slots.attend(*parts, depth_of(1, 3), context, REFERENCE)[0][0, 0]
+
+    np.testing.assert_allclose(seen(1, 1 << 30), seen(1), atol=1e-6)
 
 
 def filled(folded, tokens):

@@ -2,11 +2,14 @@
 
 from dreamer_jax.inference.samplers.adaptive import Adaptive
 from dreamer_jax.inference.samplers.contract import Sampler
+from dreamer_jax.inference.samplers.diffusion_forcing import DiffusionForcing
 from dreamer_jax.inference.samplers.lossless import Lossless
 from dreamer_jax.inference.samplers.speculative import Speculative
 from dreamer_jax.inference.samplers.static import Static
 
-SAMPLERS: dict[str, type[Sampler]] = {each.name: each for each in (Static, Adaptive, Speculative, Lossless)}
+SAMPLERS: dict[str, type[Sampler]] = {
+    each.name: each for each in (Static, Adaptive, Speculative, Lossless, DiffusionForcing)
+}
 """By name."""
 
-__all__ = ["SAMPLERS", "Adaptive", "Lossless", "Sampler", "Speculative", "Static"]
+__all__ = ["SAMPLERS", "Adaptive", "DiffusionForcing", "Lossless", "Sampler", "Speculative", "Static"]

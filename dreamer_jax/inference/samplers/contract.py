@@ -148,7 +148,7 @@ class Block(NamedTuple):
         Args:
             tokens: [B, N] int32.
             count: [B], how many of them each row gets; 0 leaves a row as it is.
-            depths: [B] int32, which their predecessors went through.
+            depths: [B] or [B, N] int32, which their predecessors went through.
             stop_ids: as of `Asked`.
         """
         progress, number = self.progress, jnp.arange(tokens.shape[1])
@@ -158,10 +158,11 @@ class Block(NamedTuple):
         kept = (number < jnp.minimum(count, room)[:, None]) & (before == 0)
         taken = jnp.sum(kept, axis=1, dtype=jnp.int32)  # they are the first ones
         rows = jnp.arange(tokens.shape[0])[:, None]
+        depths = jnp.broadcast_to(depths if depths.ndim == 2 else depths[:, None], tokens.shape)
         place = jnp.where(kept, self.counts[:, None] + number, self.tokens.shape[1])
         new = {
             name: getattr(self, name).at[rows, place].set(its, mode="drop")
-            for name, its in (("tokens", tokens), ("depths", jnp.broadcast_to(depths[:, None], tokens.shape)))
+            for name, its in (("tokens", tokens), ("depths", depths))
         }
         newest = jnp.take_along_axis(tokens, jnp.maximum(taken - 1, 0)[:, None], axis=1)[:, 0]
         positions = progress.positions + taken
@@ -216,6 +217,15 @@ class Sampler:
     def carry(self, model: FoldedModel, rows: int) -> Carried:
         """What stands in `Carried` before the first block."""
         return Carried()
+
+    @property
+    def prefills(self) -> bool:
+        """Whether prompts go through all depths before the first block; otherwise `with_prompts` gets them."""
+        return True
+
+    def with_prompts(self, carried: Carried, tokens: Any) -> Carried:
+        """What stands in `Carried` before the first block of prompts [B, N], of which nothing is in the caches yet."""
+        raise NotImplementedError
 
     def decode(
         self, choosing: Choosing, model: FoldedModel, progress: Progress, slots: PyTree, carried: Carried, asked: Asked
