@@ -42,7 +42,7 @@ from dreamer_jax.inference import (
     tokenizer_of,
 )
 from dreamer_jax.inference.text import Prompt
-from dreamer_jax.runs.models import TrainedModel, load_run
+from dreamer_jax.runs.models import TrainedModel, changed, load_run
 
 
 class Model:
@@ -232,26 +232,14 @@ def load(
 
         trained = read_model(folder)
         if tokenizer is None and not _is_there(trained.config.data.tokenizer):
-            return Model(_with(trained, dtype, cache), lambda: load_tokenizer(str(folder / "tokenizer.json")), mesh)
+            return Model(changed(trained, dtype, cache), lambda: load_tokenizer(str(folder / "tokenizer.json")), mesh)
     else:
         trained = load_run(path, step, average)
-    return Model(_with(trained, dtype, cache), lambda: tokenizer_of(trained, tokenizer), mesh)
+    return Model(changed(trained, dtype, cache), lambda: tokenizer_of(trained, tokenizer), mesh)
 
 
 def _is_there(tokenizer: str) -> bool:
     return tokenizer == "bytes" or Path(tokenizer).is_file()
-
-
-def _with(trained: TrainedModel, dtype: str | None, cache: str | None) -> TrainedModel:
-    """The model in another compute precision, or with another rule of its cache."""
-    model = trained.config.model
-    if cache is not None and not hasattr(model, "cache"):
-        raise UserError(f"cache: models of the family {model.family} have one rule, and '{cache}' can't be chosen")
-    changes = {name: value for name, value in (("dtype", dtype), ("cache", cache)) if value is not None}
-    if not changes:
-        return trained
-    model = dataclasses.replace(model, **changes)
-    return dataclasses.replace(trained, config=dataclasses.replace(trained.config, model=model))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -69,6 +69,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def natural(text: str) -> int:
+    """An argument that is an integer of 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is not an integer of 0 or more")
+    return int(text)
+
+
 def say(line: str) -> None:
     """Print a line of progress, which isn't part of a command's result."""
     print(line, file=sys.stderr, flush=True)

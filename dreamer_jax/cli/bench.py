@@ -18,7 +18,7 @@ usage: dreamer bench train --config CONFIG [--against transformers] [--steps N] 
        dreamer bench export --config CONFIG [--peer CONFIG] [--dtype TYPE] [--json]
        dreamer bench generate --config CONFIG [--config ...] [--against transformers] [--batch B] [--json]
        dreamer bench checkpoint --config CONFIG [--steps N] [--pairs N] [--json]
-       dreamer bench samplers RUN --data FILE [--batch B] [--tokens N] [--json]
+       dreamer bench samplers RUN --data FILE [--vary KEY=VALUES] [--depths L,L] [--figure FOLDER] [--json FILE]
        dreamer bench kernels [--topology v5p:2x2x1] [--match TEXT] [--json]
 
 checkpoint  time that saving takes from training, and memory that restoring takes
@@ -27,7 +27,7 @@ export  prefill and decoding of the exported PyTorch model next to Qwen3-MoE, on
 kernels  each kernel's time next to XLA's, predicted for a TPU that isn't there, or measured
 train  tokens a second, compile time and utilisation of the train step on random tokens
 generate  tokens a second and time to the first token, of models next to each other and to Qwen3-MoE
-samplers  speed of a trained model with each sampler, its steps one after the other, and how far its texts are the same
+samplers  speed of a trained model with each sampler, how far its texts are the same, and accuracy of answers
 `dreamer bench train --help` and the like explain the options."""
 
 

@@ -1,62 +1,141 @@
-"""`dreamer bench samplers RUN --data FILE`: how fast a trained model generates with every sampler."""
+"""`dreamer bench samplers RUN --data FILE`: how fast a trained model generates with every sampler, and how well."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from dreamer_jax.cli.arguments import Parser, positive, say
+from dreamer_jax.cli.arguments import Parser, natural, positive, say
 from dreamer_jax.cli.generate import prompt_file, read_prompts
-from dreamer_jax.cli.inference_options import RUN
+from dreamer_jax.cli.inference_options import CACHE, RUN, add_sampling, prompt_template, sampling_of
+from dreamer_jax.cli.sampler_grid import add_grid, read_grids
+from dreamer_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from dreamer_jax.benchmarks.sampler_questions import Questions
+    from dreamer_jax.config import Config
+
+TOKENS = 64
+"""Of a text, where nothing says otherwise."""
 
 
 def run(arguments: list[str]) -> int:
-    """Run the benchmark and print its numbers; returns the exit code."""
+    """Run the benchmark, print its numbers, and write what is asked for; returns the exit code."""
     options = _parser().parse_args(arguments)
-    path = prompt_file(options.data)
-    from dreamer_jax.benchmarks.samplers import bench_samplers  # after the checks: importing jax takes a second
-    from dreamer_jax.inference import fold
+    _check_places(options)
+    # After the checks that need no jax: importing it takes a second.
+    from dreamer_jax.benchmarks.samplers import Setting, Task, bench_samplers, settings_for
+    from dreamer_jax.inference import Static, fold
     from dreamer_jax.model import load
 
-    model = load(options.run)
-    records = read_prompts(path, model.config.data.prompt)
-    prompts = [model.encode(prompt) for _, prompt in records]
+    grids = read_grids(options.vary, options.depths)
+    sampling, batches = sampling_of(options), options.batch or [1, 8]
+    model = load(options.run, cache=options.cache)
+    questions = _questions(options, model.config).first(options.limit or max(batches))
+    tokens = options.tokens or questions.max_tokens or TOKENS
     folded = fold(model.config.model, model.params, model.model_state, options.depth)
-    found = bench_samplers(folded, prompts, options.batch or [1, 8], options.tokens, options.rounds, say)
-    print(json.dumps(found, indent=2) if options.json else _text(found))
+    settings = [Setting(Static()), *(setting for grid in grids for _, _, setting in grid.points)]
+    if not grids:
+        settings = list(settings_for(folded.total_depth))
+    task = Task(questions, batches, tokens, options.rounds, sampling)
+    found = bench_samplers(folded, model.tokenizer, settings, task, say)
+    found["grids"] = {
+        grid.name: [{"value": value, "others": others, "label": its.label} for value, others, its in grid.points]
+        for grid in grids
+    }
+    print(_text(found))
+    if options.json:
+        Path(options.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if options.figure:
+        from dreamer_jax.benchmarks.sampler_figures import draw
+
+        for path in draw(found, Path(options.figure)):
+            print(f"figure {path}")
     return 0
+
+
+def _check_places(options: argparse.Namespace) -> None:
+    """Whatever can't be read or written shows before anything is measured."""
+    if options.task is None:
+        prompt_file(options.data)
+    if options.figure and not (options.vary or options.depths):
+        raise UserError("--figure draws a setting over its values; name one with --vary or --depths")
+    for path in (options.json and Path(options.json).parent, options.figure and Path(options.figure)):
+        try:
+            if path:
+                path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"can't write to {path}: {error}") from None
+
+
+def _questions(options: argparse.Namespace, config: Config) -> Questions:
+    """What `--data` holds."""
+    from dreamer_jax.benchmarks.sampler_questions import of_records, of_task
+    from dreamer_jax.evaluation.opening import space_in_prompt
+
+    if options.task is None:
+        return of_records(read_prompts(Path(options.data), prompt_template(config)), options.stop)
+    return of_task(options.task, options.data, options.shots, space_in_prompt(config))
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="dreamer bench samplers",
-        description="Generate greedily behind prompts with every sampler that the model can be used with, all in turn.",
-        epilog="What the columns are: docs/samplers.md.",
+        description="Generate behind prompts with every sampler that the model can be used with, or with the settings "
+        "that --vary and --depths name, all in turn and next to full depth.",
+        epilog="What is measured how: docs/samplers.md.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("run", metavar="RUN", help=RUN)
-    add("--data", metavar="JSONL", required=True, help="prompts, as of `dreamer generate --file`; the first ones count")
+    add(
+        "--data",
+        metavar="PATH",
+        required=True,
+        help="JSONL of prompts, as of `dreamer generate --file`; where records have prompt and answer, a text is right "
+        "if it is that answer. With --task the folder of the benchmarks, as of `dreamer eval`",
+    )
+    add("--task", metavar="NAME", help="a benchmark of `dreamer eval` that is answered in texts: gsm8k, math")
+    add("--shots", type=natural, default=0, metavar="N", help="examples before each question of --task (0)")
+    add("--limit", type=positive, metavar="N", help="take the first N prompts (the largest batch)")
+    add_grid(parser)
     add("--depth", type=positive, metavar="L", help="the full depth (as trained)")
+    add("--cache", metavar="RULE", help=CACHE)
     add("--batch", type=positive, action="append", metavar="B", help="rows at once; may be given several times (1, 8)")
-    add("--tokens", type=positive, default=64, metavar="N", help="tokens to generate (64)")
-    add("--rounds", type=positive, default=3, metavar="N", help="turns of each sampler (3)")
-    add("--json", action="store_true", help="print the numbers as JSON")
+    add("--tokens", type=positive, metavar="N", help=f"most tokens of a text (that of --task, or {TOKENS})")
+    add("--rounds", type=positive, default=3, metavar="N", help="turns of each setting over all prompts (3)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="ends a text; may be given several times")
+    add_sampling(parser)
+    add("--json", metavar="FILE", help="write the numbers there")
+    add("--figure", metavar="FOLDER", help="draw speed against accuracy there, a figure for each --vary and --depths")
     return parser
 
 
 def _text(found: Mapping[str, Any]) -> str:
     machine = found["machine"]
     versions = ", ".join(f"{name} {value}" for name, value in machine.items() if name not in ("device", "devices"))
-    lines = [f"{machine['devices']} x {machine['device']}; {versions}", f"{found['tokens']} generated tokens"]
+    drawn = found["sampling"] or "greedy"
+    lines = [f"{machine['devices']} x {machine['device']}; {versions}"]
+    lines.append(f"{found['questions']} prompts, up to {found['tokens']} tokens each, {drawn}")
     for batch, sides in found["batches"].items():
-        lines.append(f"\n{'batch ' + batch:<36}{'tokens/s':>9}{'steps':>8}{'work':>8}{'accepted':>10}{'agreement':>11}")
-        for name, its in sides.items():
-            accepted = "" if its["acceptance"] is None else f"{its['acceptance']:.1%}"
-            lines.append(
-                f"{name:<36}{its['tokens_per_second']:>9,.0f}{its['steps']:>8.2f}{its['work']:>8.2f}"
-                f"{accepted:>10}{its['agreement']:>11.1%}"
-            )
-    lines += [f"\n{reason}" for reason in found["refused"].values()]
+        metrics = list(next(iter(sides.values()))["accuracy"])
+        width = 2 + max(map(len, sides))
+        head = f"\n{'batch ' + batch:<{width}}{'tokens/s':>9}{'speed-up':>10}{'steps':>8}{'work':>8}{'accepted':>10}"
+        lines.append(f"{head}{'agreement':>11}" + "".join(f"{metric:>18}" for metric in metrics))
+        lines += [_row(name, width, its) for name, its in sides.items()]
+    lines += [f"\n{name}: {reason}" for name, reason in found["refused"].items()]
     return "\n".join(lines)
+
+
+def _row(name: str, width: int, its: Mapping[str, Any]) -> str:
+    accepted = "" if its["acceptance"] is None else f"{its['acceptance']:.1%}"
+    speedup = "" if its["speedup"] is None else f"{its['speedup']:.2f}x"
+    row = f"{name:<{width}}{its['tokens_per_second']:>9,.0f}{speedup:>10}{its['steps']:>8.2f}{its['work']:>8.2f}"
+    shares = [f"{accepted:>10}{its['agreement']:>11.1%}"]
+    for accuracy in its["accuracy"].values():
+        error = "" if accuracy["error"] is None else f" +- {accuracy['error']:.1%}"
+        shares.append(f"{accuracy['value']:.1%}{error}".rjust(18))
+    return row + "".join(shares)

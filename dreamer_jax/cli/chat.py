@@ -6,7 +6,7 @@ import contextlib
 import sys
 
 from dreamer_jax.cli.arguments import Parser, say
-from dreamer_jax.cli.inference_options import RUN, add_options, open_model, sampling_of
+from dreamer_jax.cli.inference_options import RUN, add_options, open_model, prompt_template, sampling_of
 from dreamer_jax.cli.sampler_options import parse
 from dreamer_jax.errors import UserError
 
@@ -20,7 +20,7 @@ def run(arguments: list[str]) -> int:
     model, config = open_model(options, sampler)
     from dreamer_jax.data.jsonl import Template
 
-    template = Template(config.data.prompt, "data.prompt")
+    template = Template(prompt_template(config), "data.prompt")
     if len(template.fields) > 1:
         raise UserError(
             f"chat: the run's prompt {config.data.prompt!r} takes several fields; use `dreamer generate --file`"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
-from dreamer_jax.cli.arguments import Parser, positive
+from dreamer_jax.cli.arguments import Parser, natural, positive
+from dreamer_jax.cli.inference_options import CACHE, add_sampling, sampling_of
 from dreamer_jax.cli.sampler_options import add_sampler, parse
 from dreamer_jax.errors import UserError
 
@@ -21,6 +21,7 @@ def run(arguments: list[str]) -> int:
     from dreamer_jax.evaluation.runner import Settings, choose_tasks, evaluate
 
     tasks = choose_tasks(options.tasks)  # a wrong name shows before anything is loaded
+    sampling = sampling_of(options)
     from dreamer_jax.evaluation.opening import open_model
 
     model, place = open_model(
@@ -32,12 +33,15 @@ def run(arguments: list[str]) -> int:
         max_length=options.max_length,
         batch_size=options.batch_size,
         sampler=sampler,
+        sampling=sampling,
+        cache=options.cache,
         mesh=_mesh(options.mesh_data, options.mesh_expert),
     )
     settings = Settings(
         data=options.data,
         shots=options.shots,
         max_tokens=options.max_tokens,
+        sampling=sampling,
         text=options.text,
         template=options.template,
         window=options.window,
@@ -74,12 +78,6 @@ def _mesh(data: int, expert: int) -> Any:
     return make_mesh(MeshConfig(data=(data,), expert=expert), jax.devices()[: data * expert])
 
 
-def _shots(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"'{text}' is not an integer of 0 or more")
-    return int(text)
-
-
 def _parser() -> Parser:
     parser = Parser(
         prog="dreamer eval",
@@ -91,7 +89,7 @@ def _parser() -> Parser:
     add("run", metavar="RUN", help="a run directory, or one checkpoint in it (RUN/checkpoints/500)")
     add("--tasks", default="gsm8k,math,mmlu_math,mathqa,ppl", help="of these, with commas between them (all)")
     add("--data", default="data", help="folder of the benchmarks: gsm8k/test.jsonl, math/test.jsonl, ... (data)")
-    add("--shots", type=_shots, default=0, help="examples before each question (0)")
+    add("--shots", type=natural, default=0, help="examples before each question (0)")
     add("--limit", type=positive, help="only the first questions of each task; can be extended later")
     add("--batch-size", type=positive, default=16, help="rows computed at once (16)")
     add("--max-tokens", type=positive, help="most tokens of an answer (gsm8k 256, math 512)")
@@ -103,7 +101,9 @@ def _parser() -> Parser:
     add("--depth", type=positive, help="depths to apply, instead of the trained number")
     add("--average", type=positive, default=1, metavar="N", help="take the mean of the last N checkpoints' weights (1)")
     add("--dtype", choices=("bfloat16", "float32"), help="compute precision, instead of the run's")
+    add("--cache", metavar="RULE", help=CACHE)
     add("--tokenizer", help="where the run's tokenizer is now, if it was moved")
+    add_sampling(parser)
     add_sampler(parser)
     add("--mesh.data", dest="mesh_data", type=positive, default=1, help="devices that share the rows of a batch (1)")
     add("--mesh.expert", dest="mesh_expert", type=positive, default=1, help="devices that share the experts (1)")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dreamer_jax.cli.arguments import Parser, say
-from dreamer_jax.cli.inference_options import RUN, add_options, open_model, sampling_of
+from dreamer_jax.cli.inference_options import RUN, add_options, open_model, prompt_template, sampling_of
 from dreamer_jax.cli.sampler_options import parse
 from dreamer_jax.errors import UserError
 
@@ -23,10 +23,14 @@ def run(arguments: list[str]) -> int:
         return 0
     if options.batch_size < 1:
         raise UserError(f"--batch-size {options.batch_size}: must be 1 or more")
+    if options.trace is not None and options.prompt is None:
+        raise UserError("--trace draws the text behind one prompt; give it with --prompt TEXT")
     if options.file is not None:
         return _answer_file(prompt_file(options.file), options, sampler)
     if options.prompt is None:
         raise UserError("generate: nothing to continue; give --prompt TEXT or --file prompts.jsonl")
+    if options.trace is not None:
+        return _trace(trace_file(options.trace), options, sampler)
     sampling = sampling_of(options)
     model, _ = open_model(options, sampler)
     shown = ""
@@ -37,15 +41,42 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
+def _trace(path: Path, options: argparse.Namespace, sampler: Sampler) -> int:
+    """Continue one prompt and draw how the sampler went about it."""
+    from dreamer_jax.analysis.trace_figure import figure_of
+
+    model, _ = open_model(options, sampler)
+    text, trace = model.trace(options.prompt, options.max_tokens, sampling_of(options), options.stop)
+    print(text.text)
+    figure = figure_of(trace, model.tokenizer, sampler.label)
+    path.write_bytes(figure.render(path.suffix[1:]))
+    say(f"figure {path}")
+    return 0
+
+
+def trace_file(path: str) -> Path:
+    """Where the picture of a trace goes.
+
+    Raises:
+        UserError: it can't be written, or is of another kind.
+    """
+    if Path(path).suffix not in (".svg", ".png"):
+        raise UserError(f"--trace {path}: must end in .svg or .png")
+    if not Path(path).parent.is_dir():
+        raise UserError(f"--trace {path}: there is no folder {Path(path).parent}")
+    return Path(path)
+
+
 def _answer_file(path: Path, options: argparse.Namespace, sampler: Sampler) -> int:
     """Continue the prompts of a file, batch by batch in its order."""
     sampling = sampling_of(options)
     model, config = open_model(options, sampler)
-    records = read_prompts(path, config.data.prompt)
+    records = read_prompts(path, prompt_template(config))
     for first in range(0, len(records), options.batch_size):
         part = records[first : first + options.batch_size]
         prompts = [prompt for _, prompt in part]
-        texts = model.generate(prompts, options.max_tokens, sampling, options.stop, first)
+        numbers = range(first, first + len(part))
+        texts = model.generate(prompts, options.max_tokens, sampling, options.stop, numbers)
         for (record, prompt), text in zip(part, texts, strict=True):
             answer = {"prompt": prompt, "generated": text.text, "finish": text.finish, "tokens": len(text.tokens)}
             if model.exits_early:
@@ -82,6 +113,8 @@ def read_prompts(path: Path, template: str) -> list[tuple[dict[str, object], str
             continue
         try:
             record = parse_object(line)
+            if "prompt" not in record and not filler.fields:
+                raise Broken("no prompt", "it has no field prompt")  # the template would make the same of every record
             prompt = record["prompt"] if "prompt" in record else filler.fill(record)
         except Broken as error:
             raise UserError(
@@ -109,5 +142,8 @@ def _parser() -> Parser:
         "--file", metavar="JSONL", help="records with a field prompt, or with the fields of the run's data.prompt"
     )
     parser.add_argument("--batch-size", type=int, default=16, metavar="B", help="records at once (16)")
+    parser.add_argument(
+        "--trace", metavar="FILE.svg", help="also draw what the sampler did with each position at each depth step"
+    )
     add_options(parser)
     return parser

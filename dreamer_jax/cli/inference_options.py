@@ -15,26 +15,33 @@ if TYPE_CHECKING:
 
 
 RUN = "a run directory, one checkpoint in it (RUN/checkpoints/500), or an exported folder"
+CACHE = "which keys of tokens at other depths are seen: model.cache (as trained)"
 
 
 def add_options(parser: Parser) -> None:
     """The options of sampling, of the model, and of the devices."""
     add = parser.add_argument
     add("--max-tokens", type=int, default=256, metavar="N", help="most tokens of a text (256)")
+    add_sampling(parser)
+    add("--stop", action="append", default=[], metavar="TEXT", help="ends a text; may be given several times")
+    add("--depth", type=int, metavar="L", help="depths to apply; a recurrent model takes any (as trained)")
+    add("--average", type=int, default=1, metavar="N", help="take the mean of the last N checkpoints' weights (1)")
+    add("--dtype", choices=["float32", "bfloat16"], help="compute precision (as trained)")
+    add("--cache", metavar="RULE", help=CACHE)
+    add("--tokenizer", metavar="FILE", help="where the run's tokenizer is now, if it was moved")
+    add_sampler(parser)
+    add("--mesh.data", dest="data", type=int, default=1, metavar="N", help="devices that share the rows of a batch (1)")
+    add("--mesh.expert", dest="expert", type=int, default=1, metavar="N", help="devices that share the experts (1)")
+
+
+def add_sampling(parser: Parser) -> None:
+    """The options of how tokens are chosen."""
+    add = parser.add_argument
     add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (0)")
     add("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens (0: all)")
     add("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest that reach this probability (1)")
     add("--min-p", type=float, default=0.0, metavar="P", help="only those this fraction as likely as the likeliest (0)")
     add("--seed", type=int, default=0, help="of the draws (0)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="ends a text; may be given several times")
-    add("--depth", type=int, metavar="L", help="depths to apply; a recurrent model takes any (as trained)")
-    add("--average", type=int, default=1, metavar="N", help="take the mean of the last N checkpoints' weights (1)")
-    add("--dtype", choices=["float32", "bfloat16"], help="compute precision (as trained)")
-    add("--cache", metavar="RULE", help="which keys of tokens at other depths are seen: model.cache (as trained)")
-    add("--tokenizer", metavar="FILE", help="where the run's tokenizer is now, if it was moved")
-    add_sampler(parser)
-    add("--mesh.data", dest="data", type=int, default=1, metavar="N", help="devices that share the rows of a batch (1)")
-    add("--mesh.expert", dest="expert", type=int, default=1, metavar="N", help="devices that share the experts (1)")
 
 
 def sampling_of(options: argparse.Namespace) -> Sampling:
@@ -42,6 +49,11 @@ def sampling_of(options: argparse.Namespace) -> Sampling:
     from dreamer_jax.inference import Sampling
 
     return Sampling(options.temperature, options.top_k, options.top_p, options.min_p, options.seed)
+
+
+def prompt_template(config: Config) -> str:
+    """What a run's prompts were made with: of built-in tasks the question is the prompt."""
+    return "{question}" if config.data.source == "task" else config.data.prompt
 
 
 def open_model(options: argparse.Namespace, sampler: Sampler) -> tuple[LanguageModel, Config]:

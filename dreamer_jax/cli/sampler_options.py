@@ -49,8 +49,8 @@ def parse(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace,
     return options, make_sampler(name, settings)
 
 
-def make_sampler(name: str, settings: Sequence[tuple[str, str | None]]) -> Sampler:
-    """A sampler from its name and its settings as they are written.
+def make_sampler(name: str, settings: Sequence[tuple[str, str | None]], prefix: str = SECTION) -> Sampler:
+    """A sampler from its name and its settings as they are written, behind `prefix` in messages.
 
     Raises:
         UserError: there is no such sampler or setting, or a value is wrong.
@@ -61,11 +61,11 @@ def make_sampler(name: str, settings: Sequence[tuple[str, str | None]]) -> Sampl
     types, values = get_type_hints(kind), {}
     own = [field.name for field in dataclasses.fields(kind)]
     for key, written in settings:
-        option = f"{SECTION}{key}"
+        option = f"{prefix}{key}"
         if key not in own:
             alike = difflib.get_close_matches(key, own, n=1)
-            settings_there = ", ".join(SECTION + each for each in own) or "none"
-            fix = f"did you mean '{SECTION}{alike[0]}'?" if alike else f"its settings are: {settings_there}"
+            settings_there = ", ".join(prefix + each for each in own) or "none"
+            fix = f"did you mean '{prefix}{alike[0]}'?" if alike else f"its settings are: {settings_there}"
             raise UserError(f"the sampler {name} has no setting '{option}'; {fix}")
         if key in values:
             raise UserError(f"{option} is given twice; remove one")

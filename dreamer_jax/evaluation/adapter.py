@@ -74,11 +74,16 @@ class LMEvalAdapter(LM):
         for (stops, max_tokens, *numbers), members in kinds.items():
             sampling = _sampling(*numbers)
 
-            def generate(prompts: Sequence[str], stops=stops, max_tokens=max_tokens, sampling=sampling) -> list[str]:
-                return [answer.text for answer in self._model.generate(prompts, max_tokens, sampling, stops)]
+            def generate(
+                part: Sequence[tuple[int, str]], stops=stops, tokens=max_tokens, sampling=sampling
+            ) -> list[str]:
+                # Draws depend on the request's number, whatever else is asked in the same part.
+                numbers, prompts = zip(*part, strict=True)
+                return [answer.text for answer in self._model.generate(prompts, tokens, sampling, stops, numbers)]
 
-            prompts = [requests[i].args[0] for i in members]
-            found = self._in_parts(prompts, list(map(len, prompts)), generate, "generate_until", disable_tqdm)
+            asked = [(i, requests[i].args[0]) for i in members]
+            sizes = [len(prompt) for _, prompt in asked]
+            found = self._in_parts(asked, sizes, generate, "generate_until", disable_tqdm)
             for i, text in zip(members, found, strict=True):
                 texts[i] = text
         return texts
@@ -104,7 +109,7 @@ class LMEvalAdapter(LM):
 
 
 def _generation(options: dict[str, Any]) -> tuple:
-    """(stops, max_tokens, temperature, top_k, top_p, min_p) of a request's options; temperature 0 is greedy."""
+    """(stops, max_tokens, temperature, top_k, top_p, min_p, seed) of a request's options; temperature 0 is greedy."""
     until = options.get("until") or []
     stops = (until,) if isinstance(until, str) else tuple(until)
     max_tokens = options.get("max_gen_toks") or options.get("max_new_tokens") or MAX_TOKENS
@@ -114,8 +119,8 @@ def _generation(options: dict[str, Any]) -> tuple:
     elif options.get("do_sample") and not temperature:
         temperature = 1.0
     ranks = int(options.get("top_k") or 0), float(options.get("top_p") or 1.0), float(options.get("min_p") or 0.0)
-    return stops, int(max_tokens), temperature, *ranks
+    return stops, int(max_tokens), temperature, *ranks, int(options.get("seed") or 0)
 
 
-def _sampling(temperature: float, top_k: int, top_p: float, min_p: float) -> Sampling | None:
-    return Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p) if temperature else None
+def _sampling(temperature: float, *others: Any) -> Sampling | None:
+    return Sampling(temperature, *others) if temperature else None

@@ -21,7 +21,7 @@ from dreamer_jax.evaluation.math_judge import MathJudge
 from dreamer_jax.evaluation.scoring import Estimate
 
 if TYPE_CHECKING:
-    from dreamer_jax.inference import LanguageModel, Text
+    from dreamer_jax.inference import LanguageModel, Sampling, Text
 
 Record = dict[str, Any]
 """One line of a records file: `index`, what was asked and answered, and a number for each metric."""
@@ -40,6 +40,7 @@ class Settings:
         max_tokens: most tokens of a generated answer; None takes the task's own.
         text: file of the task ppl: plain text, or JSONL; "" takes GSM8K's solved test questions.
         template: what is read of a JSONL record.
+        sampling: how the tokens of a generated answer are chosen; None: greedily.
         window: tokens the model sees at once in the task ppl; None takes the run's row length.
         prompt: what of a JSONL record stands before `template`, and is encoded apart from it as in training.
         space_in_prompt: whether the space between a prompt and its completion ends the prompt, as it did when the
@@ -49,6 +50,7 @@ class Settings:
     data: str = "data"
     shots: int = 0
     max_tokens: int | None = None
+    sampling: Sampling | None = None
     text: str = ""
     template: str = "{text}"
     window: int | None = None
@@ -108,7 +110,13 @@ class _Asking:
 
 
 class Generation(_Asking):
-    """Questions that are answered freely, by greedy decoding."""
+    """Questions that are answered freely; greedily, unless `Settings.sampling` says otherwise.
+
+    Attributes:
+        grader: opens what makes the metrics of an answer and the gold one.
+        stops: strings that end an answer.
+        max_tokens: of an answer, where the settings don't say.
+    """
 
     def __init__(
         self,
@@ -120,25 +128,34 @@ class Generation(_Asking):
         max_tokens: int,
     ):
         self.name, self.metrics = name, metrics
-        self._load, self._grader, self._stops, self._max_tokens = load, grader, stops, max_tokens
+        self.grader, self.stops, self.max_tokens = grader, stops, max_tokens
+        self._load = load
 
     def identity(self, items: Sequence[Question], settings: Settings) -> str:
-        """Hash of the questions and of the length of answers."""
-        return _digest([self._limit(settings), *([item.prompt, item.gold] for item in items)])
+        """Hash of the questions, of the length of answers, and of how tokens are drawn if they are."""
+        drawn = [settings.sampling.label] if settings.sampling is not None and settings.sampling.draws else []
+        return _digest([self._limit(settings), *drawn, *([item.prompt, item.gold] for item in items)])
 
     @contextlib.contextmanager
     def answerer(self, settings: Settings, model: LanguageModel) -> Iterator[Callable]:
         """See `Task`."""
-        with self._grader() as grade:
+        with self.grader() as grade:
 
             def answer(items: Sequence[Question]) -> list[Record]:
-                answers = model.generate([item.prompt for item in items], self._limit(settings), stop=self._stops)
+                # Draws depend on the question's number, whatever else is asked in the same batch.
+                answers = model.generate(
+                    [item.prompt for item in items],
+                    self._limit(settings),
+                    settings.sampling,
+                    self.stops,
+                    [item.index for item in items],
+                )
                 return [self._record(item, its, grade) for item, its in zip(items, answers, strict=True)]
 
             yield answer
 
     def _limit(self, settings: Settings) -> int:
-        return settings.max_tokens or self._max_tokens
+        return settings.max_tokens or self.max_tokens
 
     @staticmethod
     def _record(item: Question, answer: Text, grade: Callable[[str, str], Record]) -> Record:

@@ -5,6 +5,7 @@ from dreamer_jax.inference.model import Flight, FoldedModel, fold
 from dreamer_jax.inference.samplers import SAMPLERS, Adaptive, DiffusionForcing, Lossless, Sampler, Speculative, Static
 from dreamer_jax.inference.sampling import Sampling
 from dreamer_jax.inference.text import LanguageModel, Likelihood, Text, tokenizer_of
+from dreamer_jax.inference.tracing import Trace
 
 __all__ = [
     "SAMPLERS",
@@ -23,6 +24,7 @@ __all__ = [
     "Speculative",
     "Static",
     "Text",
+    "Trace",
     "fold",
     "tokenizer_of",
 ]

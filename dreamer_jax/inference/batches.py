@@ -118,6 +118,10 @@ class RowBatch:
             for row, count in zip(self.rows, counts.tolist(), strict=False):  # behind the rows is padding
                 setattr(row, name, getattr(row, name) + count)
 
+    def decode_with(self, model: FoldedModel) -> None:
+        """Another model of the same weights decodes from here on, such as one that writes down what it does."""
+        self._model = model
+
     def end(self, finished: Finished, first: int) -> None:
         """Ask about every row that goes on; `first` is the number of this batch's first row there."""
         done = np.array(self._progress.done)

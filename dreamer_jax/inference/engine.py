@@ -61,7 +61,7 @@ class Engine:
         sharding = None
         if mesh is not None:
             model, sharding = shard(model, mesh)
-        self.model = model
+        self.model, self.mesh = model, mesh
         self._programs = programs_for(sharding)
         self._row_shards = 1 if sharding is None else sharding.row_shards
         # One program hardly uses more than one core of a CPU: its steps are small and wait for each other.
@@ -88,7 +88,7 @@ class Engine:
         stop_ids: Sequence[int] = (),
         finished: Finished | None = None,
         batch_size: int = 16,
-        first_number: int = 0,
+        numbers: Sequence[int] | None = None,
     ) -> list[Generated]:
         """Continue prompts, those of similar length together.
 
@@ -99,16 +99,17 @@ class Engine:
             stop_ids: tokens that end a row.
             finished: asked after every few tokens about each row that goes on.
             batch_size: rows computed at once.
-            first_number: of the first row, where more than one call makes a whole; draws depend on a row's number.
+            numbers: of the rows, which the draws depend on; by default 0, 1, ...
         """
+        numbers = range(len(prompts)) if numbers is None else numbers
         results: list[Generated | None] = [None] * len(prompts)
         order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
         for first in range(0, len(order), batch_size):
             rows = order[first : first + batch_size]
             chosen = [prompts[row] for row in rows]
             of_row = None if finished is None else lambda i, tokens, rows=rows: finished(rows[i], tokens)
-            numbers = [first_number + row for row in rows]
-            stream = self.stream(chosen, max_tokens, sampling, stop_ids, of_row, numbers=numbers)
+            own = [numbers[row] for row in rows]
+            stream = self.stream(chosen, max_tokens, sampling, stop_ids, of_row, numbers=own)
             for row, generated in zip(rows, list(stream)[-1], strict=True):
                 results[row] = generated
         return [result for result in results if result is not None]

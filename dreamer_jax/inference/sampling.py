@@ -49,6 +49,13 @@ class Sampling:
         return self.temperature > 0
 
     @property
+    def label(self) -> str:
+        """The settings that aren't defaults, as a part of file names: "temperature-0.2-top_p-0.95"; "" where nothing
+        is drawn."""
+        changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        return "-".join(f"{name}-{getattr(self, name)}" for name in changed) if self.draws else ""
+
+    @property
     def ranks(self) -> bool:
         """Whether the logits have to be sorted."""
         return self.draws and (self.top_k > 0 or self.top_p < 1)

@@ -12,6 +12,7 @@ from dreamer_jax.data.tokenizers import Tokenizer, encode_pair, load_tokenizer
 from dreamer_jax.errors import UserError
 from dreamer_jax.inference.engine import Engine, Generated, Scores
 from dreamer_jax.inference.sampling import Sampling
+from dreamer_jax.inference.tracing import Trace, trace
 
 if TYPE_CHECKING:
     from dreamer_jax.runs.models import TrainedModel
@@ -91,7 +92,7 @@ class LanguageModel:
         max_tokens: int,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
-        first_number: int = 0,
+        numbers: Sequence[int] | None = None,
     ) -> list[Text]:
         """Continue prompts in batches.
 
@@ -100,7 +101,7 @@ class LanguageModel:
             max_tokens: most tokens a text gets.
             sampling: greedy by default.
             stop: strings that end a text.
-            first_number: of the first prompt, where more than one call makes a whole; draws depend on the number.
+            numbers: of the prompts, as of `Engine.generate`.
         """
         rows = self._rows(prompts, max_tokens)
         generated = self._engine.generate(
@@ -108,9 +109,9 @@ class LanguageModel:
             max_tokens,
             sampling,
             stop_ids=(self.tokenizer.eos,),
-            finished=self._stopper(len(rows), stop),
+            finished=stopper(self.tokenizer, len(rows), stop),
             batch_size=self.batch_size,
-            first_number=first_number,
+            numbers=numbers,
         )
         return [self._text(row, stop) for row in generated]
 
@@ -131,7 +132,7 @@ class LanguageModel:
             block: tokens between two yields.
         """
         rows, ends = self._rows(prompts, max_tokens), (self.tokenizer.eos,)
-        asked = self._stopper(len(rows), stop)
+        asked = stopper(self.tokenizer, len(rows), stop)
         for generated in self._engine.stream(rows, max_tokens, sampling, ends, asked, block):
             latest = [self._text(row, stop) for row in generated]
             growing = [row.finish == "length" and len(row.tokens) < max_tokens for row in generated]
@@ -139,6 +140,16 @@ class LanguageModel:
                 dataclasses.replace(text, text=_settled(text.text, stop)) if grows else text
                 for text, grows in zip(latest, growing, strict=True)
             ]
+
+    def trace(
+        self, prompt: Prompt, max_tokens: int, sampling: Sampling | None = None, stop: Sequence[str] = ()
+    ) -> tuple[Text, Trace]:
+        """Continue one prompt, and write down what the sampler did with each position; the arguments are those of
+        `generate`, and the text is the same."""
+        (row,) = self._rows([prompt], max_tokens)
+        finished = stopper(self.tokenizer, 1, stop)
+        found = trace(self._engine, row, max_tokens, sampling, (self.tokenizer.eos,), finished)
+        return self._text(found.row, stop), found
 
     def score(self, rows: Sequence[Prompt]) -> list[Scores]:
         """Log-probabilities of every token of each row but the first, which for a text is begin-of-text."""
@@ -176,23 +187,6 @@ class LanguageModel:
             raise UserError(f"{max_tokens} tokens to generate leave no room for a prompt within {self.max_length}")
         return [[*row[:1], *row[1:][-(room - 1) :]] for row in rows]
 
-    def _stopper(self, rows: int, stop: Sequence[str]) -> Callable[[int, list[int]], bool] | None:
-        """Tells whether a row holds a stop string by now; None if there are none."""
-        if not all(stop):
-            raise UserError("a stop string is empty; it would end every text at once")
-        if not stop:
-            return None
-        # A stop string of n bytes lies within the last n tokens, or n - 1 earlier if it came inside a block of tokens.
-        longest = max(len(string.encode()) for string in stop)
-        seen = [0] * rows
-
-        def finished(row: int, tokens: list[int]) -> bool:
-            text = self.tokenizer.decode(tokens[max(0, seen[row] - longest) :])
-            seen[row] = len(tokens)
-            return _find(text, stop) is not None
-
-        return finished
-
     def _text(self, row: Generated, stop: Sequence[str]) -> Text:
         text = self.tokenizer.decode(row.tokens)
         end = _find(text, stop)
@@ -218,6 +212,33 @@ def tokenizer_of(trained: TrainedModel, spec: str | None = None) -> Tokenizer:
     if tokenizer.fingerprint != trained.meta.get("tokenizer"):
         raise UserError(f"{spec} is not the tokenizer the run was trained with; name that one: --tokenizer FILE")
     return tokenizer
+
+
+def stopper(tokenizer: Tokenizer, rows: int, stop: Sequence[str]) -> Callable[[int, list[int]], bool] | None:
+    """Tells whether a row holds a stop string by now (`batches.Finished`); None if there are none.
+
+    Raises:
+        UserError: a stop string is empty.
+    """
+    if not all(stop):
+        raise UserError("a stop string is empty; it would end every text at once")
+    if not stop:
+        return None
+    # A stop string of n bytes lies within the last n tokens, or n - 1 earlier if it came inside a block of tokens.
+    longest = max(len(string.encode()) for string in stop)
+    seen = [0] * rows
+
+    def finished(row: int, tokens: list[int]) -> bool:
+        text = tokenizer.decode(tokens[max(0, seen[row] - longest) :])
+        seen[row] = len(tokens)
+        return cut(text, stop) != text
+
+    return finished
+
+
+def cut(text: str, stop: Sequence[str]) -> str:
+    """The text before the first stop string."""
+    return text[: _find(text, stop)]
 
 
 def _find(text: str, stop: Sequence[str]) -> int | None:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import flax.linen as nn
 import jax
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from dreamer_jax.config import Config, load_config
+from dreamer_jax.config.keys import convert
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import Family, build
 from dreamer_jax.runs.array_files import read_tree
@@ -103,6 +104,31 @@ def load_run(path: str | Path, step: int | None = None, average: int = 1) -> Tra
     mean = total if len(steps) == 1 else jax.tree.map(lambda leaf: leaf / len(steps), total)
     own = {name: read_tree(found.item(name), like(shapes)) for name, shapes in model_state.items()}
     return TrainedModel(found.config, found.step, mean, own, found.meta)
+
+
+def changed(trained: TrainedModel, dtype: str | None = None, cache: str | None = None) -> TrainedModel:
+    """The model in another compute precision, or with another rule of its cache.
+
+    Raises:
+        UserError: its family has no such rules, or none of this name.
+    """
+    model = trained.config.model
+    if cache is not None:
+        model = with_cache(model, cache)
+    if dtype is not None:
+        model = dataclasses.replace(model, dtype=dtype)
+    return dataclasses.replace(trained, config=dataclasses.replace(trained.config, model=model))
+
+
+def with_cache(model: Any, rule: str) -> Any:
+    """The section `model` with another rule of its cache.
+
+    Raises:
+        UserError: its family has no such rules, or none of this name.
+    """
+    if not hasattr(model, "cache"):
+        raise UserError(f"cache: models of the family {model.family} have one rule, and '{rule}' can't be chosen")
+    return dataclasses.replace(model, cache=convert(get_type_hints(type(model))["cache"], "model.cache", rule))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

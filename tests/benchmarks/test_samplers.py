@@ -1,75 +1,199 @@
-"""`dreamer bench samplers`: what is counted of each sampler, on a model whose tokens are known beforehand."""
+"""`dreamer bench samplers`: what is counted of each sampler, on a model whose texts the engine gives too."""
 
 from __future__ import annotations
 
+import functools
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from dreamer_jax.benchmarks import samplers
+from dreamer_jax.benchmarks import sampler_figures, samplers
+from dreamer_jax.benchmarks.sampler_questions import Questions, of_records, of_task
+from dreamer_jax.benchmarks.samplers import Setting
 from dreamer_jax.cli.main import main
-from dreamer_jax.inference import Adaptive, Engine, Lossless, Speculative, Static, fold
+from dreamer_jax.cli.sampler_grid import read_grids
+from dreamer_jax.errors import UserError
+from dreamer_jax.evaluation.scoring import mean
+from dreamer_jax.inference import SAMPLERS, Adaptive, Engine, LanguageModel, Lossless, Speculative, Static, fold
+from tests.evaluation.cases import GSM8K, write_benchmarks
 from tests.families.test_ouro import TINY, drawn_params
 
-COMPARED = [(Static(), 3), (Static(), 1), (Adaptive("argmax-stability"), 3), (Speculative(2), 3)]
+COMPARED = [Setting(Static()), Setting(Static(), 1), Setting(Adaptive("argmax-stability")), Setting(Speculative(2))]
+PROMPTS = ("one", "another")
+
+
+class Letters:
+    """A tokenizer of 23 letters."""
+
+    vocab_size, bos, eos, pad, fingerprint = 23, 1, 22, 0, ""
+
+    def encode(self, text):
+        return [ord(letter) % 23 for letter in text]
+
+    def decode(self, ids):
+        return "".join(chr(97 + token) for token in ids)
+
+
+@functools.cache
+def folded():
+    return fold(TINY, drawn_params(TINY), {})
 
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     """A run of three depths, and a file of two prompts."""
-    model = SimpleNamespace(
-        config=SimpleNamespace(data=SimpleNamespace(prompt="{question}"), model=TINY),
-        params=drawn_params(TINY),
-        model_state={},
-        encode=lambda text: [1, *(ord(letter) % 23 for letter in text)],
-    )
-    monkeypatch.setattr("dreamer_jax.model.load", lambda path: model)
+    config = SimpleNamespace(data=SimpleNamespace(prompt="{question}", source="jsonl"), model=TINY)
+    model = SimpleNamespace(config=config, params=drawn_params(TINY), model_state={}, tokenizer=Letters())
+    monkeypatch.setattr("dreamer_jax.model.load", lambda path, cache: model)
     monkeypatch.setattr(samplers, "settings_for", lambda depth: COMPARED)
     path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("one", "another")))
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
     return str(path)
 
 
+def bench(run, *words):
+    """The exit code, and what was written."""
+    path = f"{run}.json"
+    code = main(["bench", "samplers", "x", "--data", run, "--rounds", "1", "--json", path, *words])
+    return code, json.loads(open(path).read()) if code == 0 else {}
+
+
 def test_counts_are_those_of_the_engine(run, capsys):
-    words = ["bench", "samplers", "runs/x", "--data", run, "--tokens", "6", "--rounds", "1"]
-    assert main([*words, "--batch", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    sides = found["batches"]["2"]
-    full, fewer, adaptive, speculative = sides.values()
-    assert list(sides)[1] == "static, depth 1"
-    assert full["steps"] == full["work"] == 3 and full["agreement"] == 1 and full["acceptance"] is None
+    code, found = bench(run, "--tokens", "6", "--batch", "2")
+    assert code == 0 and found["refused"] == {} and found["questions"] == 2
+    full, fewer, adaptive, speculative = found["batches"]["2"].values()
+    assert list(found["batches"]["2"])[1] == "static, depth 1"
+    assert full["steps"] == full["work"] == 3 and full["agreement"] == full["speedup"] == 1
+    assert full["acceptance"] is None and full["accuracy"] == {}
     assert fewer["steps"] == 1 and fewer["agreement"] < 1
     assert 1 <= adaptive["steps"] <= 3  # it needs six checks, so it takes all
     assert adaptive["agreement"] == 1
     assert speculative["agreement"] == 1 and 0 <= speculative["acceptance"] <= 1
-    assert all(side["tokens_per_second"] > 0 for side in sides.values()) and found["refused"] == {}
-    model = fold(TINY, drawn_params(TINY), {})
-    rows = Engine(model, Speculative(2)).generate([[1, *(ord(x) % 23 for x in text)] for text in ("one", "another")], 6)
+    sides = found["batches"]["2"].values()
+    assert all(side["tokens_per_second"] > 0 for side in sides)
+    assert speculative["speedup"] == speculative["tokens_per_second"] / full["tokens_per_second"]
+    rows = Engine(folded(), Speculative(2)).generate([[1, *Letters().encode(text)] for text in PROMPTS], 6)
     assert speculative["steps"] == sum(row.steps for row in rows) / 10
-    assert main([*words, "--batch", "1"]) == 0
     table = capsys.readouterr().out
     assert "agreement" in table and "speculative-lookahead-2" in table
 
 
-def test_a_sampler_that_a_model_refuses_is_named(run, capsys, monkeypatch):
-    monkeypatch.setattr(samplers, "settings_for", lambda depth: [(Static(), depth), (Lossless(7), depth)])
-    assert main(["bench", "samplers", "x", "--data", run, "--tokens", "2", "--rounds", "1", "--batch", "1"]) == 0
-    assert "less than the depth of the model" in capsys.readouterr().out
+def test_smaller_batches_count_the_same_and_answers_are_judged(run):
+    """Texts end where those of `dreamer eval` do, and each is right or wrong; the counts are those of all prompts."""
+    prompts = [[1, *Letters().encode(text)] for text in PROMPTS]
+    whole = LanguageModel(Engine(folded()), Letters()).generate(prompts, 6)
+    stop = whole[1].text[3:5]  # ends the second text
+    texts = LanguageModel(Engine(folded()), Letters()).generate(prompts, 6, stop=[stop])
+    assert len(texts[1].text) < len(whole[1].text)
+    golds = [f" {texts[0].text}\n", "wrong"]
+    records = [{"prompt": text, "answer": gold} for text, gold in zip(PROMPTS, golds, strict=True)]
+    with open(run, "w") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+    words = ["--tokens", "6", "--batch", "1", "--limit", "2", "--stop", stop, "--vary", "speculative.lookahead=2"]
+    found = bench(run, *words)[1]
+    full, speculative = found["batches"]["1"].values()
+    for side in (full, speculative):
+        assert side["agreement"] == 1
+        assert side["accuracy"]["exact"] == {"value": 0.5, "error": mean([1, 0]).error}
+    assert full["steps"] == 3
+    assert found["grids"] == {
+        "speculative.lookahead": [{"value": "2", "others": "", "label": "speculative-lookahead-2"}]
+    }
 
 
-def test_mistakes_are_explained(run, capsys):
-    assert main(["bench", "samplers", "x", "--data", "missing.jsonl"]) == 2
-    assert "no such file" in capsys.readouterr().err
-    assert main(["bench", "samplers", "x", "--data", run, "--batch", "9"]) == 2
-    assert "2 prompts are too few for a batch of 9" in capsys.readouterr().err
+def test_what_a_model_refuses_is_named(run, capsys):
+    words = ["--tokens", "2", "--batch", "1", "--depths", "2", "--vary", "lossless.guess_depth=7"]
+    code, found = bench(run, *words, "--vary", "cache=none")
+    assert code == 0 and list(found["batches"]["1"]) == ["static", "static, depth 2"]
+    assert "less than the depth of the model" in found["refused"]["lossless-guess_depth-7"]
+    assert "model.cache: expected one of loops, " in found["refused"]["static, cache none"]
+    assert "lossless-guess_depth-7: " in capsys.readouterr().out
 
 
-def test_what_is_compared(monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--batch", "9"], "2 prompts are too few for a batch of 9"),
+        (["--data", "missing.jsonl"], "no such file"),
+        (["--figure", "f"], "name one with --vary or --depths"),
+        (["--vary", "x"], "--vary 'x': give SAMPLER.KEY=VALUE"),
+        (["--vary", "adaptive.threshold"], "SAMPLER.KEY=VALUE"),
+        (["--vary", "adaptiv.threshold=1"], "did you mean 'adaptive'"),
+        (["--vary", "adaptive.treshold=1"], "did you mean '--vary adaptive.threshold'"),
+        (["--vary", "adaptive.threshold=1,1"], "given twice"),
+        (["--vary", "adaptive.every=1", "--vary", "adaptive.every=2"], "one takes all values"),
+        (["--vary", "adaptive.every=x"], "--vary adaptive.every"),
+        (["--vary", "adaptive.every=1", "lossless.wavefront=2"], "are two samplers"),
+        (["--depths", "4,x"], "'x' is not an integer"),
+        (["--task", "ppl"], "answered in texts: gsm8k, math"),
+    ],
+)
+def test_mistakes_are_explained(run, capsys, words, message):
+    assert bench(run, *words)[0] == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_compared():
     """Full depth first; parts of it that are fewer depths; every criterion; every sampler."""
     every = list(samplers.settings_for(8))
-    assert every[0] == (Static(), 8)
-    assert [depth for sampler, depth in every if sampler == Static()] == [8, 1, 2, 4]
-    names = {"static", "adaptive", "speculative", "lossless", "diffusion-forcing"}
-    assert {sampler.name for sampler, _ in every} == names
-    assert [depth for sampler, depth in samplers.settings_for(2) if sampler == Static()] == [2, 1]
+    assert every[0] == Setting(Static())
+    assert [its.depth for its in every if its.sampler == Static()] == [None, 1, 2, 4]
+    assert {its.sampler.name for its in every} == set(SAMPLERS)
+    assert [its.depth for its in samplers.settings_for(2) if its.sampler == Static()] == [None, 1]
+
+
+def test_grids_cross_the_settings_of_a_sampler():
+    depths, crossed, caches = read_grids(
+        [["lossless.guess_depth=1,2", "lossless.wavefront=4,8"], ["cache=full,latest", "adaptive.criterion=kl"]], "4,8"
+    )
+    assert [point[2] for point in depths.points] == [Setting(Static(), 4), Setting(Static(), 8)]
+    assert crossed.name == "lossless.guess_depth"
+    assert list(crossed.points) == [
+        (str(depth), f"wavefront {lanes}", Setting(Lossless(depth, lanes))) for depth in (1, 2) for lanes in (4, 8)
+    ]
+    assert caches.points[1] == ("latest", "criterion kl", Setting(Adaptive("kl"), None, "latest"))
+    assert caches.points[1][2].label == "adaptive-criterion-kl, cache latest"
+
+
+def test_answers_of_a_benchmark_are_judged_by_its_rules(tmp_path):
+    data = write_benchmarks(tmp_path / "data")
+    questions = of_task("gsm8k", str(data), 0, True).first(3)
+    assert questions.prompts[0] == f"Question: {GSM8K[0][0]}\nAnswer: " and questions.max_tokens == 256
+    found = questions.accuracy(["#### 7", "it is 12,500", "no"])
+    assert (found["strict"].value, found["flexible"].value) == (1 / 3, 2 / 3)
+    # Records without prompt and answer of their own have nothing to be judged by.
+    assert of_records([({"question": "?", "answer": "!"}, "? ")]) == Questions(["? "], [])
+
+
+def test_figures_show_speed_against_shares():
+    """Three points on two curves: their places, and the cross of full depth."""
+    from matplotlib.figure import Figure
+
+    def side(steps, speedup, agreement, accuracy):
+        its = {"steps": steps, "speedup": speedup, "agreement": agreement}
+        return its | {"accuracy": {"exact": {"value": accuracy, "error": 0.1}}}
+
+    sides = {
+        "static": side(8, 1, 1, 0.9),
+        "a": side(4, 1.5, 0.8, 0.6),
+        "b": side(2, 3, 0.5, 0.4),
+        "c": side(1, 4, 0, 0),
+    }
+    points = [{"value": v, "others": o, "label": v} for v, o in (("a", "x 1"), ("b", "x 1"), ("c", "x 2"))]
+    canvas = Figure()
+    theme = {"lines": ("red", "blue"), "text": "black"}
+    sampler_figures._panels(canvas, theme, {"batches": {"1": sides}}, "name", points)
+    steps, speeds = canvas.axes
+    lines = {line.get_label(): np.array(line.get_data()).T.tolist() for line in steps.lines}
+    assert lines["exact, x 1"] == [[2, 0.6], [4, 0.4]] and lines["agreement, x 2"] == [[8, 0]]
+    assert np.array(speeds.lines[0].get_data()).T.tolist() == [[1.5, 0.6], [3, 0.4]]
+    crosses = [line.get_data() for line in steps.lines if line.get_marker() == "x"]
+    assert [float(np.asarray(y).item()) for _, y in crosses] == [0.9, 1]
+    assert [text.get_text() for text in steps.texts][:2] == ["a", "b"]
+
+
+def test_too_few_prompts():
+    with pytest.raises(UserError, match="too few"):
+        samplers.Task(Questions(["a"]), [2])

@@ -10,7 +10,9 @@ import pytest
 
 from dreamer_jax.cli import chat, generate
 from dreamer_jax.cli.main import main
-from dreamer_jax.inference import Text
+from dreamer_jax.data.tokenizers import ByteTokenizer
+from dreamer_jax.inference import Generated, Text, Trace
+from dreamer_jax.inference.tracing import Cell
 
 
 class Echo:
@@ -18,8 +20,8 @@ class Echo:
 
     exits_early, drafts = True, False
 
-    def generate(self, prompts, max_tokens, sampling, stop, first_number):
-        return [Text(f"<{prompt}>{first_number + i}", [7, 8, 9], "stop", 2.5) for i, prompt in enumerate(prompts)]
+    def generate(self, prompts, max_tokens, sampling, stop, numbers):
+        return [Text(f"<{prompt}>{i}", [7, 8, 9], "stop", 2.5) for i, prompt in zip(numbers, prompts, strict=True)]
 
     def stream(self, prompts, max_tokens, sampling, stop):
         answer = f"<{prompts[0]}>"
@@ -29,9 +31,10 @@ class Echo:
 
 @pytest.fixture(autouse=True)
 def run(monkeypatch):
-    config = SimpleNamespace(data=SimpleNamespace(prompt="Q: {question}\nA: "))
+    config = SimpleNamespace(data=SimpleNamespace(prompt="Q: {question}\nA: ", source="jsonl"))
     for command in (generate, chat):
         monkeypatch.setattr(command, "open_model", lambda options, sampler: (Echo(), config))
+    return config
 
 
 def test_a_prompt_is_continued_once(capsys):
@@ -56,12 +59,27 @@ def test_chat_fills_the_prompt_of_the_run_and_keeps_the_history_when_asked(monke
         assert capsys.readouterr().out == f"<Q: a\nA: >\n\n{second}\n\n"
 
 
+def test_a_template_without_fields_makes_no_prompts(run, tmp_path, capsys):
+    run.data.prompt = ""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": ""}\n{"text": "a"}\n')
+    assert main(["generate", "runs/x", "--file", str(path)]) == 2
+    assert "line 2: it has no field prompt" in capsys.readouterr().err
+
+
+def test_questions_of_built_in_tasks_are_prompts_as_they_are(run, monkeypatch, capsys):
+    run.data.source = "task"
+    monkeypatch.setattr("sys.stdin", io.StringIO("(T|F)=\n"))
+    assert main(["chat", "runs/x"]) == 0
+    assert capsys.readouterr().out == "<(T|F)=>\n\n"
+
+
 def test_ctrl_c_stops_an_answer_on_a_terminal_and_the_chat_goes_on(monkeypatch, capsys):
     def stream(self, prompts, max_tokens, sampling, stop):
         yield [Text("half an", [7, 8], "length", 2.0)]
         if "long" in prompts[0]:
             raise KeyboardInterrupt
-        yield [Text("half an answer", 3, "length", 2.0)]
+        yield [Text("half an answer", [7, 8, 9], "length", 2.0)]
 
     monkeypatch.setattr(Echo, "stream", stream)
     terminal = io.StringIO("long\nb\n")
@@ -73,9 +91,25 @@ def test_ctrl_c_stops_an_answer_on_a_terminal_and_the_chat_goes_on(monkeypatch, 
     assert main(["chat", "runs/x"]) == 130
 
 
+def test_a_trace_is_drawn(monkeypatch, tmp_path, capsys):
+    def trace(self, prompt, max_tokens, sampling, stop):
+        return Text("ab", [1, 2], "length", 1.0), Trace([0], Generated([1, 2], [1, 1]), [Cell(0, 1, 1, 0, 1, 2)])
+
+    monkeypatch.setattr(Echo, "trace", trace, raising=False)
+    monkeypatch.setattr(Echo, "tokenizer", ByteTokenizer(), raising=False)
+    path = tmp_path / "t.svg"
+    assert main(["generate", "runs/x", "--prompt", "a", "--trace", str(path), "--sampler", "lossless"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "ab\n" and str(path) in shown.err
+    assert path.read_text().startswith("<?xml")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["generate", "runs/x", "--prompt", "a", "--trace", "t.pdf"], "must end in .svg or .png"),
+        (["generate", "runs/x", "--prompt", "a", "--trace", "no/t.svg"], "there is no folder no"),
+        (["generate", "runs/x", "--file", "p.jsonl", "--trace", "t.svg"], "give it with --prompt"),
         (["generate", "runs/x"], "nothing to continue"),
         (["generate", "runs/x", "--file", "missing.jsonl"], "no such file"),
         (["generate", "runs/x", "--prompt", "a", "--top-p", "2"], "top_p"),

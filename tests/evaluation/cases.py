@@ -72,7 +72,7 @@ class Scripted:
         self.prompts: list[str] = []
         """All that was asked."""
 
-    def generate(self, prompts, max_tokens, sampling, *, stop_ids, finished, batch_size, first_number):
+    def generate(self, prompts, max_tokens, sampling, *, stop_ids, finished, batch_size, numbers):
         """The reply's bytes, in blocks of eight as the engine hands them out."""
         found = []
         for number, prompt in enumerate(prompts):

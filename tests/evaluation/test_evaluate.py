@@ -12,6 +12,7 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.evaluation import Settings, evaluate
 from dreamer_jax.evaluation.report import table
 from dreamer_jax.evaluation.runner import choose_tasks
+from dreamer_jax.inference import Sampling
 from dreamer_jax.runs.models import load_run
 from tests.evaluation.cases import GSM8K, MATH, MATHQA, Scripted, Successor, model_of, write_benchmarks, write_jsonl
 from tests.export.cases import make_run
@@ -169,6 +170,24 @@ def test_records_of_another_evaluation_are_refused(data, tmp_path):
         run(model_of(engine), "gsm8k", data, tmp_path, max_tokens=9)
 
 
+def test_drawn_answers_are_those_of_their_questions(data, tmp_path):
+    """The draws of a question are those of its number, also where others were answered before."""
+
+    class Drawing(Scripted):
+        def generate(self, prompts, max_tokens, sampling=None, *, numbers, **options):
+            self.reply = lambda prompt: f"{sampling.label} {next(left)}"
+            left = iter(numbers)
+            return super().generate(prompts, max_tokens, sampling, numbers=numbers, **options)
+
+    drawn = Sampling(0.2, top_p=0.95, seed=3)
+    for limit in (2, None):
+        run(model_of(Drawing()), "gsm8k", data, tmp_path, limit, sampling=drawn)
+    _, kept = records(tmp_path, "gsm8k")
+    assert [kept[i]["answer"] for i in range(6)] == [f"temperature-0.2-top_p-0.95-seed-3 {i}" for i in range(6)]
+    with pytest.raises(UserError, match=r"another items.*--fresh"):
+        run(model_of(Drawing()), "gsm8k", data, tmp_path, sampling=Sampling(0.3))
+
+
 def test_results_of_several_tasks_are_kept_together(data, tmp_path):
     run(model_of(Scripted()), "mathqa", data, tmp_path)
     run(model_of(answer_by_question(REPLIES)), "gsm8k,ppl", data, tmp_path)
@@ -225,6 +244,16 @@ def test_the_command(tmp_path, data, capsys):
     assert main([*words, "--tasks", "mathqa", "--depth", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["mathqa"]["questions"] == 5
     assert (directory / "evaluation" / "step-7-depth-1" / "mathqa.jsonl").is_file()
+
+    # Through a sampler, and drawn: a folder of its own says how, and each setting is another evaluation.
+    drawn = ["--tasks", "gsm8k", "--limit", "1", "--max-tokens", "2", "--temperature", "0.2", "--top-p", "0.95"]
+    assert main([*words, *drawn, "--sampler", "lossless", "--sampler.guess_depth", "1"]) == 0
+    folder = directory / "evaluation" / "step-7-lossless-guess_depth-1-temperature-0.2-top_p-0.95"
+    source = json.loads((folder / "results.json").read_text())["source"]
+    assert (source["sampler"], source["sampling"]) == ("lossless-guess_depth-1", "temperature-0.2-top_p-0.95")
+    assert records(directory / "evaluation", "gsm8k", folder.name)[1][0]["finish"] == "length"
+    assert main([*words, "--tasks", "gsm8k", "--cache", "full"]) == 2
+    assert "have one rule" in capsys.readouterr().err
 
     # Two devices find the same.
     before = records(directory / "evaluation", "mathqa", "step-7-depth-1")[1]

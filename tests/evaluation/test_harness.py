@@ -12,6 +12,7 @@ from dreamer_jax.evaluation import Settings, evaluate
 from dreamer_jax.evaluation.benchmarks import MMLU_SUBJECTS, mmlu_math
 from dreamer_jax.evaluation.opening import load_language_model
 from dreamer_jax.evaluation.runner import choose_tasks
+from dreamer_jax.inference import Lossless, Sampling
 from tests.evaluation.cases import Scripted, model_of, write_benchmarks, write_jsonl
 from tests.export.cases import make_run
 from tests.outside import SAMPLES
@@ -65,10 +66,10 @@ def _mmlu_rows(data: Path, subject: str, split: str) -> list[dict]:
     return [{"question": row[0], "choices": row[1:5], "answer": "ABCD".index(row[5])} for row in rows]
 
 
-def harness(manager: TaskManager, names: list[str], model, shots: int = 0, limit: int | None = None) -> dict:
+def harness(manager: TaskManager, names: list[str], model, shots: int = 0, limit: int | None = None, **more) -> dict:
     """Task -> the harness's samples, in order (of every filter)."""
     tasks = [f"local_{name}" for name in names]
-    options = {"num_fewshot": shots, "limit": limit, "log_samples": True, "bootstrap_iters": 0}
+    options = {"num_fewshot": shots, "limit": limit, "log_samples": True, "bootstrap_iters": 0, **more}
     found = lm_eval.simple_evaluate(model=LMEvalAdapter(model), tasks=tasks, task_manager=manager, **options)
     assert found is not None
     return {name: found["samples"][f"local_{name}"] for name in names}
@@ -171,6 +172,23 @@ def test_scores_of_a_real_small_model(tmp_path):
     compare_choices(records["mmlu_math"], samples[subject], ("acc",))
 
 
+def test_draws_through_a_sampler(tmp_path):
+    """As the published samplers are measured: temperature 0.2, top-p 0.95. A request's draws are those of its number,
+    so the harness and `dreamer eval` get the same texts, whatever they ask for at once."""
+    data = write_benchmarks(tmp_path / "data")
+    manager = write_tasks(tmp_path / "tasks", data)
+    model = load_language_model(str(make_run(tmp_path / "run")), sampler=Lossless(1), batch_size=1)
+    drawing = {"gen_kwargs": "do_sample=True,temperature=0.2,top_p=0.95,seed=4,max_gen_toks=12"}
+    samples = harness(manager, ["gsm8k"], model, limit=3, **drawing)["gsm8k"]
+    found = {}
+    for seed in (4, 5):
+        sampling = Sampling(0.2, top_p=0.95, seed=seed)
+        options = {"limit": 3, "max_tokens": 12, "sampling": sampling}
+        found[seed] = ours(model, "gsm8k", data, tmp_path / str(seed), **options)["gsm8k"]
+    compare_gsm8k(found[4], samples)
+    assert [record["answer"] for record in found[4]] != [record["answer"] for record in found[5]]
+
+
 def test_whole_texts(tmp_path):
     """A task that scores texts, of windows and all."""
     texts = ["To be, or not to be: that is the question.", "x", "ä" * 40]
@@ -207,7 +225,8 @@ def test_generation_options(tmp_path):
 
     class Watching(Scripted):
         def generate(self, prompts, max_tokens, sampling=None, **options):
-            asked.append((len(prompts), max_tokens, sampling and (sampling.temperature, sampling.top_k)))
+            drawn = sampling and (sampling.temperature, sampling.top_k, sampling.seed)
+            asked.append((tuple(options["numbers"]), max_tokens, drawn))
             return super().generate(prompts, max_tokens, sampling, **options)
 
     adapter = LMEvalAdapter(model_of(Watching(lambda prompt: f"{prompt} one. two")))
@@ -215,11 +234,11 @@ def test_generation_options(tmp_path):
         {"until": ["."], "max_gen_toks": 99},
         {"until": "one", "max_gen_toks": 99},
         {"until": ["."], "max_gen_toks": 99, "do_sample": False, "temperature": 0.0},
-        {"do_sample": True, "temperature": 0.5, "top_k": 7},
+        {"do_sample": True, "temperature": 0.5, "top_k": 7, "seed": 9},
     ]
     requests = [
         Instance(request_type="generate_until", doc={}, arguments=(f"p{i}", its), idx=i)
         for i, its in enumerate(options)
     ]
     assert adapter.generate_until(requests) == ["p0 one", "p1 ", "p2 one", "p3 one. two"]
-    assert asked == [(2, 99, None), (1, 99, None), (1, 256, (0.5, 7))]
+    assert asked == [((0, 2), 99, None), ((1,), 99, None), ((3,), 256, (0.5, 7, 9))]

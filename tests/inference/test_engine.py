@@ -132,7 +132,7 @@ def test_draws_are_the_same_in_any_batch():
     sampling = Sampling(temperature=1.0, top_p=0.95, seed=7)
     drawing = Engine(model_of())
     together = drawing.generate(PROMPTS, 6, sampling)
-    alone = [drawing.generate([prompt], 6, sampling, first_number=i)[0] for i, prompt in enumerate(PROMPTS)]
+    alone = [drawing.generate([prompt], 6, sampling, numbers=[i])[0] for i, prompt in enumerate(PROMPTS)]
     assert [row.tokens for row in together] == [row.tokens for row in alone]
     assert [row.tokens for row in together] != [greedy(tuple(prompt), 6, "DR+DA") for prompt in PROMPTS]
 
