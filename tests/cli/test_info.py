@@ -82,7 +82,9 @@ def test_an_extra_of_a_dependency_counts_by_what_it_adds(monkeypatch: pytest.Mon
 def test_the_extras_a_person_is_promised() -> None:
     declared = configparser.ConfigParser()
     declared.read(ROOT / "setup.cfg")
-    assert {"tpu", "cuda", "data", "eval", "export", "bench", "gcs", "test"} == set(declared["options.extras_require"])
+    assert {"tpu", "cuda", "data", "eval", "export", "bench", "docs", "gcs", "test"} == set(
+        declared["options.extras_require"]
+    )
 
 
 def test_the_lock_holds_every_dependency_of_the_tests() -> None:
