@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from dreamer_jax import __version__, program_cache
+from dreamer_jax.cli import interrupts
 from dreamer_jax.errors import UserError, how_to_install
 
 COMMANDS = {
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("dreamer: interrupted", file=sys.stderr)
-        return 130
+        return interrupts.EXIT_CODE
 
 
 def entry() -> int:
@@ -102,6 +103,7 @@ def entry() -> int:
     if sys.platform == "linux" and words[:1] in HEAVY and HUGE_PAGES.partition("=")[0] not in tunables:
         os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, (tunables, HUGE_PAGES)))
         os.execv(sys.executable, [sys.executable, "-m", "dreamer_jax", *sys.argv[1:]])
+    interrupts.prepare()
     if words[:1] in COMPILING:
         os.environ.update(program_cache.settings())
     return main()

@@ -65,6 +65,7 @@ class StopRequest:
             if self._asked.is_set():
                 raise KeyboardInterrupt  # the second Ctrl-C doesn't wait for the step
             self.exit_code = INTERRUPTED_EXIT_CODE
+            os.write(2, b"stopping after this step and saving; Ctrl-C again stops at once\n")  # print may be under way
         self._asked.set()
 
     def _watch_metadata(self) -> None:

@@ -1,0 +1,75 @@
+"""Ctrl-C ends a command with one line, wherever it meets it.
+
+Python raises KeyboardInterrupt between any two instructions of the main thread. Three places can't bear that: an import
+(an extension module that is interrupted fails in its own way, or crashes), callbacks from compiled code (which swallow
+it), and long calls into compiled code, such as compiling (where it comes only after their end). `prepare` mends all
+three.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+EXIT_CODE = 130
+PATIENCE = 3.0
+"""Seconds that a command gets to end after the second Ctrl-C; saving a checkpoint isn't harmed by its end."""
+AGAIN = 0.05
+"""Seconds after which an interrupt that was swallowed comes again."""
+
+
+def prepare() -> None:
+    """For the process of a command, before it imports anything large. Does nothing where Ctrl-C is ignored."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return  # a job in the background, or a program around this one has its own idea
+    signal.signal(signal.SIGINT, _on_interrupt)
+    before = sys.unraisablehook
+
+    def swallowed(what: Any) -> None:
+        if what.exc_type is KeyboardInterrupt:
+            main = threading.main_thread().ident  # the signal has to wake that one up
+            threading.Timer(AGAIN, signal.pthread_kill, [main, signal.SIGINT]).start()
+        else:
+            before(what)
+
+    sys.unraisablehook = swallowed
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # written to at once, also during a long call
+    threading.Thread(target=_watch, args=(reading,), name="interrupts", daemon=True).start()
+
+
+def leave() -> None:
+    """End the process now, with one line."""
+    os.write(2, b"dreamer: interrupted\n")
+    os._exit(EXIT_CODE)
+
+
+def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            leave()  # nothing has begun that would have to be cleaned up
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def _watch(reading: int) -> None:
+    """Ends the process some time after the second Ctrl-C, and at once after the third."""
+    count = 0
+    while True:
+        for number in os.read(reading, 64):
+            count += number == signal.SIGINT
+        if count == 2:
+            threading.Thread(target=_leave_later, daemon=True).start()
+        elif count > 2:
+            leave()
+
+
+def _leave_later() -> None:
+    time.sleep(PATIENCE)
+    leave()
