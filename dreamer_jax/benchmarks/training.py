@@ -7,13 +7,14 @@ import statistics
 import time
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from dreamer_jax.benchmarks import qwen3
+from dreamer_jax.benchmarks import profiling, qwen3
 from dreamer_jax.budget import analytic
 from dreamer_jax.chips import chip_of
 from dreamer_jax.config.sections import Config
@@ -37,6 +38,7 @@ class OurStep:
 
     Attributes:
         state: of training, donated to the next step.
+        compiled: the step as a program.
         compile_seconds: wall time of tracing and compiling.
     """
 
@@ -46,12 +48,12 @@ class OurStep:
         self.state = create_state(config, mesh)
         batch = self._place(*random_batch(config, 0))
         began = time.perf_counter()
-        self._step = make_train_step(config, mesh).lower(self.state, batch).compile()
+        self.compiled = make_train_step(config, mesh).lower(self.state, batch).compile()
         self.compile_seconds = time.perf_counter() - began
 
     def __call__(self, tokens: np.ndarray, targets: np.ndarray) -> float:
         """One step on a batch, both [B, S] int32, until it is finished; returns the loss."""
-        self.state, metrics = self._step(self.state, self._place(tokens, targets))
+        self.state, metrics = self.compiled(self.state, self._place(tokens, targets))
         jax.block_until_ready(self.state)
         return float(metrics["loss"])
 
@@ -74,16 +76,20 @@ def random_batch(config: Config, step: int) -> tuple[np.ndarray, np.ndarray]:
     return np.ascontiguousarray(drawn[:, :-1]), np.ascontiguousarray(drawn[:, 1:])
 
 
-def bench_train(config: Config, steps: int, against: bool, say: Callable[[str], None]) -> Measurement:
+def bench_train(
+    config: Config, steps: int, against: bool, say: Callable[[str], None], profile_to: Path | None = None
+) -> Measurement:
     """Time the train step, and with `against` also Hugging Face's Qwen3-MoE, in alternating blocks.
 
     Args:
         config: model, batch and recipe; its data source isn't opened.
         steps: steps to time, of each side.
         say: gets a line of progress now and then.
+        profile_to: a folder for a trace of some further steps.
     Returns:
         `machine`, `ours` (see `_summary`; and `compile_seconds`, `startup_cpu_seconds`: of the process until its first
-        step was finished), and with `against` also `theirs` and `ratio`.
+        step was finished), with `against` also `theirs` and `ratio`, with `profile_to` `operations`
+        and `rates`, see `profiling`.
     Raises:
         UserError: the comparison isn't possible, or the step doesn't fit into memory.
     """
@@ -118,6 +124,11 @@ def bench_train(config: Config, steps: int, against: bool, say: Callable[[str], 
     if against:
         result["theirs"] |= {"experts": theirs.experts, "parameters": theirs.parameters, "tried_seconds": tried}
         result["ratio"] = _ratio(blocks["ours"], blocks["theirs"])
+    if profile_to is not None:
+        say("tracing three steps ...")
+        batch = random_batch(config, 0)
+        text = ours.compiled.as_text() or ""
+        result["operations"], result["rates"] = profiling.profile(lambda: ours(*batch), text, profile_to)
     return result
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dreamer_jax.cli import bench_checkpoint, bench_data, bench_export, bench_generate, bench_kernels, bench_samplers
@@ -13,7 +15,8 @@ from dreamer_jax.config import load_config
 from dreamer_jax.errors import UserError
 
 USAGE = """\
-usage: dreamer bench train --config CONFIG [--against transformers] [--steps N] [--json] [--section.key value ...]
+usage: dreamer bench train --config CONFIG [--against transformers] [--steps N] [--profile DIR] [--json]
+                           [--section.key value ...]
        dreamer bench data [--tokenizer SPEC] [--mixture FILE] [--megabytes N] [--workers N] [--json]
        dreamer bench export --config CONFIG [--peer CONFIG] [--dtype TYPE] [--json]
        dreamer bench generate --config CONFIG [--config ...] [--against transformers] [--batch B] [--json]
@@ -59,8 +62,8 @@ def _train(arguments: list[str]) -> int:
     config = load_config(options.config, overrides).config
     from dreamer_jax.benchmarks.training import bench_train  # after the checks: importing jax takes a second
 
-    found = bench_train(config, options.steps, options.against is not None, say)
-    print(json.dumps(found, indent=2) if options.json else _text(found))
+    found = bench_train(config, options.steps, options.against is not None, say, options.profile)
+    print(json.dumps(found, indent=2, default=dataclasses.asdict) if options.json else _text(found))
     return 0
 
 
@@ -76,6 +79,12 @@ def _parser() -> Parser:
         "--against",
         choices=["transformers"],
         help="also time Hugging Face's Qwen3-MoE of the same sizes, in turns with ours (LA, float32, CPU; extra bench)",
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="DIR",
+        help="also trace three steps into DIR, for TensorBoard and Perfetto, and print the ten dearest operations",
     )
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="steps to time, of each side (20)")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
@@ -100,6 +109,10 @@ def _text(found: Mapping[str, Any]) -> str:
                 f"{name}: {ratio['median']:.2f} ({ratio['least']:.2f} to {ratio['most']:.2f} "
                 f"over {found['ratio']['blocks']} blocks)"
             )
+    if "operations" in found:
+        from dreamer_jax.benchmarks.profiling import table
+
+        lines.append(table(found["operations"], found["rates"]))
     return "\n".join(lines)
 
 
