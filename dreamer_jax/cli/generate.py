@@ -80,7 +80,7 @@ def _answer_file(path: Path, options: argparse.Namespace, sampler: Sampler) -> i
         for (record, prompt), text in zip(part, texts, strict=True):
             answer = {"prompt": prompt, "generated": text.text, "finish": text.finish, "tokens": len(text.tokens)}
             if model.exits_early:
-                answer["mean_depth"] = round(text.mean_depth, 3)
+                answer |= {"mean_depth": round(text.mean_depth, 3), "steps": text.steps}
             if model.drafts:
                 answer |= {"steps": text.steps, "drafted": text.drafted, "accepted": text.accepted}
             print(json.dumps(record | answer, ensure_ascii=False), flush=True)

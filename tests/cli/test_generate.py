@@ -21,7 +21,7 @@ class Echo:
     exits_early, drafts = True, False
 
     def generate(self, prompts, max_tokens, sampling, stop, numbers):
-        return [Text(f"<{prompt}>{i}", [7, 8, 9], "stop", 2.5) for i, prompt in zip(numbers, prompts, strict=True)]
+        return [Text(f"<{prompt}>{i}", [7, 8, 9], "stop", 2.5, 4) for i, prompt in zip(numbers, prompts, strict=True)]
 
     def stream(self, prompts, max_tokens, sampling, stop):
         answer = f"<{prompts[0]}>"
@@ -49,7 +49,8 @@ def test_a_file_gives_a_line_for_each_record(tmp_path, capsys):
     assert main(["generate", "runs/x", "--file", str(path), "--batch-size", "2"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["generated"] for line in lines] == ["<p>0", "<Q: why?\nA: >1", "<last>2"]
-    assert lines[0] == {"prompt": "p", "id": 1, "generated": "<p>0", "finish": "stop", "tokens": 3, "mean_depth": 2.5}
+    counted = {"finish": "stop", "tokens": 3, "mean_depth": 2.5, "steps": 4}
+    assert lines[0] == {"prompt": "p", "id": 1, "generated": "<p>0", **counted}
 
 
 def test_chat_fills_the_prompt_of_the_run_and_keeps_the_history_when_asked(monkeypatch, capsys):

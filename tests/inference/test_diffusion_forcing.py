@@ -234,9 +234,9 @@ SILENT = dataclasses.replace(SMALL, state_std=1e-30)
 """Its random states are as good as zero, so that noise takes away a share of a state and adds nothing."""
 CASES = {
     "latent-diff": [
+        dataclasses.replace(FORCING, threshold=0.9),  # states settle whose tokens still change
         FORCING,
         dataclasses.replace(FORCING, inner_recurrences=2, momentum=0.6),
-        dataclasses.replace(FORCING, threshold=0.6),
     ],
     "token-stability": [DiffusionForcing(1, 6, 2, "token-stability", 1, continuous=True)],
     "unprefilled": [dataclasses.replace(FORCING, exit="latent-acceleration", threshold=0.4, prefill=False)],

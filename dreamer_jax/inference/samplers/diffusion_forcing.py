@@ -25,6 +25,7 @@ from dreamer_jax.inference.model import FoldedModel, PyTree
 from dreamer_jax.inference.samplers import published
 from dreamer_jax.inference.samplers.contract import (
     DECODE_BLOCK,
+    NOWHERE,
     Asked,
     Block,
     Carried,
@@ -208,13 +209,15 @@ def settled(exit: Exit, look: Any, wave: Wave, numbers: Numbers, depth: int) -> 
     return jnp.sum(jnp.cumprod(done & look.active & ~look.changed, axis=1), axis=1, dtype=jnp.int32), memory
 
 
-def refilled(model: FoldedModel, state: PyTree, counts: jax.Array, slots: PyTree, first: jax.Array, leaving: jax.Array):
+def refilled(
+    model: FoldedModel, state: PyTree, counts: jax.Array, slots: PyTree, first: jax.Array, leaving: jax.Array
+) -> PyTree:
     """The slots with what stands for recurrences that positions which leave haven't taken; the family's rule."""
 
     def one(lane: jax.Array, slots: PyTree) -> PyTree:
         own = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, lane, 1, axis=1), state)
         last = jnp.minimum(jax.lax.dynamic_index_in_dim(counts, lane, 1, keepdims=False), model.total_depth) - 1
-        places = jnp.where(lane < leaving, first + lane, 1 << 30)
+        places = jnp.where(lane < leaving, first + lane, NOWHERE)
         return model.family.refill(model.params, own, slots, last, places)
 
     return jax.lax.fori_loop(0, jnp.max(leaving), one, slots)
