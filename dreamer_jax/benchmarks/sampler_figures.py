@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,10 @@ def _panels(canvas: Any, theme: Mapping[str, Any], found: Mapping[str, Any], nam
     panels = canvas.subplots(1, 1 + len(found["batches"]), sharey=True, squeeze=False)[0]
     last = list(found["batches"].values())[-1]
     full = next(iter(last.values()))["steps"]
-    _panel(panels[0], theme, last, points, lambda side: full / side["steps"])
+    _panel(panels[0], theme, last, points, lambda side: full / side["steps"] if side["steps"] else math.nan)
     panels[0].set(xlabel="speed-up in steps that follow one another", ylabel="share")
     for axes, (batch, sides) in zip(panels[1:], found["batches"].items(), strict=True):
-        _panel(axes, theme, sides, points, lambda side: side["speedup"])
+        _panel(axes, theme, sides, points, lambda side: side["speedup"] or math.nan)
         axes.set(xlabel=f"speed-up in tokens a second, batch {batch}")
     lowest = min(share for point in points for _, share in _values(last[point["label"]]))
     panels[0].set_ylim(min(lowest, 0.8) - 0.05, 1.05)

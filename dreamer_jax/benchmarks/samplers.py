@@ -116,6 +116,10 @@ class Task:
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
+        if self.tokens < 2:
+            raise UserError(
+                f"{self.tokens} tokens of a text are too few: the first comes of the prompt, so take 2 or more"
+            )
         if max(self.batches) > len(self.questions.prompts):
             raise UserError(f"{len(self.questions.prompts)} prompts are too few for a batch of {max(self.batches)}")
 

@@ -115,6 +115,7 @@ def test_what_a_model_refuses_is_named(run, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--batch", "1", "--tokens", "1"], "take 2 or more"),
         (["--batch", "9"], "2 prompts are too few for a batch of 9"),
         (["--data", "missing.jsonl"], "no such file"),
         (["--figure", "f"], "name one with --vary or --depths"),
@@ -192,6 +193,14 @@ def test_figures_show_speed_against_shares():
     crosses = [line.get_data() for line in steps.lines if line.get_marker() == "x"]
     assert [float(np.asarray(y).item()) for _, y in crosses] == [0.9, 1]
     assert [text.get_text() for text in steps.texts][:2] == ["a", "b"]
+
+
+def test_texts_without_a_second_token_have_no_speed(tmp_path):
+    """Every text ended with the token that comes of the prompt."""
+    side = {"steps": 0, "speedup": None, "agreement": 1.0, "accuracy": {}}
+    found = {"batches": {"1": {"static": side, "a": side}}, "refused": {}}
+    found["grids"] = {"depth": [{"value": "2", "others": "", "label": "a"}]}
+    assert [path.name for path in sampler_figures.draw(found, tmp_path)] == ["depth.png", "depth.svg"]
 
 
 def test_too_few_prompts():

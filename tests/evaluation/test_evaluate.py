@@ -175,7 +175,7 @@ def test_drawn_answers_are_those_of_their_questions(data, tmp_path):
 
     class Drawing(Scripted):
         def generate(self, prompts, max_tokens, sampling=None, *, numbers, **options):
-            self.reply = lambda prompt: f"{sampling.label} {next(left)}"
+            self.reply = lambda prompt: f"{drawn.label if sampling == drawn else None} {next(left)}"
             left = iter(numbers)
             return super().generate(prompts, max_tokens, sampling, numbers=numbers, **options)
 

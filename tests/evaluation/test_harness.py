@@ -178,8 +178,8 @@ def test_draws_through_a_sampler(tmp_path):
     data = write_benchmarks(tmp_path / "data")
     manager = write_tasks(tmp_path / "tasks", data)
     model = load_language_model(str(make_run(tmp_path / "run")), sampler=Lossless(1), batch_size=1)
-    drawing = {"gen_kwargs": "do_sample=True,temperature=0.2,top_p=0.95,seed=4,max_gen_toks=12"}
-    samples = harness(manager, ["gsm8k"], model, limit=3, **drawing)["gsm8k"]
+    drawing = "do_sample=True,temperature=0.2,top_p=0.95,seed=4,max_gen_toks=12"
+    samples = harness(manager, ["gsm8k"], model, limit=3, gen_kwargs=drawing)["gsm8k"]
     found = {}
     for seed in (4, 5):
         sampling = Sampling(0.2, top_p=0.95, seed=seed)
