@@ -10,7 +10,7 @@ python=${PYTHON:-python3}
 venv=${DREAMER_VENV:-.venv-docs}
 if ! "$venv/bin/sphinx-build" --version >/dev/null 2>&1; then
     echo "== installing into $venv"
-    "$python" -m venv "$venv" || {
+    [[ -x "$venv/bin/python" ]] || "$python" -m venv "$venv" || {
         echo "docs.sh: $python can't make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2
         exit 2
     }

@@ -16,6 +16,7 @@ exclude_patterns = ["site/**", "results/**"]
 # Every heading has the anchor that GitHub gives it, so that a link works in both places.
 myst_heading_anchors = 4
 nitpicky = True
+smartquotes = False  # a quote in a setting's meaning is to be typed as it stands
 highlight_language = "text"
 
 html_theme = "furo"

@@ -87,6 +87,7 @@ def docstring(thing: Any) -> str:
     """A function's or class's docstring as Markdown: paragraphs, then its arguments and errors as lists."""
     text = inspect.getdoc(thing)
     assert text, f"{thing} has no docstring"
+    text = re.sub(r"docs/([a-z_]+)\.md", r"[\1](../\1.md)", text)
     out: list[str] = []
     for line in text.splitlines():
         named = re.match(r" {4}(\w[\w, ]*): (.*)", line)

@@ -271,7 +271,10 @@ def signature(thing: Any, name: str) -> str:
     plain = inspect.signature(thing)
     parameters = [p.replace(annotation=inspect.Parameter.empty) for p in plain.parameters.values() if p.name != "self"]
     shown = plain.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
-    return f"```python\n{name}{shown}\n```\n"
+    text = f"{name}{shown}"
+    if len(text) > 90:  # an argument a line
+        text = "\n".join([f"{name}(", *(f"    {line}," for line in str(shown)[1:-1].split(", ")), ")"])
+    return f"```python\n{text}\n```\n"
 
 
 def python() -> str:

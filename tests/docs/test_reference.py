@@ -80,12 +80,15 @@ def test_the_front_door_is_whole():
     assert {"logits", "states", "generate", "score"} <= set(public)
     for name in public:
         assert f"### model.{name}\n" in text
-    assert "dreamer_jax.load(path, *, step=None" in text and "- `average`: the parameters are the mean" in text
+    assert (
+        "dreamer_jax.load(\n    path,\n    *,\n    step=None," in text
+        and "- `average`: the parameters are the mean" in text
+    )
 
 
 def test_docstrings_become_markdown():
     def called(first, second):
-        """What it does, `a|b`.
+        """What it does, `a|b`; see docs/depth_scan.md.
 
         Args:
             first: of x_0,
@@ -96,8 +99,8 @@ def test_docstrings_become_markdown():
         """
 
     assert docstrings.docstring(called) == (
-        "What it does, `a|b`.\n\n**Args**\n\n- `first`: of x_0,\n  and more.\n- `second`: other.\n\n"
-        "**Returns**\n\na thing.\n"
+        "What it does, `a|b`; see [depth_scan](../depth_scan.md).\n\n"
+        "**Args**\n\n- `first`: of x_0,\n  and more.\n- `second`: other.\n\n**Returns**\n\na thing.\n"
     )
     assert docstrings.prose("x_0 | `a|b_c` <x>\n  see docs/depth_recurrent.md") == (
         "x\\_0 \\| `a\\|b_c` &lt;x> see [depth\\_recurrent](../depth_recurrent.md)"
