@@ -59,6 +59,12 @@ if [[ "$(cat "$venv/installed" 2>/dev/null || true)" != "$stamp" ]]; then
     echo "   $((SECONDS - start)) s"
 fi
 
+if [[ " $* " == *" aot "* ]]; then # those tests compile for TPUs, with the libtpu that belongs to the jax that is here
+    what=('jax[tpu]')
+    [[ -n "$newest" ]] || what+=(-c requirements/test.lock)
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check "${what[@]}"
+fi
+
 venv=$(cd "$venv" && pwd)
 export PATH="$venv/bin:$PATH"
 export PYRIGHT_PYTHON_IGNORE_WARNINGS=1 # no look for a newer pyright

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,12 +64,18 @@ class Figure:
             canvas.savefig(file, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
         return file.getvalue()
 
+    @functools.cached_property
+    def svg(self) -> bytes:
+        """The light one, which the folder of figures and the report both have."""
+        return self.render("svg")
+
     def save(self, folder: epath.PathLike) -> list[epath.Path]:
         """Write name.png and name.svg; returns their paths."""
-        paths = [epath.Path(folder) / f"{self.name}.{kind}" for kind in ("png", "svg")]
-        for path in paths:
-            path.write_bytes(self.render(path.suffix[1:]))
-        return paths
+        files = {epath.Path(folder) / f"{self.name}.png": self.render("png")}
+        files[epath.Path(folder) / f"{self.name}.svg"] = self.svg
+        for path, content in files.items():
+            path.write_bytes(content)
+        return list(files)
 
 
 def draw_heat(canvas, axes, table, label, x_label, y_label, **options) -> None:

@@ -140,7 +140,7 @@ def _range(values: list[float], form: str) -> str:
 def _section(figure: Figure) -> str:
     light, dark = (
         "data:image/svg+xml;base64," + base64.b64encode(data).decode()
-        for data in (figure.render("svg"), figure.render("svg", DARK))
+        for data in (figure.svg, figure.render("svg", DARK))
     )
     name, width = html.escape(figure.title), round(figure.size[0] * 100)
     return f"""<section>

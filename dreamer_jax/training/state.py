@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from dreamer_jax.config.sections import Config
 from dreamer_jax.errors import UserError
-from dreamer_jax.families import build, initialise
+from dreamer_jax.families import Family, build, initialise
 from dreamer_jax.parallel.layout import parameter_layouts
 from dreamer_jax.runs.array_files import read_tree
 from dreamer_jax.runs.models import locate_run
@@ -28,11 +29,18 @@ def create_state(config: Config, mesh: Mesh) -> TrainState:
     Raises:
         UserError: there is no such run, or it holds another model.
     """
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
+    family = build(config.model)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, _abstract(config, family, mesh))
+
+    def fresh() -> TrainState:
+        params, model_state = initialise(family, jax.random.key(config.run.seed))
+        optimizer = make_optimizer(config.training, family.roles)
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), model_state)
+
     # Drawing every matrix takes the CPU backend seconds to compile at full effort; this little gives the same bits.
     quick = mesh.devices.flat[0].platform == "cpu"
     options = {"xla_backend_optimization_level": 1} if quick else None
-    state = jax.jit(lambda: _fresh(config), out_shardings=shardings, compiler_options=options)()
+    state = jax.jit(fresh, out_shardings=shardings, compiler_options=options)()
     return _with_weights_of(config.training.initial_weights, state) if config.training.initial_weights else state
 
 
@@ -53,20 +61,35 @@ def abstract_state(config: Config, mesh: Mesh) -> TrainState:
     Leaves have the model's shapes. Parameters and their moments are divided over all devices of a slice, by
     `parallel.layout`; the rest is the same everywhere.
     """
-    state = jax.eval_shape(lambda: _fresh(config))
-
-    def place(leaf, spec):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-
-    return jax.tree.map(place, state, state_specs(config, mesh))
+    return _abstract(config, build(config.model), mesh)
 
 
 def state_specs(config: Config, mesh: Mesh) -> TrainState:
     """The tree of PartitionSpecs of the state."""
-    layouts = parameter_layouts(build(config.model).boxed, mesh)
+    family = build(config.model)
+    return _specs(config, family, mesh, _shapes(config, family))
+
+
+def _abstract(config: Config, family: Family, mesh: Mesh) -> TrainState:
+    state = _shapes(config, family)
+
+    def place(leaf, spec):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, state, _specs(config, family, mesh, state))
+
+
+def _shapes(config: Config, family: Family) -> TrainState:
+    params, model_state = nn.meta.unbox(family.shapes)
+    optimizer = make_optimizer(config.training, family.roles)
+    step: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    return TrainState(step, params, jax.eval_shape(optimizer.init, params), model_state)
+
+
+def _specs(config: Config, family: Family, mesh: Mesh, state: TrainState) -> TrainState:
+    layouts = parameter_layouts(family.boxed, mesh)
     specs = jax.tree.map(lambda layout: layout.spec, layouts)
-    state = jax.eval_shape(lambda: _fresh(config))
-    recipe = make_optimizer(config.training, build(config.model).roles)
+    recipe = make_optimizer(config.training, family.roles)
 
     def untrained(leaf: Any) -> bool:
         return isinstance(leaf, optax.MaskedNode)
@@ -81,10 +104,3 @@ def state_specs(config: Config, mesh: Mesh) -> TrainState:
     )
     everywhere: Any = P()
     return TrainState(everywhere, specs, optimizer, jax.tree.map(lambda _: P(), state.model_state))
-
-
-def _fresh(config: Config) -> TrainState:
-    family = build(config.model)
-    params, model_state = initialise(family, jax.random.key(config.run.seed))
-    optimizer = make_optimizer(config.training, family.roles)
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), model_state)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
+from matplotlib.figure import Figure as Canvas
+
+from dreamer_jax.analysis.drawing import LIGHT, Figure
 from dreamer_jax.config import load_config
 from dreamer_jax.parallel import make_mesh
 from dreamer_jax.runs.checkpoints import Checkpoints
@@ -36,3 +41,13 @@ def make_run(directory: Path, variant: str = "DR", model: str = "") -> Path:
     checkpoints.save(create_state(loaded.config, make_mesh(loaded.config.mesh)))
     checkpoints.close()
     return directory
+
+
+def draw_without_files(patch: pytest.MonkeyPatch) -> None:
+    """Figures are drawn, but their files hold only a name: what matplotlib does to write one takes most of a second."""
+
+    def render(figure: Figure, kind: str, theme: dict[str, Any] = LIGHT) -> bytes:
+        figure.draw(Canvas(figsize=figure.size), theme)
+        return f"{figure.name} {kind}".encode()
+
+    patch.setattr(Figure, "render", render)

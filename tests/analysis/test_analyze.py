@@ -18,7 +18,7 @@ from dreamer_jax.analysis.drawing import DARK
 from dreamer_jax.analysis.figures import layered_curve, make_figures
 from dreamer_jax.analysis.report import numbers
 from dreamer_jax.cli.main import main
-from tests.analysis.cases import make_run
+from tests.analysis.cases import draw_without_files, make_run
 
 FIGURES = {
     "depth_attention": ("LA+DA", "DR+DA"),
@@ -46,7 +46,8 @@ def analysed(runs) -> Path:
 
 
 @pytest.mark.parametrize("variant", ["LA", "DR"])
-def test_every_variant_gets_the_figures_that_apply(runs, variant, tmp_path, capsys):
+def test_every_variant_gets_the_figures_that_apply(runs, variant, tmp_path, capsys, monkeypatch):
+    draw_without_files(monkeypatch)
     assert main(["analyze", str(runs[variant]), "--out", str(tmp_path), "--sequences", "9"]) == 0
     assert "9 sequences" in capsys.readouterr().out
     names = {name for name, variants in FIGURES.items() if variant in variants}
@@ -55,7 +56,8 @@ def test_every_variant_gets_the_figures_that_apply(runs, variant, tmp_path, caps
     assert summary["sequences"] == 9 and summary["model"]["variant"] == variant
 
 
-def test_folder_is_complete_and_consistent(analysed, runs, tmp_path):
+def test_folder_is_complete_and_consistent(analysed, runs, tmp_path, monkeypatch):
+    draw_without_files(monkeypatch)
     layered = tmp_path / "layered"
     assert main(["analyze", str(runs["LA"]), "--out", str(layered)]) == 0
     summary = json.loads((analysed / "analysis.json").read_text())
@@ -139,7 +141,8 @@ def test_sequences_are_chosen_at_random_without_repeats():
     np.testing.assert_allclose(times[1:] / 400, 4 / 11, atol=0.1)
 
 
-def test_other_data(runs, tmp_path, capsys):
+def test_other_data(runs, tmp_path, capsys, monkeypatch):
+    draw_without_files(monkeypatch)
     path = tmp_path / "more.jsonl"
     path.write_text("".join(json.dumps({"question": f"{i} =", "answer": str(i)}) + "\n" for i in range(7)))
     assert main(["analyze", str(runs["DR"]), "--data", str(path), "--out", str(tmp_path / "out")]) == 0

@@ -23,7 +23,7 @@ from dreamer_jax.analysis.trajectories import (
 from dreamer_jax.cli.main import main
 from dreamer_jax.data import load_tokenizer
 from dreamer_jax.families import build, forward, initialise
-from tests.analysis.cases import HUGINN, make_run
+from tests.analysis.cases import HUGINN, draw_without_files, make_run
 from tests.analysis.test_convergence import TINY
 from tests.analysis.test_observation import make_batch
 from tests.families.toy import Toy, ToyConfig
@@ -134,7 +134,8 @@ def test_a_model_with_weights_by_depth_goes_no_deeper():
     assert found["depth"] == 3 and all(len(token["norm"]) == 4 for token in found["tokens"])
 
 
-def test_command(tmp_path, capsys):
+def test_command(tmp_path, capsys, monkeypatch):
+    draw_without_files(monkeypatch)
     run = make_run(tmp_path / "huginn", model=HUGINN)
     assert main(["analyze", str(run), "--sequences", "5"]) == 0
     said = capsys.readouterr().out

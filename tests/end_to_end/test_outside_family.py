@@ -5,12 +5,14 @@ It trains, goes on after a kill, is counted twice, matched, planned, decodes as 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +26,15 @@ from dreamer_jax.families import build, forward, initialise
 from dreamer_jax.inference import Engine, fold
 from dreamer_jax.runs.metrics import read_metrics
 from dreamer_jax.runs.models import load_run
+from tests.analysis.cases import draw_without_files
+from tests.families.cases import logits_in_flight
 from tests.families.toy import ToyConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = ROOT / "tests" / "families" / "toy.py"
 STEPS = 12
+ROW = 10
+"""Tokens of a row that a whole pass computes."""
 SETTINGS = f"""\
 model:
   family: toy
@@ -157,37 +163,46 @@ def test_commands_that_count(trained, capsys):
     assert 0 < plan["roofline"]["mfu"] < 1
 
 
+@functools.cache
+def whole_pass(config: ToyConfig) -> Any:
+    """(params, model state, tokens) -> logits [B, S, V]."""
+    family = build(config)
+
+    def logits(params, model_state, tokens):
+        passed = forward(family, params, model_state, {"tokens": tokens})
+        hidden, _ = family.readout(params, passed.state, passed.memory, passed.context)
+        return family.logits(params, hidden)
+
+    return jax.jit(logits)
+
+
+def logits_of_rows(run: Any, tokens: Any) -> np.ndarray:
+    return np.asarray(whole_pass(run.config.model)(run.params, run.model_state, tokens))
+
+
+@jax.jit
+def in_a_chunk(model: Any, tokens: Any, places: Any, slots: Any) -> Any:
+    """Logits of positions that go through all depths together, and the slots with them."""
+    flight, slots = model.enter(tokens, places, slots)
+    for l in range(model.total_depth):
+        flight, slots = model.step(flight, places, l, slots)
+    found, slots = model.leave(flight, places, slots)
+    return model.logits(found), slots
+
+
 def test_decodes_what_it_computes(trained):
     """Through the memories, in chunks, one by one and as a wavefront of depths: the logits of the pass over the row."""
     run = load_run(trained / "whole")
-    family, tokens = run.family, jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 9)), jnp.int32)
-    passed = forward(family, run.params, run.model_state, {"tokens": tokens})
-    hidden, _ = family.readout(run.params, passed.state, passed.memory, passed.context)
-    expected = np.asarray(family.logits(run.params, hidden))
-
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, ROW)), jnp.int32)
+    expected = logits_of_rows(run, tokens)
     model = fold(run.config.model, run.params, run.model_state)
     slots = model.empty_slots(2, 12)
     for start_, end in ((0, 4), (4, 5), (5, 6)):
         places = jnp.broadcast_to(jnp.arange(start_, end), (2, end - start_))
-        flight, slots = model.enter(tokens[:, start_:end], places, slots)
-        for l in range(3):
-            flight, slots = model.step(flight, places, l, slots)
-        found, slots = model.leave(flight, places, slots)
-        np.testing.assert_allclose(model.logits(found), expected[:, start_:end], atol=1e-5)
-
-    places = jnp.broadcast_to(jnp.arange(6, 9), (2, 3))
-    flight, slots = model.enter(tokens[:, 6:], places, slots)
-    for time in range(3 + 2):  # position 6 + i enters depth 0 at time i
-        depths = time - jnp.arange(3)
-        flying = (depths >= 0) & (depths < 3)
-        at = jnp.broadcast_to(jnp.clip(depths, 0, 2), (2, 3))
-        new, slots = model.step(flight, jnp.where(flying, places, 99), at, slots)
-        state = jax.tree.map(
-            lambda a, b, on=flying: jnp.where(on.reshape(1, 3, *[1] * (a.ndim - 2)), a, b), new.state, flight.state
-        )
-        flight = new._replace(state=state)
-    found, slots = model.leave(flight, places, slots)
-    np.testing.assert_allclose(model.logits(found), expected[:, 6:], atol=1e-5)
+        found, slots = in_a_chunk(model, tokens[:, start_:end], places, slots)
+        np.testing.assert_allclose(found, expected[:, start_:end], atol=1e-5)
+    places = jnp.broadcast_to(jnp.arange(6, ROW), (2, ROW - 6))
+    np.testing.assert_allclose(logits_in_flight(model, tokens[:, 6:], places, slots), expected[:, 6:], atol=1e-5)
 
 
 def test_generates_greedily_what_the_full_forward_says(trained):
@@ -195,20 +210,22 @@ def test_generates_greedily_what_the_full_forward_says(trained):
     run = load_run(trained / "whole")
     engine = Engine.of(run)
     prompts = [[1, 50, 60], [2, 70, 80, 90, 91]]
-    for prompt, row in zip(prompts, engine.generate(prompts, 5), strict=True):
-        tokens = jnp.asarray([prompt + row.tokens], jnp.int32)
-        passed = forward(run.family, run.params, run.model_state, {"tokens": tokens})
-        hidden, _ = run.family.readout(run.params, passed.state, passed.memory, passed.context)
-        likeliest = np.asarray(run.family.logits(run.params, hidden)[0].argmax(-1))
-        assert row.tokens == likeliest[len(prompt) - 1 : -1].tolist()
+    rows = [prompt + row.tokens for prompt, row in zip(prompts, engine.generate(prompts, 5), strict=True)]
+    padded = jnp.asarray([row + [0] * (ROW - len(row)) for row in rows], jnp.int32)  # what comes later isn't seen
+    likeliest = logits_of_rows(run, padded).argmax(-1)
+    for prompt, row, its in zip(prompts, rows, likeliest, strict=True):
+        assert row[len(prompt) :] == its[len(prompt) - 1 : len(row) - 1].tolist() and len(row) == len(prompt) + 5
 
 
-def test_is_analysed(trained, capsys):
+def test_is_analysed(trained, capsys, monkeypatch):
     """Stream and lens as for any model, and what its own step saw: shares that add up to one."""
-    assert main(["analyze", str(trained / "whole"), *TOY, "--out", str(trained / "analysis")]) == 0
+    draw_without_files(monkeypatch)
+    assert main(["analyze", str(trained / "whole"), *TOY, "--out", str(trained / "analysis"), "--sequences", "40"]) == 0
     summary = json.loads((trained / "analysis" / "analysis.json").read_text())
     assert sum(summary["observed"]["halted"]) == pytest.approx(1, abs=1e-4)
     assert len(summary["residual"]["norm"]) == len(summary["lens"]["accuracy"]) == 3
-    assert (trained / "analysis" / "report.html").stat().st_size > 10_000
+    names = {path.stem for path in (trained / "analysis" / "figures").iterdir()}
+    assert {"lens", "residual"} < names
+    assert (trained / "analysis" / "report.html").read_text(encoding="utf-8").count("<section>") == len(names)
     assert "experts" not in summary
     assert summary["model"] == {"variant": "toy", "depth": 3, "predicts": "next token"}

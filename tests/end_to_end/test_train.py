@@ -12,11 +12,15 @@ import numpy as np
 import pytest
 
 from dreamer_jax.cli.main import main
+from dreamer_jax.config import load_config
 from dreamer_jax.errors import RESTART_EXIT_CODE, UserError
+from dreamer_jax.families import build
 from dreamer_jax.runs.metrics import read_metrics
 from dreamer_jax.runs.models import load_run
 from dreamer_jax.training.stability import SkipCounter
 from tests.end_to_end.cases import TINY, programs_kept
+from tests.export.cases import write_small_run
+from tests.families.cases import drawn_params
 
 CONFIG = (
     TINY.format(variant="DR+DA", depth=2)
@@ -51,6 +55,17 @@ def config(tmp_path_factory) -> str:
     return str(path)
 
 
+@pytest.fixture
+def without_ending(monkeypatch):
+    """Nothing is decoded and drawn at the end of a run, where that isn't what a test is about."""
+    end_quickly(monkeypatch)
+
+
+def end_quickly(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("dreamer_jax.inference.answering.answer", lambda config, state, data, records: [""] * len(records))
+    patch.setattr("dreamer_jax.training.loop.draw_figures", lambda directory: [])
+
+
 @pytest.fixture(scope="module")
 def finished(config, tmp_path_factory) -> Path:
     """An undisturbed run of 12 steps; tests leave it as it is."""
@@ -67,7 +82,9 @@ def interrupted(config, tmp_path_factory) -> tuple[Path, list[str]]:
     """
     directory = tmp_path_factory.mktemp("runs") / "second"
     words = ["train", config, f"--run.dir={directory}", "--training.steps"]
-    assert main([*words, "6"]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        end_quickly(patch)
+        assert main([*words, "6"]) == 0
     with (directory / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "loss": 99.0}\n{"step": 8, "lo')
     messages: list[str] = []
@@ -75,7 +92,8 @@ def interrupted(config, tmp_path_factory) -> tuple[Path, list[str]]:
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("jax").addHandler(handler)
     try:
-        with jax.log_compiles():
+        with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+            end_quickly(patch)
             assert main([*words, "12"]) == 0
     finally:
         logging.getLogger("jax").removeHandler(handler)
@@ -183,7 +201,7 @@ def test_a_diverging_run_stops(config, tmp_path, capsys):
     assert all(np.isfinite(list(record.values())).all() for record in read_metrics(directory))
 
 
-def test_asked_to_stop(config, finished, tmp_path, monkeypatch, capsys):
+def test_asked_to_stop(config, finished, tmp_path, monkeypatch, capsys, without_ending):
     """SIGTERM in step 7 ends that step, saves and asks for a restart, which then is the undisturbed run."""
     directory = tmp_path / "run"
     add = SkipCounter.add
@@ -203,8 +221,8 @@ def test_asked_to_stop(config, finished, tmp_path, monkeypatch, capsys):
     assert without_times(directory) == without_times(finished)
 
 
-def test_changes_that_are_allowed_by_name(config, tmp_path, capsys):
-    """Another learning rate, then another depth, each asked for by name; anything else is still refused."""
+def test_changes_that_are_allowed_by_name(config, tmp_path, capsys, without_ending):
+    """Another learning rate and another depth, each asked for by name; anything else is still refused."""
     directory = tmp_path / "run"
     words = ["train", config, "--run.dir", str(directory), "--evaluation.harder=0"]
     assert main([*words, "--training.steps=3"]) == 0
@@ -213,24 +231,27 @@ def test_changes_that_are_allowed_by_name(config, tmp_path, capsys):
     slower = [*words, "--training.learning_rate=3e-3", "--checkpoint.allow"]
     assert main([*slower, "learning_rate", "--model.num_experts=8"]) == 2
     assert "model.num_experts: 6 -> 8" in error_of(capsys)
-    assert main([*slower, "learning_rate", "--training.steps=6"]) == 0
+    deeper = ["--model.depth=3", "--training.steps=6"]
+    assert main([*slower, "learning_rate", *deeper]) == 2
+    assert "model.depth: 2 -> 3" in error_of(capsys)
+    assert main([*slower, "learning_rate,depth", *deeper]) == 0
     assert [r["learning_rate"] for r in read_metrics(directory) if "loss" in r] == pytest.approx(
         [5e-3, 1e-2, 1e-2, 3e-3, 3e-3]
     )
-    deeper = [*slower, "learning_rate,depth", "--model.depth=3", "--training.steps=9"]
-    assert main(deeper) == 0
-    assert "depth 2 of checkpoint 6 becomes 3" in capsys.readouterr().out
-    before, after = load_run(directory, step=6), load_run(directory)
+    assert "depth 2 of checkpoint 3 becomes 3" in capsys.readouterr().out
+    before, after = load_run(directory, step=3), load_run(directory)
     assert (before.config.model.depth, after.config.model.depth) == (2, 3)
     biases = [model.model_state["balancing"]["sequence_attention"] for model in (before, after)]
     assert [bias.shape for bias in biases] == [(2,), (3,)]
-    assert after.step == 9 and len([r for r in read_metrics(directory) if "loss" in r]) == 7
+    assert (before.step, after.step) == (3, 6)
 
 
 def test_a_layered_model_keeps_its_depth(config, tmp_path, capsys):
-    words = ["train", config, "--run.dir", str(tmp_path / "run"), "--model.variant=LA", "--evaluation.harder=0"]
-    assert main([*words, "--training.steps=1"]) == 0
-    assert main([*words, "--model.depth=3", "--checkpoint.allow=depth"]) == 2
+    words = ["--run.dir", str(tmp_path / "run"), "--model.variant=LA"]
+    loaded = load_config(config, words).config
+    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), build(loaded.model).shapes[1])
+    write_small_run(loaded, drawn_params(loaded.model), state)
+    assert main(["train", config, *words, "--model.depth=3", "--checkpoint.allow=depth"]) == 2
     assert "can't be given another depth" in error_of(capsys)
 
 

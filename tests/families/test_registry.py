@@ -46,9 +46,9 @@ def program(family: str, devices: int, dtype: str) -> tuple[Config, Any, Any]:
 
 
 @functools.cache
-def initial(family: str, devices: int) -> Any:
-    """The fresh state on the host; bfloat16 begins with the same."""
-    config, mesh, _ = program(family, devices, "float32")
+def initial(family: str) -> Any:
+    """The fresh state of eight devices on the host; all begin with the same (tests/parallel/test_meshes.py)."""
+    config, mesh, _ = program(family, 8, "float32")
     return jax.device_get(create_state(config, mesh))
 
 
@@ -63,7 +63,7 @@ def steps(family: str, devices: int, dtype: str = "float32", state: Any = None, 
     texts = build(config.model).flags.generates
     if state is None:
         shapes = abstract_state(config, mesh)
-        state = jax.tree.map(lambda leaf, its: jax.device_put(leaf, its.sharding), initial(family, devices), shapes)
+        state = jax.tree.map(lambda leaf, its: jax.device_put(leaf, its.sharding), initial(family), shapes)
     losses = []
     for seed in range(int(state.step), 3):
         batch = random_batch(seed) if texts else puzzles(config.model, seed, rows=8, length=12)
