@@ -203,7 +203,7 @@ class Family(abc.ABC):
     @functools.cached_property
     def shapes(self) -> tuple[PyTree, dict[str, PyTree]]:
         """What `init` makes, with shapes in place of arrays."""
-        return jax.eval_shape(self.init, jax.random.key(0))
+        return _shapes(type(self), self.config)
 
     @property
     def boxed(self) -> PyTree:
@@ -406,3 +406,9 @@ class Family(abc.ABC):
 def depth_of(index: Any, total: Any) -> Depth:
     """A `Depth` from numbers or arrays."""
     return Depth(jnp.asarray(index, jnp.int32), jnp.asarray(total, jnp.int32))
+
+
+@functools.lru_cache(maxsize=32)
+def _shapes(family: type[Family], config: Any) -> tuple[PyTree, dict[str, PyTree]]:
+    """Of every model of these sizes, whatever it computes with: a run asks a dozen times, and tracing takes a while."""
+    return jax.eval_shape(family(config).init, jax.random.key(0))

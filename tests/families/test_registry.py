@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from dreamer_jax.blocks.operations import operations_of
 from dreamer_jax.config import models
 from dreamer_jax.config.sections import CheckpointConfig, Config, MeshConfig
 from dreamer_jax.config.values import experts_of
@@ -29,6 +30,19 @@ META = {"data": "d", "tokenizer": "t"}
 def test_every_family_is_tested():
     """Whoever registers a family gives its smallest model."""
     assert set(TINY_MODELS) == {family.key for family in models.at_hand()}
+
+
+@pytest.mark.parametrize("family", TINY_MODELS)
+def test_shapes_are_traced_once_for_all_models_of_one_size(family):
+    """Which may share them only because operations and observation change no parameter."""
+    config = TINY_MODELS[family]
+    other = build(config, operations_of("pallas"), observe=True)
+    assert other.shapes is build(config).shapes
+    own = jax.eval_shape(other.init, jax.random.key(0))
+    assert jax.tree.structure(own) == jax.tree.structure(other.shapes)
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), own, other.shapes))
+    wider = dataclasses.replace(config, vocab_size=config.vocab_size + 1)
+    assert build(wider).shapes is not other.shapes
 
 
 def on_devices(family: str, devices: int, dtype: str = "float32") -> Config:
