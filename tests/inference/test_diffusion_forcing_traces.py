@@ -13,6 +13,7 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.families import build
 from dreamer_jax.inference import DiffusionForcing, Engine, FoldedModel, engine, fold
 from tests.families import test_algoformer, test_huginn, test_ouro, test_universal
+from tests.outside import official_outputs
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -143,9 +144,7 @@ the weights of the golden file: tokens, recurrences at each one's predecessor, a
 @pytest.mark.slow  # each of the three compiles a model of eight layers
 @pytest.mark.parametrize("exit", OFFICIAL)
 def test_official_traces(exit):
-    if not test_huginn.GOLDEN.is_dir():
-        pytest.skip("the official outputs aren't here")
-    arrays = np.load(test_huginn.GOLDEN / "huginn_tiny.npz")
+    arrays, _ = official_outputs("huginn_tiny")
     tensors = {name[2:]: arrays[name] for name in arrays.files if name.startswith("w/")}
     config = dataclasses.replace(test_huginn.OFFICIAL, state_std=1e-30, cache="compress-s4")
     model = fold(config, test_huginn.params_of(tensors, config), {}, 8)
