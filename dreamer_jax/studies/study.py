@@ -24,6 +24,7 @@ from dreamer_jax.runs.folders import open_run, write_atomically
 from dreamer_jax.runs.metrics import read_metrics
 from dreamer_jax.runs.models import locate_run
 from dreamer_jax.studies.depths import FILE as DEPTHS
+from dreamer_jax.studies.depths import takes
 from dreamer_jax.studies.jobs import Job, run_jobs
 from dreamer_jax.studies.study_file import LOSS, Member, StudyFile, Sweep, Task
 from dreamer_jax.training.figures import heldout_curve
@@ -150,7 +151,10 @@ def _job(entrant: Entrant, folder: Path, name: str, seed: int, depths: str) -> J
 
 
 def _runs(study: StudyFile, entrant: Entrant, folder: Path) -> list[Job]:
-    depths = "usual" if study.depths is None else ",".join(map(str, study.depths))
+    depths = "usual"
+    if study.depths is not None:  # a layered member is evaluated at those that it has
+        family = build(entrant.loaded.config.model)
+        depths = ",".join(str(depth) for depth in study.depths if takes(family, depth))
     return [_job(entrant, folder, f"seed{seed}", seed, depths) for seed in range(study.seeds)]
 
 

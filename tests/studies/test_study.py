@@ -61,6 +61,18 @@ def test_a_task_comes_before_a_member_and_the_command_line_last(tmp_path):
     assert quick(study).seeds == 1 and quick(study).tasks[0].tokens == 63
 
 
+def test_a_layered_member_is_evaluated_at_the_depths_that_it_has(tmp_path, monkeypatch):
+    text = STUDY.replace("seeds: 2", "seeds: 1\nmatch: none\ndepths: [1, 2, 4]")
+    layered = "{family: dreamer, variant: LA, sa_heads: 2, sa_kv_heads: 1, sa_head_size: 8, num_experts: 4}"
+    text += f"  layered: {{model: {layered}}}\n"
+    asked: dict[str, str] = {}
+    monkeypatch.setattr(
+        study_module, "run_jobs", lambda jobs, *_: asked.update((job.name, job.depths) for job in jobs) or 75
+    )
+    conduct(read_study(written(tmp_path, text)), [], tmp_path, 1, lambda _: None)
+    assert asked["easy/layered/seed0"] == "1,2" and asked["easy/plain/seed0"] == "1,2,4"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
