@@ -8,6 +8,7 @@ three.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -18,9 +19,12 @@ from typing import Any
 
 EXIT_CODE = 130
 PATIENCE = 3.0
-"""Seconds that a command gets to end after the second Ctrl-C; saving a checkpoint isn't harmed by its end."""
+"""Seconds that a command gets after a second Ctrl-C behind one that it hasn't noticed; checkpoints bear the end."""
 AGAIN = 0.05
 """Seconds after which an interrupt that was swallowed comes again."""
+
+_unnoticed = 0
+"""How often Ctrl-C was pressed since `_on_interrupt` has run; training has its own handler, which doesn't count."""
 
 
 def prepare() -> None:
@@ -50,7 +54,18 @@ def leave() -> None:
     os._exit(EXIT_CODE)
 
 
+def end() -> None:
+    """End the process after a command that was interrupted: without Python's own end, which crashes in XLA's threads if
+    they are still at work."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(EXIT_CODE)
+
+
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    global _unnoticed
+    _unnoticed = 0
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             leave()  # nothing has begun that would have to be cleaned up
@@ -59,17 +74,18 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _watch(reading: int) -> None:
-    """Ends the process some time after the second Ctrl-C, and at once after the third."""
-    count = 0
+    """Ends the process some time after the second Ctrl-C that hasn't been noticed, and at once after the third."""
+    global _unnoticed
     while True:
-        for number in os.read(reading, 64):
-            count += number == signal.SIGINT
-        if count == 2:
+        pressed = os.read(reading, 64).count(signal.SIGINT)
+        _unnoticed += pressed
+        if _unnoticed == 2:
             threading.Thread(target=_leave_later, daemon=True).start()
-        elif count > 2:
+        elif _unnoticed > 2:
             leave()
 
 
 def _leave_later() -> None:
     time.sleep(PATIENCE)
-    leave()
+    if _unnoticed > 1:
+        leave()

@@ -106,7 +106,10 @@ def entry() -> int:
     interrupts.prepare()
     if words[:1] in COMPILING:
         os.environ.update(program_cache.settings())
-    return main()
+    code = main()
+    if code == interrupts.EXIT_CODE:
+        interrupts.end()
+    return code
 
 
 FIRST_STEPS = """\

@@ -59,6 +59,12 @@ def test_the_second_ends_a_call_that_knows_no_signals():
     assert outcome(LONG_CALL) == (130, "", "dreamer: interrupted\n")
 
 
+def test_those_that_are_noticed_do_not_add_up():
+    """As in a chat, whose answers it stops, time and again."""
+    answer = "try:\n    press(0.1)\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    pass\n"
+    assert outcome(f"{answer * 4}time.sleep(0.5)\nprint('still here')") == (0, "still here\n", "")
+
+
 def test_everywhere_else_it_is_pythons_own():
     code, said, _ = outcome("press(0.1)\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('caught')")
     assert (code, said) == (0, "caught\n")
