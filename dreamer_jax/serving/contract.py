@@ -1,0 +1,164 @@
+"""What a served engine takes and gives: requests, pieces of their answers, and a picture of what it does.
+
+One thread owns the engine. Others hand in requests and cancel them; what comes of a request is delivered from the
+engine's thread, so whoever takes it must not wait there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+from dreamer_jax.inference.samplers import Sampler, Static
+from dreamer_jax.inference.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to be continued.
+
+    Attributes:
+        prompt: token ids, at least one.
+        max_tokens: most tokens that it gets.
+        sampling: how they are chosen; with `number` its seed decides every draw, whatever else is computed beside it.
+        sampler: how they go through the depths.
+        depth: L of its passes; None for the engine's.
+        number: of this text among those of the same prompt and seed.
+        logprobs: of how many likeliest tokens logarithms are wanted beside the chosen one's; None for none at all.
+        stop_ids: tokens that end it.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    sampler: Sampler = field(default_factory=Static)
+    depth: int | None = None
+    number: int = 0
+    logprobs: int | None = None
+    stop_ids: tuple[int, ...] = ()
+
+
+class Token(NamedTuple):
+    """One token of an answer.
+
+    Attributes:
+        id: of the token.
+        depth: how many depths its predecessor went through.
+        logprob: natural logarithm of its probability before temperature and filters; None if it wasn't asked for.
+        likeliest: the likeliest tokens with theirs, in order.
+    """
+
+    id: int
+    depth: int
+    logprob: float | None = None
+    likeliest: tuple[tuple[int, float], ...] = ()
+
+
+Finish = Literal["stop", "length", "cancelled", "failed"]
+"""How an answer ends: a stop token (which isn't delivered), `max_tokens`, somebody's wish, a fault of the engine."""
+
+
+class Update(NamedTuple):
+    """More of an answer: its next tokens, and how it ends if it does. Nothing is delivered after that."""
+
+    tokens: tuple[Token, ...]
+    finish: Finish | None = None
+
+
+Deliver = Callable[[Update], None]
+"""Takes an update, in the engine's thread."""
+
+
+class QueueFull(Exception):
+    """More requests wait than the engine takes."""
+
+
+class TooLong(Exception):
+    """The prompt and its answer don't fit the engine's context."""
+
+
+class Closed(Exception):
+    """The engine takes no requests: it isn't ready yet, or it is stopping."""
+
+
+class RowView(NamedTuple):
+    """A request that is being computed.
+
+    Attributes:
+        request: its number.
+        sampler: its name.
+        position: of its newest token that is certain.
+        depths: of its positions in flight, the oldest first, how many depths each has gone through.
+        tokens: delivered so far.
+        mean_depth: of them.
+    """
+
+    request: int
+    sampler: str
+    position: int
+    depths: tuple[int, ...]
+    tokens: int
+    mean_depth: float
+
+
+class View(NamedTuple):
+    """The engine at a moment. Counts are since its start.
+
+    Attributes:
+        rows: what its slots hold; None for a free one.
+        queue: requests that wait.
+        depth: L.
+        pages, free_pages: of keys and values. Free ones may hold prefixes that are kept for equal prompts.
+        prompt_tokens, shared_tokens: of prompts; those of them whose keys were there already.
+        tokens, depths: generated; and the depths that they went through, added up.
+        steps, row_steps, busy_row_steps: depth steps; places for positions in them; places that took one further.
+        finished: answers by how they ended.
+        share_of_bound: of the speed-up that exit depths allow, what the engine has reached (docs/serving.md); None
+            before there is something to divide by.
+    """
+
+    rows: tuple[RowView | None, ...]
+    queue: int
+    depth: int
+    pages: int
+    free_pages: int
+    prompt_tokens: int
+    shared_tokens: int
+    tokens: int
+    depths: int
+    steps: int
+    row_steps: int
+    busy_row_steps: int
+    finished: dict[str, int]
+    share_of_bound: float | None
+
+
+class ServingEngine(Protocol):
+    """What a server needs of an engine. Every method may be called from any thread."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether its programs are compiled and it takes requests."""
+        ...
+
+    def submit(self, request: Request, deliver: Deliver) -> int:
+        """Take a request; its number.
+
+        Raises:
+            QueueFull, TooLong, Closed: see there.
+            UserError: it can't be served, such as by a sampler that the model refuses.
+        """
+        ...
+
+    def cancel(self, number: int) -> None:
+        """End a request at the next step, if it is still there; it is delivered as "cancelled"."""
+        ...
+
+    def view(self) -> View:
+        """What it does now."""
+        ...
+
+    def close(self, grace: float) -> None:
+        """Take no further requests, finish those that are here within so many seconds, cancel the rest, and end."""
+        ...
