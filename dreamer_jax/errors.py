@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+INTERRUPTED_EXIT_CODE = 130
+"""Exit code after Ctrl-C, as of a process that died of it."""
 RESTART_EXIT_CODE = 75
 """Exit code of a run that was asked to stop, has saved its state and wants to be started again (EX_TEMPFAIL)."""
 

@@ -54,12 +54,13 @@ if [[ "$(cat "$venv/installed" 2>/dev/null || true)" != "$stamp" ]]; then
         echo "   the extra 'export' can't be installed here: tests that need torch will be skipped" >&2
     timeout 300 bash -c "install eval" ||
         echo "   the extra 'eval' can't be installed here: tests of lm-eval and math-verify will be skipped" >&2
-    "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
+    [[ -n "$newest" ]] || # then `install` has brought it already
+        "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
     echo "$stamp" >"$venv/installed"
     echo "   $((SECONDS - start)) s"
 fi
 
-if [[ " $* " == *" aot "* ]]; then # those tests compile for TPUs, with the libtpu that belongs to the jax that is here
+if [[ " $* " == *" -m aot "* ]]; then # those tests compile for TPUs, with the libtpu that belongs to the jax that is here
     what=('jax[tpu]')
     [[ -n "$newest" ]] || what+=(-c requirements/test.lock)
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check "${what[@]}"

@@ -14,6 +14,9 @@ import jax.numpy as jnp
 from dreamer_jax.blocks.operations import Operations
 from dreamer_jax.blocks.positions import Depth
 
+NOWHERE = 1 << 30
+"""A position outside of all slots: it is computed, and leaves nothing."""
+
 
 class Context(NamedTuple):
     """What every depth of a pass sees unchanged; it gets no gradient.

@@ -17,7 +17,8 @@ import time
 from types import FrameType
 from typing import Any
 
-EXIT_CODE = 130
+from dreamer_jax.errors import INTERRUPTED_EXIT_CODE
+
 PATIENCE = 3.0
 """Seconds that a command gets after a second Ctrl-C behind one that it hasn't noticed; checkpoints bear the end."""
 AGAIN = 0.05
@@ -51,7 +52,7 @@ def prepare() -> None:
 def leave() -> None:
     """End the process now, with one line."""
     os.write(2, b"dreamer: interrupted\n")
-    os._exit(EXIT_CODE)
+    os._exit(INTERRUPTED_EXIT_CODE)
 
 
 def end() -> None:
@@ -60,7 +61,7 @@ def end() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(EXIT_CODE)
+    os._exit(INTERRUPTED_EXIT_CODE)
 
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:

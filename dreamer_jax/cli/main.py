@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from dreamer_jax import __version__, program_cache
 from dreamer_jax.cli import interrupts
-from dreamer_jax.errors import UserError, how_to_install
+from dreamer_jax.errors import INTERRUPTED_EXIT_CODE, UserError, how_to_install
 
 COMMANDS = {
     "train": ("dreamer_jax.cli.train", "train a model, or go on with a run"),
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("dreamer: interrupted", file=sys.stderr)
-        return interrupts.EXIT_CODE
+        return INTERRUPTED_EXIT_CODE
 
 
 def entry() -> int:
@@ -107,7 +107,7 @@ def entry() -> int:
     if words[:1] in COMPILING:
         os.environ.update(program_cache.settings())
     code = main()
-    if code == interrupts.EXIT_CODE:
+    if code == INTERRUPTED_EXIT_CODE:
         interrupts.end()
     return code
 

@@ -33,7 +33,7 @@ from dreamer_jax.blocks.feed_forward import FeedForward
 from dreamer_jax.blocks.head import Embedding, Head, embed
 from dreamer_jax.blocks.layer import Layer, init_layers, layer_shares
 from dreamer_jax.blocks.loss import cross_entropy
-from dreamer_jax.blocks.memory import Context, Fresh, Memory, Slots, Unread
+from dreamer_jax.blocks.memory import NOWHERE, Context, Fresh, Memory, Slots, Unread
 from dreamer_jax.blocks.norms import RMSNorm, rms_norm
 from dreamer_jax.blocks.operations import REFERENCE
 from dreamer_jax.blocks.parameters import Parameter, is_box, normal
@@ -269,7 +269,7 @@ class Recursive(Family):
         weights, loops = self.weights(params), len(memory.core.keys) // self.applied
 
         def fill(b: jax.Array, slots: SharedSlots) -> SharedSlots:
-            places = jnp.where(b > depths, positions, slots.keys.shape[2])[:, None]  # outside: nothing is written
+            places = jnp.where(b > depths, positions, NOWHERE)[:, None]
             context = Context(jnp.ones_like(places), places)
             for i, its in enumerate(self.layers_of(weights.of(b))):
                 x = state

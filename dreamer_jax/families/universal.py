@@ -25,7 +25,7 @@ from dreamer_jax.blocks.counting import Share
 from dreamer_jax.blocks.feed_forward import MLP
 from dreamer_jax.blocks.halting import HaltingUnit, Pondered, ponder
 from dreamer_jax.blocks.head import Embedding, Head, embed
-from dreamer_jax.blocks.memory import Context, Fresh, Memory, Slots, Unread
+from dreamer_jax.blocks.memory import NOWHERE, Context, Fresh, Memory, Slots, Unread
 from dreamer_jax.blocks.norms import LayerNorm
 from dreamer_jax.blocks.operations import REFERENCE
 from dreamer_jax.blocks.parameters import Parameter, normal
@@ -205,7 +205,7 @@ class Universal(Family):
         attention = self.layer.attention
 
         def fill(l: jax.Array, slots: Slots) -> Slots:
-            places = jnp.where(l > depths, positions, slots.keys.shape[2])[:, None]  # outside: nothing is written
+            places = jnp.where(l > depths, positions, NOWHERE)[:, None]
             context, depth = Context(jnp.ones_like(places), places), depth_of(l, len(slots.keys))
             x = self.signals(state.x, places, depth)
             found: Any = attention.apply({"params": params["layer"]["attention"]}, x, depth, Unread(slots), context)

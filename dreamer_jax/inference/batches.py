@@ -90,7 +90,7 @@ class RowBatch:
             return self._begin_at_once()
         hidden, self._slots = self._prefill()
         self._carried = self._programs.carry(self._model, self._sampler.program, len(self._lengths))
-        self._progress = self._programs.first(
+        self._progress, _ = self._programs.first(
             Kinds(self._kinds.choosing), self._model, hidden, self._lengths, self._numbers, self._limits, self._asked(1)
         )
         new = fetch(self._progress.last)[0][:, None]
@@ -103,7 +103,8 @@ class RowBatch:
         self._carried = self._sampler.with_prompts(carried, jnp.asarray(tokens))
         newest = self._lengths - 1
         last = tokens[np.arange(len(newest)), newest]
-        where = last, newest, newest >= self._limits, self._numbers, self._limits
+        depths = np.full_like(newest, self._model.total_depth)
+        where = last, newest, newest >= self._limits, self._numbers, self._limits, depths
         self._progress = Progress(*(jnp.asarray(each) for each in where))
 
     def advance(self, block: int) -> None:

@@ -88,7 +88,12 @@ class FoldedModel(flax.struct.PyTreeNode):
         return jax.tree.map(lambda leaf: leaf.reshape(batch, size, *leaf.shape[2:]), state)
 
     def step(
-        self, flight: Flight, positions: jax.Array, depths: jax.Array | int, slots: PyTree
+        self,
+        flight: Flight,
+        positions: jax.Array,
+        depths: jax.Array | int,
+        slots: PyTree,
+        total: jax.Array | None = None,
     ) -> tuple[Flight, PyTree]:
         """One depth step of a set of positions.
 
@@ -98,11 +103,12 @@ class FoldedModel(flax.struct.PyTreeNode):
                 slots is computed but leaves nothing there.
             depths: l of each position, [B, P] int32, or one number for all, which is faster.
             slots: hold what earlier positions have left at these depths.
+            total: L of each position's pass, like `depths`, at most the model's; None for the model's.
 
         Returns:
             The flight at depths + 1, and the slots with these positions at `depths`.
         """
-        depth = Depth(jnp.asarray(depths, jnp.int32), jnp.int32(self.total_depth))
+        depth = Depth(jnp.asarray(depths, jnp.int32), jnp.int32(self.total_depth) if total is None else total)
         weights = self.family.weights(self.params).of(depth.flat().index)
         memory, context = Memory(slots, flight.depths), self._context(positions)
         stepped = self.family.step(weights, flight.state, flight.inputs, depth, memory, context)

@@ -67,11 +67,12 @@ def first(
     rows: jax.Array,
     limits: jax.Array,
     asked: Asked,
-) -> Progress:
-    """The first token after prompts of these lengths [B], from what `prefill` has found for them [B, h]."""
-    token = asked.choose(kinds.choosing, model.logits(hidden), rows, lengths)
-    done = jnp.isin(token, asked.stop_ids) | (lengths >= limits)
-    return Progress(token, lengths, done, rows, limits)
+) -> tuple[Progress, Any]:
+    """The first token after prompts of these lengths [B], from what `prefill` has found for them [B, h]; and its
+    `Logprobs`, or ()."""
+    token, logprobs = asked.choose(kinds.choosing, model.logits(hidden), rows, lengths)
+    done = asked.ends(token) | (lengths >= limits)
+    return Progress(token, lengths, done, rows, limits, jnp.full_like(lengths, model.total_depth)), logprobs
 
 
 def decode(
@@ -121,8 +122,8 @@ class Programs:
         self._sharding = sharding
         progress, carried = rows, Carried(rows, slots)
         self.prefill = self._jit(prefill, (model, rows, rows, rows, slots, rows), (rows, slots), donate=(5, 6))
-        self.first = self._jit(first, (model, rows, rows, rows, rows, same), progress)
-        block = Block(rows, rows, progress, slots, carried, rows)
+        self.first = self._jit(first, (model, rows, rows, rows, rows, same), (progress, rows))
+        block = Block(rows, rows, progress, slots, carried, rows, rows)
         self.decode = self._jit(decode, (model, progress, slots, carried, same), block, donate=(3, 4))
         self.score = self._jit(score, (model, rows, rows, same, slots), (rows, rows, slots), donate=(5,))
         self.empty_slots: Any = self._made(FoldedModel.empty_slots, slots)

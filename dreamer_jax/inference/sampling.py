@@ -72,7 +72,7 @@ class Sampling:
 
 
 class SamplingNumbers(NamedTuple):
-    """`Sampling` as scalars, float32, the seed uint32."""
+    """`Sampling` as scalars, float32, the seed uint32; or as [B], one for each row."""
 
     temperature: jax.Array
     top_k: jax.Array
@@ -91,42 +91,55 @@ def choose(
         numbers: see `Sampling`.
         rows: [B] int32, the number of each row among all that are generated.
         positions: [B] int32, of the token that is chosen.
-        draws, ranks: of `Sampling`; static.
+        draws, ranks: of `Sampling`, or whether any row has them; static.
 
     Returns:
         [B] int32.
     """
+    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if not draws:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    kept = keep(logits / numbers.temperature, numbers, ranks)
-    return jax.vmap(jax.random.categorical)(draw_keys(numbers, rows, positions), kept).astype(jnp.int32)
+        return likeliest
+    kept = keep(tempered(logits, numbers), numbers, ranks)
+    drawn = jax.vmap(jax.random.categorical)(draw_keys(numbers, rows, positions), kept)
+    return jnp.where(numbers.temperature > 0, drawn, likeliest).astype(jnp.int32)
 
 
 def draw_keys(numbers: SamplingNumbers, rows: jax.Array, positions: jax.Array) -> jax.Array:
     """The keys that tokens at these positions of these rows are drawn with, all of one shape."""
 
-    def key(row: jax.Array, position: jax.Array) -> jax.Array:
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(numbers.seed), row), position)
+    def key(seed: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), position)
 
-    return jax.vmap(key)(rows.reshape(-1), positions.reshape(-1)).reshape(rows.shape)
+    seeds = jnp.broadcast_to(by_row(numbers.seed, rows), rows.shape)
+    return jax.vmap(key)(seeds.reshape(-1), rows.reshape(-1), positions.reshape(-1)).reshape(rows.shape)
+
+
+def by_row(number: jax.Array, like: jax.Array) -> jax.Array:
+    """A number [], or one of each row [B], that broadcasts against [B, ...]."""
+    return number.reshape(-1, *[1] * (like.ndim - 1)) if number.ndim else number
+
+
+def tempered(logits: jax.Array, numbers: SamplingNumbers) -> jax.Array:
+    """Logits [B, ..., V] divided by the temperature; those of greedy rows as they are."""
+    return logits / by_row(jnp.where(numbers.temperature > 0, numbers.temperature, 1), logits)
 
 
 def probabilities(logits: jax.Array, numbers: SamplingNumbers, ranks: bool) -> jax.Array:
     """What tokens are drawn with, [..., V] like the logits; `ranks` of `Sampling`."""
-    return jax.nn.softmax(keep(logits / numbers.temperature, numbers, ranks), axis=-1)
+    return jax.nn.softmax(keep(tempered(logits, numbers), numbers, ranks), axis=-1)
 
 
 def keep(logits: jax.Array, numbers: SamplingNumbers, ranks: bool) -> jax.Array:
-    """Logits [..., V], after the temperature, with -inf for every token that top-k, top-p or min-p leaves out."""
+    """Logits [B, ..., V], after the temperature, with -inf for every token that top-k, top-p or min-p leaves out."""
     if ranks:
         ordered = -jnp.sort(-logits, axis=-1)
-        rank = jnp.arange(logits.shape[-1])
-        ordered = jnp.where((rank < numbers.top_k) | (numbers.top_k == 0), ordered, -jnp.inf)
+        rank, top_k = jnp.arange(logits.shape[-1]), by_row(numbers.top_k, logits)
+        ordered = jnp.where((rank < top_k) | (top_k == 0), ordered, -jnp.inf)
         likelihood = jax.nn.softmax(ordered, axis=-1)
         before = jnp.cumsum(likelihood, axis=-1) - likelihood
         # The likeliest always stays: nothing comes before it.
-        inside = (before < numbers.top_p) & (ordered > -jnp.inf)
+        inside = (before < by_row(numbers.top_p, logits)) & (ordered > -jnp.inf)
         border = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits >= border, logits, -jnp.inf)
-    least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(numbers.min_p)  # log(0) leaves all
+    least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(by_row(numbers.min_p, logits))  # log(0) leaves all
     return jnp.where(logits >= least, logits, -jnp.inf)

@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dreamer_jax.blocks.memory import NOWHERE
 from dreamer_jax.errors import UserError
 from dreamer_jax.inference.batches import Finished, Generated, RowBatch
 from dreamer_jax.inference.model import FoldedModel
 from dreamer_jax.inference.programs import programs_for
-from dreamer_jax.inference.samplers.contract import DECODE_BLOCK, NOWHERE
+from dreamer_jax.inference.samplers.contract import DECODE_BLOCK
 from dreamer_jax.inference.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -101,9 +102,9 @@ class RecordedModel(FoldedModel):
         jax.debug.callback(self.recorder.entered, tokens, positions, ordered=True)
         return super().enter(tokens, positions, slots, *others)
 
-    def step(self, flight, positions, depths, slots):
+    def step(self, flight, positions, depths, slots, total=None):
         """As of `FoldedModel`; what a coda leaves in the slots for reading off early is dropped."""
-        flight, slots = super().step(flight, positions, depths, slots)
+        flight, slots = super().step(flight, positions, depths, slots, total)
         predicted = jnp.argmax(self.logits(self.leave(flight, positions, slots)[0]), axis=-1)
         depths = jnp.broadcast_to(depths, positions.shape)
         jax.debug.callback(self.recorder.stepped, positions, depths, predicted, ordered=True)

@@ -13,12 +13,10 @@ from collections.abc import Callable
 import jax
 from jax.experimental import multihost_utils
 
-from dreamer_jax.errors import RESTART_EXIT_CODE
+from dreamer_jax.errors import INTERRUPTED_EXIT_CODE, RESTART_EXIT_CODE
 
 METADATA_SECONDS = 5.0
 """Between two looks at the metadata server."""
-
-INTERRUPTED_EXIT_CODE = 130
 
 
 class StopRequest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,27 +40,35 @@ def sequence_attention(
         own = (jnp.maximum(depths, 0), jnp.arange(batch)[:, None, None], jnp.arange(slots))
         own_keys, own_values = ((c[own][:, 0] if depths.shape[1] == 1 else c[own]) for c in (keys, values))
         part = _attend(grouped, own_keys, own_values, (jnp.arange(slots) <= at) & (depths >= 0))
-    elif depths.ndim:  # every position has keys of its own
-        rows = jnp.arange(batch)[:, None]
-        part = _attend(grouped, keys[depths, rows], values[depths, rows], jnp.arange(slots) <= at)
     elif slots <= SHORT or slots % SLOTS_AT_ONCE:
-        own_keys, own_values = (jax.lax.dynamic_index_in_dim(c, depths, 0, keepdims=False) for c in (keys, values))
+        own_keys, own_values = (_at_depths(c, depths, 0, slots) for c in (keys, values))
         part = _attend(grouped, own_keys, own_values, jnp.arange(slots) <= at)
     else:
 
         def block(n: jax.Array, before: _Part) -> _Part:
             start = n * SLOTS_AT_ONCE
-            shape = (1, batch, SLOTS_AT_ONCE, kv_heads, size)
-            own_keys, own_values = (
-                jax.lax.dynamic_slice(c, (depths, 0, start, 0, 0), shape)[0] for c in (keys, values)
-            )
+            own_keys, own_values = (_at_depths(c, depths, start, SLOTS_AT_ONCE) for c in (keys, values))
             return _join(before, _attend(grouped, own_keys, own_values, start + jnp.arange(SLOTS_AT_ONCE) <= at))
 
         rows = (batch, queries, kv_heads, heads // kv_heads)
         nothing = _Part(jnp.full(rows, LEAST, jnp.float32), jnp.zeros(rows), jnp.zeros((*rows, size)))
-        used = jnp.minimum(jnp.max(positions), slots - 1) // SLOTS_AT_ONCE + 1
+        # Positions outside of all slots, whose outcome nobody asks for, don't make the others read further.
+        inside = jnp.where(positions < slots, positions, 0)
+        used = jnp.max(inside) // SLOTS_AT_ONCE + 1
         part = jax.lax.fori_loop(0, used, block, nothing)
     return (part.summed / part.total[..., None]).astype(q.dtype).reshape(q.shape)
+
+
+def _at_depths(cache: jax.Array, depths: jax.Array, start: Any, count: int) -> jax.Array:
+    """Slots start .. start + count - 1 of a cache [L, B, S, kv, d]: at one depth [B, count, kv, d], or at those of
+    positions [B, P, count, kv, d], without P where it is 1."""
+    if depths.ndim:  # every position has keys of its own
+        rows = jnp.arange(cache.shape[1])[:, None, None]
+        own = cache[depths[..., None], rows, start + jnp.arange(count)]
+        return own[:, 0] if depths.shape[1] == 1 else own
+    sizes = 1, cache.shape[1], count, *cache.shape[3:]
+    first = [jnp.int32(index) for index in (depths, 0, start, 0, 0)]
+    return jax.lax.dynamic_slice(cache, first, sizes)[0]
 
 
 LEAST = -1e30

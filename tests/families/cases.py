@@ -24,6 +24,9 @@ from dreamer_jax.config.models.recursive import RecursiveConfig
 from dreamer_jax.config.models.universal import UniversalConfig
 from dreamer_jax.families import build, forward, initialise
 from dreamer_jax.inference.model import FoldedModel
+from dreamer_jax.inference.samplers import adaptive, one_by_one
+from dreamer_jax.inference.samplers.contract import Asked, Choosing, Progress
+from dreamer_jax.inference.sampling import Sampling
 
 VARIANTS = ("LA", "LA+DA", "DR", "DR+DA")
 MIXINGS = ("sequential", "parallel_attention", "parallel")
@@ -200,6 +203,23 @@ def logits_in_flight(model: FoldedModel, tokens: jax.Array, places: jax.Array, s
     entered = model.enter(tokens, places, slots)
     flight, slots = jax.lax.fori_loop(0, places.shape[1] + depth - 1, at, entered)
     return model.logits(model.leave(flight, places, slots)[0])
+
+
+@functools.partial(jax.jit, static_argnames="criterion")
+def until_stopped(
+    model: FoldedModel, tokens: jax.Array, places: jax.Array, slots: Any, criterion: Any = None, *numbers
+):
+    """Tokens [B, 1] at these places through the depths until they stop: logarithms of the probabilities of what follows
+    [B, V], the slots, and depths taken [B]. `criterion` of `Adaptive`, with its numbers; None: the family decides."""
+    rows, vocabulary = tokens.shape[0], model.config.vocab_size
+    its = one_by_one.NEVER if criterion is None else adaptive.rule(criterion, *numbers)
+    none, last = jnp.zeros(rows, jnp.int32), tokens[:, 0].astype(jnp.int32)
+    progress = Progress(last, places[:, 0], none > 0, none, none + OUTSIDE, none + model.total_depth)
+    asked = Asked(jnp.int32(1), jnp.array([-1]), Sampling().numbers(), ())
+    carried = one_by_one.carry(model, rows, its)
+    block = one_by_one.decode(Choosing(logprobs=vocabulary), model, progress, slots, carried, asked, its)
+    logs = jnp.zeros((rows, vocabulary)).at[jnp.arange(rows)[:, None], block.logprobs.ids[:, 0]]
+    return logs.set(block.logprobs.values[:, 0]), block.slots, block.depths[:, 0]
 
 
 def relative_error(actual: Any, expected: Any) -> float:

@@ -21,9 +21,8 @@ from dreamer_jax.config.models.recursive import RecursiveConfig
 from dreamer_jax.errors import ConfigError, UserError
 from dreamer_jax.families import build, depth_of, forward
 from dreamer_jax.inference import Adaptive, Engine, fold
-from dreamer_jax.inference.samplers.one_by_one import until_stopped
 from dreamer_jax.inference.sharding import shard
-from tests.families.cases import drawn_params, logits_in_flight
+from tests.families.cases import drawn_params, logits_in_flight, until_stopped
 from tests.families.plain_recursive import PlainRecursive, softmax, wide
 
 TINY = RecursiveConfig(
@@ -209,15 +208,15 @@ def test_a_token_stops_where_the_rule_says(rule):
     config = dataclasses.replace(TINY, **RULES[rule])
     params = drawn_params(TINY)
     model = fold(config, params, {})
-    settled, slots, prompt = jit(until_stopped), model.empty_slots(ROWS, LENGTH), 0
+    slots, prompt = model.empty_slots(ROWS, LENGTH), 0
     rows = [PlainRecursive(config, wide(params)).row(tokens, prompt) for tokens in TOKENS]
     wanted, loops = (np.stack(each) for each in list(zip(*rows, strict=True))[:2])
     assert len(np.unique(loops)) > 1 and (np.diff(loops) > 0).any(), loops
     for place in range(LENGTH):
         places = jnp.full((ROWS, 1), place)
-        hidden, slots, depths = settled(model, TOKENS[:, place, None], places, slots)
+        logs, slots, depths = until_stopped(model, TOKENS[:, place, None], places, slots)
         np.testing.assert_array_equal(depths, loops[:, place])
-        np.testing.assert_allclose(model.logits(hidden)[:, 0], wanted[:, place], atol=1e-4)
+        np.testing.assert_allclose(logs, jax.nn.log_softmax(wanted[:, place]), atol=1e-4)
     assert np.abs(wanted - plainly("cycle")[0]).max() > 1e-2
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +13,13 @@ import pytest
 
 from dreamer_jax.errors import UserError
 from dreamer_jax.inference import SAMPLERS, Adaptive, Engine, fold
-from dreamer_jax.inference.samplers.adaptive import rule
+from dreamer_jax.inference.batches import RowBatch
+from dreamer_jax.inference.model import FoldedModel
+from dreamer_jax.inference.programs import Kinds, programs_for
+from dreamer_jax.inference.samplers.contract import Choosing
 from dreamer_jax.inference.samplers.criteria import CRITERIA
-from dreamer_jax.inference.samplers.one_by_one import until_stopped
+from dreamer_jax.inference.sampling import Sampling
+from tests.families.cases import until_stopped
 from tests.families.test_huginn import TINY, drawn_params
 
 DEPTH, ROWS, VOCABULARY = 9, 3, 32
@@ -85,12 +90,13 @@ def plain_values(criterion, checks):
 def stopping(criterion):
     """(threshold, least, every) -> depths of single tokens, jitted."""
 
-    @jax.jit
-    def run(tokens, *numbers):
-        places, slots = jnp.zeros((ROWS, 1), jnp.int32), model().empty_slots(ROWS, 1)
-        return until_stopped(model(), tokens, places, slots, rule(criterion, *numbers))[2]
+    places, slots = jnp.zeros((ROWS, 1), jnp.int32), model().empty_slots(ROWS, 1)
 
-    return lambda *numbers: np.asarray(run(TOKENS, *map(jnp.float32, numbers[:1]), *map(jnp.int32, numbers[1:])))
+    def run(threshold, *depths):
+        numbers = jnp.float32(threshold), *map(jnp.int32, depths)
+        return np.asarray(until_stopped(model(), TOKENS, places, slots, criterion, *numbers)[2])
+
+    return run
 
 
 @pytest.mark.parametrize("criterion", CRITERIA)
@@ -133,7 +139,6 @@ def test_every_criterion_has_the_threshold_of_the_published_code():
 
 def test_the_engine_compiles_once_for_all_numbers_of_a_criterion():
     """Thresholds, the least depth and the checks are run-time numbers; prompts go through all depths."""
-    from dreamer_jax.inference.programs import programs_for
 
     def depths(**settings):
         rows = Engine(model(), Adaptive("kl", **settings)).generate([[1, 2, 3], [4]], 5)
@@ -147,6 +152,84 @@ def test_the_engine_compiles_once_for_all_numbers_of_a_criterion():
     taken, counted = depths(threshold=1e-30, every=3)
     assert (taken == DEPTH).all() and counted == [(4 * DEPTH, 4 * DEPTH)] * 2
     assert programs_for(None).decode._cache_size() == programs
+
+
+PROMPTS = [[1, 2, 3], [4], [7, 8]]
+
+
+@functools.cache
+def engine(threshold=0.7):
+    return Engine(model(), Adaptive(threshold=threshold))
+
+
+class CountedModel(FoldedModel):
+    """A model that says when it steps."""
+
+    counter: list = flax.struct.field(pytree_node=False)
+
+    def step(self, *arguments):
+        jax.debug.callback(lambda: self.counter.append(1), ordered=True)
+        return super().step(*arguments)
+
+
+class Counter(list):
+    """Hashed as itself: a program belongs to one counter."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def test_rows_do_not_wait_for_each_other():
+    """A block of a batch takes as many steps as its slowest row alone, and not the deepest of every token; texts and
+    depths are those of the rows alone."""
+    alone = [engine().generate([prompt], 9)[0] for prompt in PROMPTS]
+    settings, counter = (9, Sampling(), (), engine().sampler), Counter()
+    batch = RowBatch(model(), programs_for(None), PROMPTS, [0] * 3, 3, *settings)
+    batch.begin()
+    its = model()
+    batch.decode_with(CountedModel(its.params, its.state, its.family, its.total_depth, counter))
+    batch.advance(32)
+    jax.effects_barrier()
+    assert [(row.tokens, row.depths) for row in batch.rows] == [(row.tokens, row.depths) for row in alone]
+    depths = np.array([row.depths[1:] for row in alone])
+    slowest = depths.sum(1).max()
+    assert len(counter) == slowest < depths.max(0).sum()
+    assert [row.steps for row in batch.rows] == depths.sum(1).tolist()
+
+
+def blocks(sampling, rounds, collect=1, threshold=0.7, logprobs=None):
+    """Texts of the prompts in blocks of so many rounds, whatever is on its way at their ends; and blocks taken."""
+    sampler = Adaptive(threshold=threshold)
+    batch = RowBatch(model(), programs_for(None), PROMPTS, [0] * 3, 3, 9, sampling, (), sampler)
+    batch.begin()
+    kinds = Kinds(Choosing(sampling.draws, sampling.ranks, logprobs), sampler.program)
+    texts, logs, count = [row.tokens[:] for row in batch.rows], [], 0
+    while not batch.done:
+        asked = batch._asked(32)._replace(rounds=jnp.int32(rounds), collect=jnp.int32(collect))
+        block = programs_for(None).decode(kinds, model(), batch._progress, batch._slots, batch._carried, asked)
+        batch._progress, batch._slots, batch._carried = block.progress, block.slots, block.carried
+        for text, new in zip(texts, block.tokens.tolist(), strict=True):
+            text += [token for token in new if token >= 0]
+        logs.append(block.logprobs)
+        count += 1
+    return texts, count, logs
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=3)])
+def test_a_block_may_end_anywhere(sampling):
+    """Positions go on from the depth that they had come to, also where heads are applied to several rows at once."""
+    whole = [row.tokens for row in engine().generate(PROMPTS, 9, sampling, numbers=[0] * 3)]
+    found, one = zip(*(blocks(sampling, *rounds)[:2] for rounds in ((1000, 1), (3, 1), (3, 3))), strict=True)
+    assert all(texts == whole for texts in found) and one[0] == 1 < one[1] <= one[2]
+
+
+def test_logarithms_of_probabilities():
+    """Of greedy tokens the chosen one is the likeliest; probabilities of the whole vocabulary add up to 1."""
+    texts, _, (logs,) = blocks(Sampling(), 1000, logprobs=VOCABULARY)
+    for row, text in enumerate(texts):
+        assert logs.ids[row, :8, 0].tolist() == text[1:]
+        np.testing.assert_array_equal(logs.values[row, :8, 0], logs.chosen[row, :8])
+        np.testing.assert_allclose(np.exp(logs.values[row, :8]).sum(-1), 1, atol=1e-5)
+        assert (np.diff(logs.values[row, :8]) <= 0).all()
 
 
 def test_settings_that_are_refused():

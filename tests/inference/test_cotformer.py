@@ -13,9 +13,8 @@ from dreamer_jax.families import build, depth_of
 from dreamer_jax.families.cotformer import State
 from dreamer_jax.inference import Engine, fold
 from dreamer_jax.inference.model import through_depths
-from dreamer_jax.inference.samplers.one_by_one import until_stopped
 from tests.families import plain_cotformer as plain
-from tests.families.cases import logits_in_flight
+from tests.families.cases import logits_in_flight, until_stopped
 from tests.families.test_cotformer import FORMS, LENGTH, ROWS, RULES, TINY, batch, drawn_params, expected, wide
 
 FORM = "threshold"
@@ -49,16 +48,16 @@ def test_decoding_stops_and_gives_what_the_whole_pass_gives():
     """Token by token behind a prompt; slots that held another text are as good as new."""
     model, tokens, prompt = folded(), batch()["tokens"], 9
     logits, taken = wanted()
-    whole, settled = jax.jit(through_depths), jax.jit(until_stopped)
+    whole = jax.jit(through_depths)
     slots = model.empty_slots(ROWS, LENGTH + 2)
     _, slots = whole(model, tokens[:, ::-1], PLACES, slots)
     hidden, slots = whole(model, tokens, PLACES, slots)
     np.testing.assert_allclose(model.logits(hidden), logits, atol=1e-4)
     for place in range(prompt, LENGTH):
         its = jnp.full((ROWS, 1), place)
-        hidden, slots, depths = settled(model, tokens[:, place, None], its, slots)
+        logs, slots, depths = until_stopped(model, tokens[:, place, None], its, slots)
         np.testing.assert_array_equal(depths, taken[:, place])
-        np.testing.assert_allclose(model.logits(hidden)[:, 0], logits[:, place], atol=1e-4)
+        np.testing.assert_allclose(logs, jax.nn.log_softmax(logits[:, place]), atol=1e-4)
     assert len(np.unique(taken[:, prompt:])) == TINY.depth
 
 

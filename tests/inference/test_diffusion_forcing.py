@@ -225,7 +225,7 @@ class PlainForcing(Plain):
     def filler(self, place, its):
         where = jnp.zeros(1, jnp.int32)
         asked = Asked(jnp.int32(1), jnp.array([-1]), Sampling().numbers(), ())
-        progress = Progress(where, where, where > 0, where + self.number, where)
+        progress = Progress(where, where, where > 0, where + self.number, where, where)
         return int(fillers(its.headway, asked, progress, jnp.full((1, 1), place), self.config.vocab_size)[0, 0])
 
 

@@ -267,7 +267,7 @@ def test_the_rules_of_keeping_drafts():
     logits = rng.normal(size=(rows, k + 1, 5)).astype(np.float32)
     drafts = np.where(rng.random((rows, k)) < 0.6, logits[:, :k].argmax(-1), rng.integers(0, 5, (rows, k)))
     where = jnp.zeros(rows, jnp.int32)
-    progress = Progress(where, where, where > 0, where, where)
+    progress = Progress(where, where, where > 0, where, where, where)
     asked = Asked(jnp.int32(1), jnp.array([-1]), Sampling().numbers(), ())
     drafted, p = Drafted(jnp.asarray(drafts, jnp.int32), ()), np.exp(logits)
     for threshold in (1.0, 0.5, 0.2):

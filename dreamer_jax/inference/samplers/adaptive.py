@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +15,7 @@ from dreamer_jax.inference.samplers.criteria import CRITERIA, Name
 @dataclass(frozen=True)
 class Adaptive(Sampler):
     """A token goes through the depths until a criterion says that further ones would change little; a model that halts
-    by itself may also stop it. Prompts always go through all depths, and the batch waits for its deepest row."""
+    by itself may also stop it. Prompts always go through all depths. Rows of a batch don't wait for each other."""
 
     name: ClassVar[str] = "adaptive"
     early: ClassVar[bool] = True
@@ -54,10 +53,14 @@ class Adaptive(Sampler):
         threshold = self.threshold or CRITERIA[self.criterion].threshold
         return jnp.float32(threshold), jnp.int32(self.min_depth), jnp.int32(self.every)
 
+    def carry(self, model, rows: int) -> Carried:
+        """Nothing is on its way."""
+        return one_by_one.carry(model, rows, rule(self.criterion, jnp.float32(0)))
+
     def decode(self, choosing: Choosing, model, progress: Progress, slots, carried: Carried, asked: Asked) -> Block:
         """One token after another."""
-        through = functools.partial(one_by_one.until_stopped, model, rule=rule(self.criterion, *asked.settings))
-        return one_by_one.decode(choosing, model, progress, slots, asked, through)
+        its = rule(self.criterion, *asked.settings)
+        return one_by_one.decode(choosing, model, progress, slots, carried, asked, its)
 
 
 def rule(criterion: Name, threshold, least=1, every=1) -> one_by_one.Rule:

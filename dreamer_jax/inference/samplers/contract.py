@@ -2,12 +2,15 @@
 
 After the prompts every row has one token that isn't in the caches yet (`Progress`). A sampler is asked for a block: it
 brings every row that isn't done some tokens further, in one compiled program. How it moves positions through the depths
-is its own business; the four calls of `FoldedModel` (enter, step, leave, logits) are all that it has.
+is its own business; the four calls of `FoldedModel` (enter, step, leave, logits) are all that it has. It goes in rounds
+(a depth step, an iteration, a draft with its check), and a block may end after any of them: what is on its way then is
+carried to the next one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,8 +24,8 @@ from dreamer_jax.inference.sampling import SamplingNumbers, choose
 
 DECODE_BLOCK = 32
 """Tokens that a row is asked for at most in one call."""
-NOWHERE = 1 << 30
-"""A position outside of all slots."""
+UNBOUNDED = (1 << 31) - 1
+"""Rounds that no block comes to."""
 
 
 class Progress(NamedTuple):
@@ -34,6 +37,7 @@ class Progress(NamedTuple):
         done: [B] bool, the newest token ends the row.
         rows: [B] int32, the number of the row among all that are generated.
         limits: [B] int32, the position of the last token that may be generated.
+        depths: [B] int32, L of the row's passes, at most the model's.
     """
 
     last: jax.Array
@@ -41,13 +45,48 @@ class Progress(NamedTuple):
     done: jax.Array
     rows: jax.Array
     limits: jax.Array
+    depths: jax.Array
 
 
 class Choosing(NamedTuple):
-    """How tokens are chosen, as far as it decides the code of a program: `draws` and `ranks` of `Sampling`."""
+    """How tokens are chosen, as far as it decides the code of a program.
+
+    Attributes:
+        draws, ranks: of `Sampling`.
+        logprobs: of how many likeliest tokens logarithms are wanted beside the chosen one's; None for none at all.
+    """
 
     draws: bool = False
     ranks: bool = False
+    logprobs: int | None = None
+
+
+class Logprobs(NamedTuple):
+    """Natural logarithms of probabilities before temperature and filters.
+
+    Attributes:
+        chosen: [...] float32, the chosen token's.
+        ids: [..., K] int32, the likeliest tokens, in order.
+        values: [..., K] float32, theirs.
+    """
+
+    chosen: jax.Array
+    ids: jax.Array
+    values: jax.Array
+
+    @classmethod
+    def of(cls, logits: jax.Array, token: jax.Array, likeliest: int) -> Logprobs:
+        """From logits [..., V], of the tokens [...] that were chosen and the K likeliest."""
+        logs = jax.nn.log_softmax(logits)
+        values, ids = jax.lax.top_k(logs, likeliest)
+        return cls(jnp.take_along_axis(logs, token[..., None], axis=-1)[..., 0], ids.astype(jnp.int32), values)
+
+
+class Chosen(NamedTuple):
+    """Tokens that were chosen, int32, and their `Logprobs`, or () where none are wanted."""
+
+    token: jax.Array
+    logprobs: Any
 
 
 class Asked(NamedTuple):
@@ -55,19 +94,41 @@ class Asked(NamedTuple):
 
     Attributes:
         limit: tokens that every row is to get, at most `DECODE_BLOCK`.
-        stop_ids: [N] int32, tokens that end a row.
+        stop_ids: [N] int32, tokens that end a row; or [B, N], of each row its own.
         sampling: see there.
         settings: the sampler's own, see `Sampler.numbers`.
+        rounds: most rounds of the block.
+        collect: positions that have arrived wait until there are so many, or no other moves, so that the head's weights
+            are read for several of them at once. Of samplers whose rows don't wait for each other.
     """
 
     limit: jax.Array
     stop_ids: jax.Array
     sampling: SamplingNumbers
     settings: PyTree
+    rounds: jax.Array | int = UNBOUNDED
+    collect: jax.Array | int = 1
 
-    def choose(self, choosing: Choosing, logits: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
+    def choose(self, choosing: Choosing, logits: jax.Array, rows: jax.Array, positions: jax.Array) -> Chosen:
         """The token at these positions [B] from logits [B, V]; see `sampling.choose`."""
-        return choose(logits, self.sampling, rows, positions, *choosing)
+        token = choose(logits, self.sampling, rows, positions, choosing.draws, choosing.ranks)
+        if choosing.logprobs is None:
+            return Chosen(token, ())
+        return Chosen(token, Logprobs.of(logits, token, choosing.logprobs))
+
+    def ends(self, tokens: jax.Array) -> jax.Array:
+        """Which of the tokens [B, N] or [B] end their row."""
+        stops = self.stop_ids
+        stops = stops.reshape(stops.shape[0], *[1] * (tokens.ndim - 1), -1) if stops.ndim == 2 else stops
+        return jnp.any(tokens[..., None] == stops, axis=-1)
+
+    def in_rounds(self, round_: Callable[[Block], Block], block: Block) -> Block:
+        """One round after another, until no row wants tokens or there have been `rounds`."""
+
+        def unfinished(carry: tuple[jax.Array, Block]) -> jax.Array:
+            return (carry[0] < self.rounds) & jnp.any(carry[1].wanting(self.limit))
+
+        return jax.lax.while_loop(unfinished, lambda carry: (carry[0] + 1, round_(carry[1])), (jnp.int32(0), block))[1]
 
 
 class Tally(NamedTuple):
@@ -117,6 +178,7 @@ class Block(NamedTuple):
             a row's last.
         progress, slots, carried: where the rows are now.
         tally: of this block.
+        logprobs: of the tokens, [B, N, ...], or ().
     """
 
     tokens: jax.Array
@@ -125,13 +187,17 @@ class Block(NamedTuple):
     slots: PyTree
     carried: Carried
     tally: Tally
+    logprobs: Any
 
     @classmethod
-    def empty(cls, progress: Progress, slots: PyTree, carried: Carried, room: int) -> Block:
+    def empty(cls, choosing: Choosing, progress: Progress, slots: PyTree, carried: Carried, room: int) -> Block:
         """At its begin, with room for so many tokens of a row."""
         rows = progress.last.shape[0]
-        nothing = jnp.full((rows, room), -1, jnp.int32)
-        return cls(nothing, nothing, progress, slots, carried, Tally.none(rows))
+        nothing, logprobs = jnp.full((rows, room), -1, jnp.int32), ()
+        if choosing.logprobs is not None:
+            some = jnp.zeros((rows, room, choosing.logprobs), jnp.float32)
+            logprobs = Logprobs(jnp.zeros((rows, room), jnp.float32), some.astype(jnp.int32), some)
+        return cls(nothing, nothing, progress, slots, carried, Tally.none(rows), logprobs)
 
     @property
     def counts(self) -> jax.Array:
@@ -142,17 +208,18 @@ class Block(NamedTuple):
         """[B] bool, rows that aren't done and have fewer tokens than asked for."""
         return ~self.progress.done & (self.counts < limit)
 
-    def grown(self, tokens: jax.Array, count: jax.Array, depths: jax.Array, stop_ids: jax.Array) -> Block:
+    def grown(self, chosen: Chosen, count: jax.Array, depths: jax.Array, asked: Asked) -> Block:
         """With new tokens at the end of each row, as far as the row goes: to a stop token, or to its limit.
 
         Args:
-            tokens: [B, N] int32.
+            chosen: the tokens, [B, N].
             count: [B], how many of them each row gets; 0 leaves a row as it is.
             depths: [B] or [B, N] int32, which their predecessors went through.
-            stop_ids: as of `Asked`.
+            asked: says what ends a row.
         """
+        tokens = chosen.token
         progress, number = self.progress, jnp.arange(tokens.shape[1])
-        ends = jnp.isin(tokens, stop_ids)
+        ends = asked.ends(tokens)
         before = jnp.cumsum(ends, axis=1) - ends  # stop tokens before each
         room = progress.limits - progress.positions
         kept = (number < jnp.minimum(count, room)[:, None]) & (before == 0)
@@ -160,15 +227,15 @@ class Block(NamedTuple):
         rows = jnp.arange(tokens.shape[0])[:, None]
         depths = jnp.broadcast_to(depths if depths.ndim == 2 else depths[:, None], tokens.shape)
         place = jnp.where(kept, self.counts[:, None] + number, self.tokens.shape[1])
-        new = {
-            name: getattr(self, name).at[rows, place].set(its, mode="drop")
-            for name, its in (("tokens", tokens), ("depths", depths))
-        }
+        old = self.tokens, self.depths, self.logprobs
+        new = jax.tree.map(lambda a, b: a.at[rows, place].set(b, mode="drop"), old, (tokens, depths, chosen.logprobs))
         newest = jnp.take_along_axis(tokens, jnp.maximum(taken - 1, 0)[:, None], axis=1)[:, 0]
         positions = progress.positions + taken
         done = progress.done | jnp.any(kept & ends, axis=1) | (positions >= progress.limits)
         last = jnp.where(taken > 0, newest, progress.last)
-        return self._replace(progress=progress._replace(last=last, positions=positions, done=done), **new)
+        tokens, depths, logprobs = new
+        progress = progress._replace(last=last, positions=positions, done=done)
+        return self._replace(tokens=tokens, depths=depths, logprobs=logprobs, progress=progress)
 
 
 @dataclass(frozen=True)

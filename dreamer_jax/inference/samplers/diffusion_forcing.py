@@ -21,21 +21,22 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dreamer_jax.blocks.memory import NOWHERE
 from dreamer_jax.inference.model import FoldedModel, PyTree
 from dreamer_jax.inference.samplers import published
 from dreamer_jax.inference.samplers.contract import (
     DECODE_BLOCK,
-    NOWHERE,
     Asked,
     Block,
     Carried,
     Choosing,
+    Chosen,
     Progress,
     Sampler,
     of_rows,
 )
 from dreamer_jax.inference.samplers.exits import EXITS, Exit
-from dreamer_jax.inference.samplers.wavefront import Wave, advanced, begun, refined
+from dreamer_jax.inference.samplers.wavefront import Wave, advanced, begun, of_lanes, refined
 
 THRESHOLD = 0.03
 """epsilon of the paper's section 5, and of its code."""
@@ -159,13 +160,10 @@ class DiffusionForcing(Sampler):
         def body(block: Block) -> Block:
             return iteration(self, choosing, model, block, asked)
 
-        def unfinished(block: Block) -> jax.Array:
-            return jnp.any(block.wanting(asked.limit))
-
         counted = model.total_depth if self.official_quirks else 0
         carried = carried._replace(by_row=begun(carried.by_row, progress, counted))
-        start = Block.empty(progress, slots, carried, DECODE_BLOCK + self.wavefront - 1)
-        return jax.lax.while_loop(unfinished, body, start)
+        start = Block.empty(choosing, progress, slots, carried, DECODE_BLOCK + self.wavefront - 1)
+        return asked.in_rounds(body, start)
 
 
 def iteration(sampler: DiffusionForcing, choosing: Choosing, model: FoldedModel, block: Block, asked: Asked) -> Block:
@@ -184,13 +182,16 @@ def iteration(sampler: DiffusionForcing, choosing: Choosing, model: FoldedModel,
     after = jax.tree.map(lambda new, old: jnp.where(of_rows(going, old), new, old).astype(old.dtype), after, wave)
     known = block.progress.positions - wave.first  # positions whose successors are part of a prompt
     lanes = jnp.minimum(jnp.arange(look.tokens.shape[1]) + known[:, None], look.tokens.shape[1] - 1)
-    new, depths = (jnp.take_along_axis(each, lanes, axis=1) for each in (look.predicted, look.counts))
+    new, depths = jax.tree.map(
+        lambda leaf: jnp.take_along_axis(leaf, of_lanes(lanes, leaf), axis=1),
+        (Chosen(look.predicted, look.logprobs), look.counts),
+    )
     work = numbers.inner * jnp.sum(look.active, axis=1)
     block = block._replace(
         carried=block.carried._replace(by_row=after),
         slots=slots,
         tally=block.tally.plus(going, numbers.inner, work),
-    ).grown(new, going * jnp.maximum(leaving - known, 0), depths, asked.stop_ids)
+    ).grown(new, going * jnp.maximum(leaving - known, 0), depths, asked)
     if sampler.official_quirks:
         endless = after.iterations > published.MOST_ITERATIONS
         block = block._replace(progress=block.progress._replace(done=block.progress.done | endless))

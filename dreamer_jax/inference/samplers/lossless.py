@@ -23,19 +23,20 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dreamer_jax.blocks.memory import NOWHERE
 from dreamer_jax.inference.model import Flight, FoldedModel, PyTree
 from dreamer_jax.inference.samplers.contract import (
     DECODE_BLOCK,
-    NOWHERE,
     Asked,
     Block,
     Carried,
     Choosing,
+    Chosen,
     Progress,
     Sampler,
     needs_depths_apart,
-    of_rows,
 )
+from dreamer_jax.inference.samplers.one_by_one import chosen_rows
 
 
 class Wave(NamedTuple):
@@ -113,22 +114,18 @@ class Lossless(Sampler):
             wave, flight = block.carried.by_row, flight_of(block.carried)
             moving = (wave.depths >= 0) & going[:, None]
             places = places_of(wave, block.progress)
+            total = jnp.broadcast_to(block.progress.depths[:, None], places.shape)
             stepped, slots = model.step(
-                flight, jnp.where(moving, places, NOWHERE), jnp.maximum(wave.depths, 0), block.slots
+                flight, jnp.where(moving, places, NOWHERE), jnp.maximum(wave.depths, 0), block.slots, total
             )
             # A row that rests keeps its flight; lanes without a position hold nothing that anybody asks for.
-            wave = wave._replace(
-                depths=wave.depths + moving, state=jax.tree.map(chosen_rows(going), stepped.state, wave.state)
-            )
+            wave = wave._replace(depths=wave.depths + moving, state=chosen_rows(going, stepped.state, wave.state))
             by_slot = jax.tree.map(chosen_flat(going), stepped.depths, flight.depths)
             tally = block.tally.plus(going, 1, jnp.sum(moving, axis=1))
             block = block._replace(carried=Carried(wave, by_slot), slots=slots, tally=tally)
             return read_off(choosing, model, block, going, asked)
 
-        def unfinished(block: Block) -> jax.Array:
-            return jnp.any(block.wanting(asked.limit))
-
-        return jax.lax.while_loop(unfinished, body, Block.empty(progress, slots, carried, DECODE_BLOCK))
+        return asked.in_rounds(body, Block.empty(choosing, progress, slots, carried, DECODE_BLOCK))
 
 
 def flight_of(carried: Carried) -> Flight:
@@ -142,13 +139,8 @@ def places_of(wave: Wave, progress: Progress) -> jax.Array:
     return progress.positions[:, None] + (jnp.arange(lanes) - progress.positions[:, None]) % lanes
 
 
-def chosen_rows(rows: jax.Array):
-    """A function of two arrays [B, ...]: the first one's where `rows` are true."""
-    return lambda a, b: jnp.where(of_rows(rows, a), a, b)
-
-
 def chosen_flat(rows: jax.Array):
-    """The same of arrays [L, B W, ...]."""
+    """A function of two arrays [L, B W, ...]: the first one's where `rows` [B] are true."""
 
     def chosen(a: jax.Array, b: jax.Array) -> jax.Array:
         flags = jnp.repeat(rows, a.shape[1] // rows.shape[0])
@@ -193,26 +185,28 @@ def read_off(choosing: Choosing, model: FoldedModel, block: Block, going: jax.Ar
     wave, progress, rows = block.carried.by_row, block.progress, jnp.arange(going.shape[0])
     lanes = wave.tokens.shape[1]
     oldest, newest = progress.positions, progress.positions + wave.ahead
-    arrived = going & (wave.depths[rows, oldest % lanes] >= model.total_depth)
+    arrived = going & (wave.depths[rows, oldest % lanes] >= progress.depths)
     # No guess where no lane is free, nor of a token that nobody would enter: one behind the row's last.
     free = (wave.ahead + 1 < lanes) | arrived
     useful = going & (newest + 1 < progress.limits) & free & (~arrived | (wave.ahead > 0))
     guesses = useful & (wave.depths[rows, newest % lanes] >= asked.settings)
 
-    def read(slots: PyTree) -> tuple[jax.Array, PyTree]:
+    def read(slots: PyTree) -> tuple[list[Chosen], PyTree]:
         places = jnp.stack([oldest, newest], axis=1)
         picked = places % lanes
         read = jnp.where(jnp.stack([arrived, guesses], axis=1), places, NOWHERE)
         state = jax.tree.map(lambda leaf: leaf[rows[:, None], picked], wave.state)
         hidden, slots = model.leave(Flight(state, (), None), read, slots)
         logits = model.logits(hidden)
-        found = [asked.choose(choosing, logits[:, i], progress.rows, places[:, i] + 1) for i in range(2)]
-        return jnp.stack(found), slots
+        return [asked.choose(choosing, logits[:, i], progress.rows, places[:, i] + 1) for i in range(2)], slots
 
-    nothing = jnp.zeros((2, len(rows)), jnp.int32)
-    (token, guess), slots = jax.lax.cond(jnp.any(arrived | guesses), read, lambda slots: (nothing, slots), block.slots)
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(read, block.slots)[0])
+    (chosen, guessed), slots = jax.lax.cond(
+        jnp.any(arrived | guesses), read, lambda slots: (nothing, slots), block.slots
+    )
+    token, guess = chosen.token, guessed.token
     # A token that ends the row needs no successor, and if it turns out wrong, none is lost.
-    guesses &= ~jnp.isin(guess, asked.stop_ids)
+    guesses &= ~asked.ends(guess)
     followed = arrived & (wave.ahead > 0)
     right = followed & (wave.tokens[rows, (oldest + 1) % lanes] == token)
     flushed = arrived & ~right
@@ -223,6 +217,6 @@ def read_off(choosing: Choosing, model: FoldedModel, block: Block, going: jax.Ar
         guess=jnp.where(guesses & ~flushed, guess, wave.guess),  # a row that rests keeps the one it has
     )
     tally = block.tally.plus(going, 0, 0, followed, right)
-    taken = jnp.full_like(token, model.total_depth)
     block = block._replace(carried=block.carried._replace(by_row=wave), slots=slots, tally=tally)
-    return block.grown(token[:, None], arrived * 1, taken, asked.stop_ids)
+    chosen = jax.tree.map(lambda leaf: leaf[:, None], chosen)
+    return block.grown(chosen, arrived * 1, progress.depths, asked)

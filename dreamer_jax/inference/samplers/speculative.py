@@ -22,6 +22,8 @@ from dreamer_jax.inference.samplers.contract import (
     Block,
     Carried,
     Choosing,
+    Chosen,
+    Logprobs,
     Progress,
     Sampler,
     needs_depths_apart,
@@ -103,12 +105,11 @@ class Speculative(Sampler):
             going = block.wanting(asked.limit)
             tally = block.tally.plus(going, steps, work, k, kept)
             taken = jnp.full_like(kept, model.total_depth)
-            return block._replace(slots=slots, tally=tally).grown(tokens, going * (kept + 1), taken, asked.stop_ids)
+            logprobs = () if choosing.logprobs is None else Logprobs.of(logits, tokens, choosing.logprobs)
+            chosen = Chosen(tokens, logprobs)
+            return block._replace(slots=slots, tally=tally).grown(chosen, going * (kept + 1), taken, asked)
 
-        def unfinished(block: Block) -> jax.Array:
-            return jnp.any(block.wanting(asked.limit))
-
-        return jax.lax.while_loop(unfinished, body, Block.empty(progress, slots, Carried(), DECODE_BLOCK + k))
+        return asked.in_rounds(body, Block.empty(choosing, progress, slots, Carried(), DECODE_BLOCK + k))
 
 
 def draft(
@@ -121,7 +122,7 @@ def draft(
         place = progress.positions + number
         hidden, slots = through_depths(model, token[:, None], place[:, None], slots, depth)
         logits = model.logits(hidden)[:, 0]
-        token = asked.choose(choosing, logits, progress.rows, place + 1)
+        token = asked.choose(choosing, logits, progress.rows, place + 1).token
         drawn: Any = probabilities(logits, asked.sampling, choosing.ranks) if choosing.draws else ()
         return (token, slots), (token, drawn)
 
@@ -159,7 +160,7 @@ def by_rejection(
     # Where p = q nothing is left and nothing is ever refused, but for rounding.
     left = jnp.where(jnp.sum(left, axis=-1, keepdims=True) > 0, left, p[:, :k])
     instead = jax.vmap(jax.vmap(jax.random.categorical))(again, jnp.log(left))
-    bonus = asked.choose(choosing, logits[:, k], progress.rows, places[:, k])
+    bonus = asked.choose(choosing, logits[:, k], progress.rows, places[:, k]).token
     after = jnp.concatenate([instead, bonus[:, None]], axis=1)
     return joined(drafted.tokens, after, kept), kept
 
@@ -171,7 +172,8 @@ def by_threshold(
     own = jnp.take_along_axis(logits[:, :-1], drafted.tokens[..., None], axis=2)[..., 0]
     kept = leading(own >= jnp.max(logits[:, :-1], axis=-1) + jnp.log(threshold))
     places = progress.positions[:, None] + 1 + jnp.arange(logits.shape[1])
-    after = [asked.choose(choosing, logits[:, i], progress.rows, places[:, i]) for i in range(logits.shape[1])]
+    count = logits.shape[1]
+    after = [asked.choose(choosing, logits[:, i], progress.rows, places[:, i]).token for i in range(count)]
     return joined(drafted.tokens, jnp.stack(after, axis=1), kept), kept
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import jax.numpy as jnp
-
-from dreamer_jax.inference.model import through_depths
 from dreamer_jax.inference.samplers import one_by_one
 from dreamer_jax.inference.samplers.contract import Asked, Block, Carried, Choosing, Progress, Sampler
 
@@ -18,14 +15,11 @@ class Static(Sampler):
 
     name: ClassVar[str] = "static"
 
+    def carry(self, model, rows: int) -> Carried:
+        """Nothing, where all rows take all depths together."""
+        return one_by_one.carry(model, rows) if model.family.flags.halts else Carried()
+
     def decode(self, choosing: Choosing, model, progress: Progress, slots, carried: Carried, asked: Asked) -> Block:
         """One token after another."""
-
-        def through(tokens, positions, slots):
-            if model.family.flags.halts:
-                return one_by_one.until_stopped(model, tokens, positions, slots)
-            return *through_depths(model, tokens, positions, slots), jnp.full(
-                tokens.shape[0], model.total_depth, jnp.int32
-            )
-
-        return one_by_one.decode(choosing, model, progress, slots, asked, through)
+        through = one_by_one.decode if model.family.flags.halts else one_by_one.decode_in_step
+        return through(choosing, model, progress, slots, carried, asked)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dreamer_jax.blocks.memory import NOWHERE
 from dreamer_jax.inference.model import Flight, FoldedModel, PyTree
-from dreamer_jax.inference.samplers.contract import NOWHERE, Asked, Block, Choosing, Progress
+from dreamer_jax.inference.samplers.contract import Asked, Block, Choosing, Progress
 from dreamer_jax.inference.sampling import draw_keys
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Look(NamedTuple):
         tokens: int32, what it went in with.
         found: int32, its token from now on.
         predicted: int32, the token behind it.
+        logprobs: of `predicted`, see `Chosen`.
         before, now: float32, the residual stream [B, W, h] before noise and recurrences, and after them.
         state, inputs: as of `Wave`.
     """
@@ -73,6 +75,7 @@ class Look(NamedTuple):
     tokens: jax.Array
     found: jax.Array
     predicted: jax.Array
+    logprobs: Any
     before: jax.Array
     now: jax.Array
     state: PyTree
@@ -124,7 +127,7 @@ def refined(
 
     which = jnp.sum(longest > jnp.asarray(sizes))
     found, slots = jax.lax.switch(which, [of_size(size) for size in sizes], block.slots)
-    state, inputs, before, predicted = found
+    state, inputs, before, (predicted, logprobs) = found
     places = wave.first[:, None] + jnp.arange(lanes)
     known = places <= block.progress.positions[:, None]
     look = Look(
@@ -134,6 +137,7 @@ def refined(
         wave.tokens,
         jnp.where(known, wave.tokens, jnp.roll(predicted, 1, axis=1)),
         predicted,
+        logprobs,
         before,
         model.family.stream(state).astype(jnp.float32),
         state,
@@ -181,7 +185,8 @@ def _recurred(
     logits = model.logits(hidden)
     rows = jnp.broadcast_to(progress.rows[:, None], places.shape).reshape(-1)
     flat = asked.choose(choosing, logits.reshape(-1, logits.shape[-1]), rows, places.reshape(-1) + 1)
-    return (flight.state, inputs, before, flat.reshape(places.shape)), slots
+    chosen = jax.tree.map(lambda leaf: leaf.reshape(*places.shape, *leaf.shape[1:]), flat)
+    return (flight.state, inputs, before, chosen), slots
 
 
 def mixed_inputs(quirks: bool, new: PyTree, momentum: jax.Array, wave: Wave) -> PyTree:
