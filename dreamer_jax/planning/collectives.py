@@ -22,6 +22,8 @@ KINDS = (
     "collective-broadcast",
 )
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"mesh\[((?:'[^']+'=\d+,?)+)\] \{((?:'[^']+',?)+)\}")
+"""Groups by axes of a mesh in the order of its partitions, as newer XLA writes them."""
 
 
 @dataclass(frozen=True)
@@ -209,8 +211,16 @@ def _first_group(attributes: str) -> list[int] | None:
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
     if listed:
         return [int(member) for member in listed[1].split(",")]
+    along = re.search(r"replica_groups=" + _MESH.pattern, attributes)
+    if along:
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", along[1])}
+        ids, axes = np.arange(math.prod(sizes.values())).reshape(list(sizes.values())), set(along[2].split(","))
+        return ids[tuple(slice(None) if f"'{name}'" in axes else 0 for name in sizes)].ravel().tolist()
     found = re.search(r"replica_groups=" + _IOTA.pattern, attributes)
     if not found:
+        unknown = re.search(r"replica_groups=(?!\{\})\S+", attributes)
+        if unknown:
+            raise ValueError(f"the groups of a collective are written in an unknown way: {unknown[0]}")
         return None
     shape = [int(n) for n in found[1].split(",")]
     ids = np.arange(math.prod(int(n) for n in found[2].split(","))).reshape([int(n) for n in found[2].split(",")])

@@ -22,8 +22,11 @@ def on_two_cores(function, *arguments):
 
     params = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2, uninitialized_memory="nan")
     with mock.patch.object(interpreter, "RaceDetectionState", recorded), pltpu.force_tpu_interpret_mode(params):
-        results = jax.block_until_ready(function(*arguments))
-        jax.effects_barrier()
+        try:
+            results = jax.block_until_ready(function(*arguments))
+            jax.effects_barrier()
+        except jax.errors.JaxRuntimeError as error:  # newer versions of jax don't go on behind the first race
+            raise AssertionError("a race: see the output") if "RACE DETECTED" in str(error) else error from error
     assert states, "no kernel was interpreted"
     assert not any(state.races_found for state in states), "a race: see the output"
     return results

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from dreamer_jax.planning.collectives import find_collectives, large_all_reduces, trip_count, weight_copies
+from dreamer_jax.planning.collectives import (
+    _first_group,
+    find_collectives,
+    large_all_reduces,
+    trip_count,
+    weight_copies,
+)
 from dreamer_jax.planning.hlo import arrays_of, elements_of, parse_program
 from dreamer_jax.planning.memory import largest_buffers, peak_bytes
 
@@ -23,6 +29,27 @@ ASYNC = (Path(__file__).parent / "asynchronous.hlo").read_text()
 
 def kinds(found, loops=False):
     return [(c.kind, c.arrays[0], c.axes) for c in found if bool(c.loops) == loops]
+
+
+@pytest.mark.parametrize(
+    ("groups", "first"),
+    [
+        ("{{0,2},{1,3}}", [0, 2]),
+        ("[4,2]<=[8]", [0, 1]),
+        ("[4,2]<=[2,4]T(1,0)", [0, 4]),
+        ("mesh['slice'=1,'data0'=2,'data1'=2,'expert'=2] {'expert'}", [0, 1]),
+        ("mesh['slice'=1,'data0'=2,'data1'=2,'expert'=2] {'data0','expert'}", [0, 1, 4, 5]),
+        ("{}", None),
+    ],
+)
+def test_groups_as_versions_of_xla_write_them(groups, first):
+    assert _first_group(f"channel_id=1, replica_groups={groups}, dimensions={{0}}") == first
+
+
+def test_groups_of_an_unknown_form_are_an_error():
+    """Not all devices, as if nothing were said."""
+    with pytest.raises(ValueError, match="unknown way: replica_groups=something"):
+        _first_group("replica_groups=something, dimensions={0}")
 
 
 def test_weights_are_gathered_once_and_gradients_scattered_once_around_the_loops():
