@@ -13,6 +13,10 @@ import jax.numpy as jnp
 
 from dreamer_jax.blocks.operations import Operations
 from dreamer_jax.blocks.positions import Depth
+from pallas_kernels import pages
+
+NOWHERE = 1 << 30
+"""A position outside of all slots."""
 
 NOWHERE = 1 << 30
 """A position outside of all slots: it is computed, and leaves nothing."""
@@ -73,11 +77,13 @@ class Slots(NamedTuple):
     p sees slots 0..p. So rows of different lengths, and positions that are computed again, need no masks.
 
     Attributes:
-        keys, values: [L, B, S, kv, d], compute dtype.
+        keys, values: [L, B, S, kv, d], compute dtype; or in pages.
+        table: which pages a row has, see `pallas_kernels.pages`; None where rows are rows.
     """
 
     keys: jax.Array
     values: jax.Array
+    table: jax.Array | None = None
 
     @classmethod
     def empty(cls, depths: int, rows: int, capacity: int, kv_heads: int, size: int, dtype: str) -> Slots:
@@ -93,14 +99,17 @@ class Slots(NamedTuple):
         Positions outside the slots are computed but leave nothing.
         """
         slots = self.written(k, v, depth, context.positions)
-        return operations.sequence_attention.over_slots(q, *slots, depth.index, context.positions), slots
+        kept = slots.keys, slots.values
+        return operations.sequence_attention.over_slots(q, *kept, depth.index, context.positions, self.table), slots
 
     def written(self, k: jax.Array, v: jax.Array, depth: Depth, positions: jax.Array) -> Slots:
         """With k and v [B, P, kv, d] at a depth of positions [B, P]."""
-        place = (depth.index, jnp.arange(self.keys.shape[1])[:, None], positions)
-        return Slots(
-            *(kept.at[place].set(new.astype(kept.dtype), mode="drop") for kept, new in zip(self, (k, v), strict=True))
-        )
+        place = (depth.index, *pages.place(self.table, self.keys, positions))
+
+        def put(kept: jax.Array, new: jax.Array) -> jax.Array:
+            return kept.at[place].set(new.astype(kept.dtype), mode="drop")
+
+        return self._replace(keys=put(self.keys, k), values=put(self.values, v))
 
     def fill_deeper(self, depths: jax.Array, positions: jax.Array) -> Slots:
         """Copy what these depths have left into all deeper slots of the same position.
@@ -111,13 +120,17 @@ class Slots(NamedTuple):
             depths: [B], the last depth that was computed.
             positions: [B].
         """
-        rows = jnp.arange(positions.shape[0])
+        place = pages.place(self.table, self.keys, positions)
         source = jnp.minimum(jnp.arange(self.keys.shape[0])[:, None], depths)  # [L, B]
 
         def fill(slots: jax.Array) -> jax.Array:
-            return slots.at[:, rows, positions].set(slots[source, rows, positions], mode="drop")
+            return slots.at[:, *place].set(slots[source, *place], mode="drop")
 
-        return Slots(fill(self.keys), fill(self.values))
+        return self._replace(keys=fill(self.keys), values=fill(self.values))
+
+    def paged(self, table: jax.Array | None) -> Slots:
+        """The same memory, whose rows are pages of the rows of a table."""
+        return self._replace(table=table)
 
 
 class Unread(NamedTuple):
@@ -147,3 +160,9 @@ class Memory(NamedTuple):
 
     sequence: Any
     depths: Any = None
+
+
+def in_pages(memory: Any, table: jax.Array | None) -> Any:
+    """A family's memory of rows that grow, whose rows from now on are pages of the rows of a table [B, M]; with None
+    they are rows again. It has the same arrays."""
+    return jax.tree.map(lambda kept: kept.paged(table), memory, is_leaf=lambda kept: hasattr(kept, "paged"))

@@ -23,6 +23,7 @@ from dreamer_jax.blocks.memory import Context
 from dreamer_jax.blocks.operations import Operations
 from dreamer_jax.blocks.positions import Depth
 from dreamer_jax.blocks.self_attention import SelfAttention
+from pallas_kernels import pages
 from pallas_kernels.kept import keep
 from pallas_kernels.tape import Tape
 
@@ -50,17 +51,19 @@ class Repeats(flax.struct.PyTreeNode):
     """Keys and values of a stack of layers at every repeat, of whole rows or of rows that grow.
 
     Attributes:
-        keys, values: of each layer, [R, B, S, kv, d], compute dtype.
+        keys, values: of each layer, [R, B, S, kv, d], compute dtype; or in pages.
         reached: [1, B, S] int32, repeats that each position has taken; it has no keys at later ones. Rows are the
             second axis, as of all slots.
         whole: whether rows are whole: then they may hold several documents, which don't see each other, and a place in
             a row isn't the position. In rows that grow a position's place is the position itself.
+        table: which pages a row has, see `pallas_kernels.pages`; None where rows are rows.
     """
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
     reached: jax.Array
     whole: bool = flax.struct.field(pytree_node=False)
+    table: jax.Array | None = None
 
     @classmethod
     def empty(
@@ -73,7 +76,7 @@ class Repeats(flax.struct.PyTreeNode):
     def reaching(self, depth: Depth, active: jax.Array, context: Context) -> Repeats:
         """With those of the positions at hand that are `active` [B, P] seen at this repeat, as soon as their keys are
         there. A position at its first repeat forgets what stood in its place."""
-        place = 0, jnp.arange(self.reached.shape[1])[:, None], self.places(context)
+        place = 0, *pages.place(self.table, self.reached, self.places(context))
         reached = jnp.where(active, depth.index + 1, self.reached[place])
         return self.replace(reached=self.reached.at[place].set(reached, mode="drop"))
 
@@ -91,11 +94,15 @@ class Repeats(flax.struct.PyTreeNode):
             if self.whole:
                 own = jax.lax.dynamic_update_index_in_dim(own, new, depth.index, 0)
             else:
-                rows = jnp.arange(own.shape[1])[:, None]
-                own = own.at[depth.index, rows, context.positions].set(new, mode="drop")
+                place = pages.place(self.table, own, context.positions)
+                own = own.at[depth.index, *place].set(new, mode="drop")
             return (*kept[:layer], own, *kept[layer + 1 :])
 
         return self.replace(keys=put(self.keys, k), values=put(self.values, v))
+
+    def paged(self, table: jax.Array | None) -> Repeats:
+        """The same memory, whose rows are pages of the rows of a table."""
+        return self.replace(table=table)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +126,11 @@ class LayerRepeats:
         if self.tape is None:
             new = self.repeats.written(self.layer, k, v, depth, context)
             segments = context.segment_ids if new.whole else None
-            visible = _visible(depth.index, new.reached, new.places(context), segments, len(new.keys[0]))
-            out = attend(q, new.keys[self.layer], new.values[self.layer], visible)
+            reached, keys, values = (
+                pages.rows_of(new.table, kept) for kept in (new.reached, new.keys[self.layer], new.values[self.layer])
+            )
+            visible = _visible(depth.index, reached, new.places(context), segments, len(keys))
+            out = attend(q, keys, values, visible)
         else:  # the tape has the gradient of what is written
             without = jax.lax.stop_gradient((k, v))
             new = self.repeats.written(self.layer, *without, depth, context)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from dreamer_jax.blocks.memory import Context
 from dreamer_jax.blocks.operations import Operations
 from dreamer_jax.blocks.positions import Depth
+from pallas_kernels import pages
 
 Rule = Literal["latest", "full", "always-last"]
 
@@ -28,11 +29,12 @@ class SharedSlots(flax.struct.PyTreeNode):
       deeper than l.
 
     Attributes:
-        keys, values: [N, B, S, kv, d], compute dtype.
+        keys, values: [N, B, S, kv, d], compute dtype; or in pages.
         reached: [1, B, S] int32, r of every position; rows are second, as in all slots. None with latest, where
             `fill_deeper` copies instead.
         layers: C.
         rule: see above.
+        table: which pages a row has, see `pallas_kernels.pages`; None where rows are rows.
     """
 
     keys: jax.Array
@@ -40,6 +42,7 @@ class SharedSlots(flax.struct.PyTreeNode):
     reached: jax.Array | None
     layers: int = flax.struct.field(pytree_node=False)
     rule: Rule = flax.struct.field(pytree_node=False)
+    table: jax.Array | None = None
 
     @classmethod
     def empty(
@@ -56,19 +59,21 @@ class SharedSlots(flax.struct.PyTreeNode):
         """Attention over the own row, [B, P, n, d], after k and v are written; `depth.index` is l C + j."""
         slots = self.written(k, v, depth, context.positions)
         seen = slots._numbers(depth.index, context.positions)
-        return operations.sequence_attention.over_slots(q, slots.keys, slots.values, seen, context.positions), slots
+        kept = slots.keys, slots.values
+        return operations.sequence_attention.over_slots(q, *kept, seen, context.positions, self.table), slots
 
     def written(self, k: jax.Array, v: jax.Array, depth: Depth, positions: jax.Array) -> SharedSlots:
         """With k and v [B, P, kv, d] of positions [B, P]; `depth.index` is l C + j."""
-        rows, number = jnp.arange(self.keys.shape[1])[:, None], self._number(depth.index)
-        place = (number, rows, positions)
+        place = pages.place(self.table, self.keys, positions)
         new = {
-            name: getattr(self, name).at[place].set(part.astype(self.keys.dtype), mode="drop")
+            name: getattr(self, name)
+            .at[self._number(depth.index), *place]
+            .set(part.astype(self.keys.dtype), mode="drop")
             for name, part in (("keys", k), ("values", v))
         }
         if self.reached is not None:
             own = jnp.broadcast_to(depth.index // self.layers + 1, positions.shape)
-            new["reached"] = self.reached.at[0, rows, positions].set(own, mode="drop")
+            new["reached"] = self.reached.at[0, *place].set(own, mode="drop")
         return self.replace(**new)
 
     def _number(self, index: jax.Array) -> jax.Array:
@@ -80,7 +85,7 @@ class SharedSlots(flax.struct.PyTreeNode):
         if self.reached is None:
             return self._number(index)
         recurrence = (index // self.layers).reshape(*index.shape, *[1] * (3 - index.ndim))  # [1 or B, 1 or P, 1]
-        reached = self.reached[0][:, None]  # [B, 1, S]
+        reached = pages.rows_of(self.table, self.reached)[0][:, None]  # [B, 1, S]
         missing = reached <= recurrence  # [B, 1 or P, S]
         if self.rule == "full":
             return jnp.where(missing, -1, recurrence * self.layers + index[..., None] % self.layers)
@@ -94,10 +99,14 @@ class SharedSlots(flax.struct.PyTreeNode):
         """After positions [B] have stopped at recurrences [B]: with latest, what they left last stands for the rest."""
         if self.reached is not None:
             return self
-        rows, numbers = jnp.arange(positions.shape[0]), jnp.arange(len(self.keys))[:, None]
+        place, numbers = pages.place(self.table, self.keys, positions), jnp.arange(len(self.keys))[:, None]
         source = jnp.minimum(numbers // self.layers, depths) * self.layers + numbers % self.layers  # [N, B]
 
         def filled(slots: jax.Array) -> jax.Array:
-            return slots.at[:, rows, positions].set(slots[source, rows, positions], mode="drop")
+            return slots.at[:, *place].set(slots[source, *place], mode="drop")
 
         return self.replace(keys=filled(self.keys), values=filled(self.values))
+
+    def paged(self, table: jax.Array | None) -> SharedSlots:
+        """The same memory, whose rows are pages of the rows of a table."""
+        return self.replace(table=table)

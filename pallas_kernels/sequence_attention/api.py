@@ -39,7 +39,18 @@ class SequenceAttention:
         return (gpu if chosen == "gpu" else xla).sequence_attention(q, k, v, segment_ids)
 
     def over_slots(
-        self, q: jax.Array, keys: jax.Array, values: jax.Array, depths: jax.Array, positions: jax.Array
+        self,
+        q: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        depths: jax.Array,
+        positions: jax.Array,
+        table: jax.Array | None = None,
     ) -> jax.Array:
-        """Positions in flight over the cache of their row; see `slots.sequence_attention`, which runs everywhere."""
-        return slots.sequence_attention(q, keys, values, depths, positions)
+        """Positions in flight over the cache of their row; see `slots.sequence_attention`, which runs everywhere.
+
+        With a table the cache is in pages. A kernel that reads pages where they lie, such as jax's
+        `ragged_paged_attention` on a TPU, would be chosen here: of [L, pages, size, kv, d] taken as L pages of them,
+        row b at depth l has the pages l * pages + table[b].
+        """
+        return slots.sequence_attention(q, keys, values, depths, positions, table)

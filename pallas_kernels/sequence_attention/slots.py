@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels import pages
 
 FEW = 4
 """Queries of a row up to which all their heads are taken together."""
@@ -16,7 +18,12 @@ SHORT = 256
 
 
 def sequence_attention(
-    q: jax.Array, keys: jax.Array, values: jax.Array, depths: jax.Array, positions: jax.Array
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    depths: jax.Array,
+    positions: jax.Array,
+    table: jax.Array | None = None,
 ) -> jax.Array:
     """Queries over the slots 0..position of their row, at their depth.
 
@@ -24,51 +31,59 @@ def sequence_attention(
 
     Args:
         q: [B, P, n, d], position-encoded.
-        keys, values: [L, B, S, kv, d].
+        keys, values: [L, B, S, kv, d], or in pages.
         depths: [] or [B, P] int32; or of every key, [B, 1 or P, S], where -1 isn't seen.
-        positions: [B, P] int32.
+        positions: [B, P] int32. What comes of one outside the slots has no meaning.
+        table: which pages a row has, see `pallas_kernels.pages`; None where rows are rows.
 
     Returns:
         [B, P, n, d].
     """
     batch, queries, heads, size = q.shape
-    slots, kv_heads = keys.shape[2:4]
+    slots, kv_heads = pages.length(table, keys), keys.shape[3]
     grouped = q.reshape(batch, queries, kv_heads, heads // kv_heads, size) * size**-0.5
     at = positions[..., None]  # [B, P, 1]
 
     if depths.ndim == 3:  # every key is taken from a depth of its own
-        own = (jnp.maximum(depths, 0), jnp.arange(batch)[:, None, None], jnp.arange(slots))
+        places = jnp.broadcast_to(jnp.arange(slots), (batch, 1, slots))
+        own = (jnp.maximum(depths, 0), *pages.place(table, keys, places))
         own_keys, own_values = ((c[own][:, 0] if depths.shape[1] == 1 else c[own]) for c in (keys, values))
         part = _attend(grouped, own_keys, own_values, (jnp.arange(slots) <= at) & (depths >= 0))
-    elif slots <= SHORT or slots % SLOTS_AT_ONCE:
-        own_keys, own_values = (_at_depths(c, depths, 0, slots) for c in (keys, values))
+    elif slots <= SHORT or slots % SLOTS_AT_ONCE or (table is not None and SLOTS_AT_ONCE % keys.shape[2]):
+        own_keys, own_values = (_read(c, depths, 0, slots, table) for c in (keys, values))
         part = _attend(grouped, own_keys, own_values, jnp.arange(slots) <= at)
     else:
 
         def block(n: jax.Array, before: _Part) -> _Part:
             start = n * SLOTS_AT_ONCE
-            own_keys, own_values = (_at_depths(c, depths, start, SLOTS_AT_ONCE) for c in (keys, values))
+            own_keys, own_values = (_read(c, depths, start, SLOTS_AT_ONCE, table) for c in (keys, values))
             return _join(before, _attend(grouped, own_keys, own_values, start + jnp.arange(SLOTS_AT_ONCE) <= at))
 
         rows = (batch, queries, kv_heads, heads // kv_heads)
         nothing = _Part(jnp.full(rows, LEAST, jnp.float32), jnp.zeros(rows), jnp.zeros((*rows, size)))
-        # Positions outside of all slots, whose outcome nobody asks for, don't make the others read further.
-        inside = jnp.where(positions < slots, positions, 0)
-        used = jnp.max(inside) // SLOTS_AT_ONCE + 1
+        used = jnp.max(jnp.where(positions < slots, positions, 0)) // SLOTS_AT_ONCE + 1
         part = jax.lax.fori_loop(0, used, block, nothing)
     return (part.summed / part.total[..., None]).astype(q.dtype).reshape(q.shape)
 
 
-def _at_depths(cache: jax.Array, depths: jax.Array, start: Any, count: int) -> jax.Array:
-    """Slots start .. start + count - 1 of a cache [L, B, S, kv, d]: at one depth [B, count, kv, d], or at those of
-    positions [B, P, count, kv, d], without P where it is 1."""
-    if depths.ndim:  # every position has keys of its own
-        rows = jnp.arange(cache.shape[1])[:, None, None]
-        own = cache[depths[..., None], rows, start + jnp.arange(count)]
-        return own[:, 0] if depths.shape[1] == 1 else own
-    sizes = 1, cache.shape[1], count, *cache.shape[3:]
-    first = [jnp.int32(index) for index in (depths, 0, start, 0, 0)]
-    return jax.lax.dynamic_slice(cache, first, sizes)[0]
+def _read(
+    cache: jax.Array, depths: jax.Array, start: jax.Array | int, count: int, table: jax.Array | None
+) -> jax.Array:
+    """Slots start .. start + count of every row at depths [] or [B, P]: [B, count, kv, d], or with P behind B."""
+    if table is None and not depths.ndim:
+        shape = (1, cache.shape[1], count, *cache.shape[3:])
+        return jax.lax.dynamic_slice(cache, (depths, 0, start, 0, 0), shape)[0]
+    if table is None:
+
+        def read(depth: jax.Array, row: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice(cache, (depth, row, start, 0, 0), (1, 1, count, *cache.shape[3:]))[0, 0]
+
+        return jax.vmap(jax.vmap(read, (0, None)))(depths, jnp.arange(cache.shape[1]))
+    size = cache.shape[2]
+    own = jax.lax.dynamic_slice_in_dim(table, start // size, count // size, axis=1)  # [B, M]
+    if not depths.ndim:
+        return pages.joined(cache[depths, own], 1)
+    return pages.joined(cache[depths[..., None], own[:, None]], 2)
 
 
 LEAST = -1e30

@@ -1,0 +1,118 @@
+"""Memories in pages against the same memories in rows: what is written, what is read, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dreamer_jax.blocks.memory import NOWHERE, Context, Slots, in_pages
+from dreamer_jax.blocks.operations import operations_of
+from dreamer_jax.blocks.positions import Depth
+from dreamer_jax.blocks.repeats import LayerRepeats, Repeats
+from dreamer_jax.blocks.shared_slots import SharedSlots
+from pallas_kernels import pages
+from pallas_kernels.sequence_attention import slots as over_slots
+
+ROWS, PAGE, PER_ROW, POSITIONS = 2, 4, 3, 3
+SLOTS, PAGES = PAGE * PER_ROW, 11
+HEADS, KV_HEADS, SIZE, DEPTHS = 4, 2, 8, 4
+
+MEMORIES = {
+    "slots": lambda rows, length: Slots.empty(DEPTHS, rows, length, KV_HEADS, SIZE, "float32"),
+    "latest": lambda rows, length: shared(2, rows, length, "latest"),
+    "one-recurrence": lambda rows, length: shared(1, rows, length, "latest"),
+    "full": lambda rows, length: shared(2, rows, length, "full"),
+    "always-last": lambda rows, length: shared(2, rows, length, "always-last"),
+    "repeats": lambda rows, length: Repeats.empty(1, DEPTHS, rows, length, KV_HEADS, SIZE, "float32", whole=False),
+}
+
+
+def shared(kept: int, rows: int, length: int, rule: Any) -> SharedSlots:
+    return SharedSlots.empty(2, kept, rows, length, KV_HEADS, SIZE, "float32", rule)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def attended(name: str, memory: Any, q, k, v, index, positions):
+    """A step of these positions: what they see, and the memory."""
+    depth, context = Depth(index, jnp.int32(DEPTHS)), Context(jnp.ones_like(positions), positions)
+    if name != "repeats":
+        return memory.attend(q, k, v, depth, context, operations_of("xla"))
+    memory = memory.reaching(depth, positions % 5 != 3, context)
+    out, layer = LayerRepeats(memory, 0).attend(q, k, v, depth, context, operations_of("xla"))
+    return out, layer.repeats
+
+
+def rows_in_pages(table: jax.Array, memory: Any) -> list[np.ndarray]:
+    """The arrays of a memory in pages as those of one in rows."""
+    return [np.asarray(pages.rows_of(table, leaf)) for leaf in jax.tree.leaves(in_pages(memory, None))]
+
+
+@pytest.mark.parametrize("own_depths", [False, True])
+@pytest.mark.parametrize("name", MEMORIES)
+def test_a_memory_in_pages_is_the_memory_in_rows(name, own_depths):
+    """Steps at one depth or at depths of their own, with positions that are nowhere, then positions that stop early."""
+    rng = np.random.default_rng(len(name))
+    table = jnp.asarray(rng.permutation(PAGES)[: ROWS * PER_ROW].reshape(ROWS, PER_ROW), jnp.int32)
+    plain, paged = MEMORIES[name](ROWS, SLOTS), in_pages(MEMORIES[name](PAGES, PAGE), table)
+    for step in range(6):
+        q = normal(step, ROWS, POSITIONS, HEADS, SIZE)
+        k, v = (normal(10 * step + n, ROWS, POSITIONS, KV_HEADS, SIZE) for n in (1, 2))
+        positions = np.stack([rng.permutation(SLOTS)[:POSITIONS] for _ in range(ROWS)])
+        if step % 2:
+            positions[rng.integers(ROWS), rng.integers(POSITIONS)] = NOWHERE
+        index = jnp.asarray(rng.integers(0, DEPTHS, (ROWS, POSITIONS) if own_depths else ()), jnp.int32)
+        places = jnp.asarray(positions, jnp.int32)
+        seen, plain = attended(name, plain, q, k, v, index, places)
+        seen_in_pages, paged = attended(name, paged, q, k, v, index, places)
+        inside = positions < SLOTS
+        np.testing.assert_array_equal(np.asarray(seen)[inside], np.asarray(seen_in_pages)[inside])
+    if hasattr(plain, "fill_deeper"):
+        stopped = jnp.array([0, 1]), jnp.array([SLOTS - 1, NOWHERE])
+        plain, paged = plain.fill_deeper(*stopped), paged.fill_deeper(*stopped)
+    for leaf, other in zip(jax.tree.leaves(plain), rows_in_pages(table, paged), strict=True):
+        np.testing.assert_array_equal(leaf, other)
+        assert np.any(other)
+
+
+def test_pages_that_are_not_there_take_nothing():
+    """A row whose table names no page writes nowhere; the other row's pages keep what they had."""
+    table = jnp.array([[2, PAGES], [PAGES, PAGES]], jnp.int32)
+    memory = in_pages(MEMORIES["slots"](PAGES, PAGE), table)
+    positions = jnp.array([[1, PAGE + 1], [1, 2 * PAGE]], jnp.int32)
+    k = jnp.ones((ROWS, 2, KV_HEADS, SIZE))
+    kept = np.asarray(memory.written(k, k, Depth(jnp.int32(0), jnp.int32(DEPTHS)), positions).keys)
+    assert np.all(kept[0, 2, 1] == 1) and kept.sum() == KV_HEADS * SIZE
+    filled = memory.fill_deeper(jnp.array([0, 0]), jnp.array([PAGE, 1]))
+    assert not np.any(filled.keys)
+
+
+@pytest.mark.parametrize("own_depths", [False, True])
+def test_long_caches_are_read_in_blocks_in_pages_too(own_depths):
+    """Blocks up to the last position that is somewhere: bit for bit, and against one softmax over all of them."""
+    length, size = 3 * over_slots.SLOTS_AT_ONCE, over_slots.SLOTS_AT_ONCE // 2
+    count = ROWS * length // size
+    table = jnp.asarray(np.random.default_rng(0).permutation(count).reshape(ROWS, -1), jnp.int32)
+    keys, values = (normal(n, DEPTHS, count, size, KV_HEADS, SIZE) for n in (1, 2))
+    rows = [pages.rows_of(table, each) for each in (keys, values)]
+    q, positions = 3 * normal(3, ROWS, 2, HEADS, SIZE), jnp.array([[140, 3], [NOWHERE, 200]], jnp.int32)
+    depths = jnp.array([[0, 3], [1, 2]], jnp.int32) if own_depths else jnp.int32(1)
+    attention = jax.jit(over_slots.sequence_attention)
+    found = np.asarray(attention(q, keys, values, depths, positions, table))
+    there = np.asarray(positions) < length
+    np.testing.assert_array_equal(found[there], np.asarray(attention(q, *rows, depths, positions))[there])
+    for b, p in np.argwhere(there):
+        own = np.asarray(depths)[b, p] if own_depths else 1
+        k, v = (np.repeat(np.asarray(each[own, b]), HEADS // KV_HEADS, axis=1) for each in rows)
+        scores = np.einsum("nd,snd->ns", np.asarray(q[b, p], np.float64), k)[:, : positions[b, p] + 1] * SIZE**-0.5
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        wanted = np.einsum("ns,snd->nd", weights / weights.sum(-1, keepdims=True), v[: positions[b, p] + 1])
+        np.testing.assert_allclose(found[b, p], wanted, rtol=0, atol=1e-5)
