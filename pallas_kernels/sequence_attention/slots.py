@@ -69,21 +69,40 @@ def sequence_attention(
 def _read(
     cache: jax.Array, depths: jax.Array, start: jax.Array | int, count: int, table: jax.Array | None
 ) -> jax.Array:
-    """Slots start .. start + count of every row at depths [] or [B, P]: [B, count, kv, d], or with P behind B."""
-    if table is None and not depths.ndim:
+    """Slots start .. start + count of every row at depths [], [B, count, kv, d]; or [B, P], with P behind B unless it
+    is 1."""
+    if depths.ndim:
+        own = _read_apart(cache, depths, start, count, table)
+        return own[:, 0] if depths.shape[1] == 1 else own
+    if table is None:
         shape = (1, cache.shape[1], count, *cache.shape[3:])
-        return jax.lax.dynamic_slice(cache, (depths, 0, start, 0, 0), shape)[0]
+        return jax.lax.dynamic_slice(cache, _indices(depths, 0, start, 0, 0), shape)[0]
+    return pages.joined(cache[depths, _numbers(cache, start, count, table)], 1)
+
+
+def _read_apart(
+    cache: jax.Array, depths: jax.Array, start: jax.Array | int, count: int, table: jax.Array | None
+) -> jax.Array:
     if table is None:
 
         def read(depth: jax.Array, row: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice(cache, (depth, row, start, 0, 0), (1, 1, count, *cache.shape[3:]))[0, 0]
+            return jax.lax.dynamic_slice(cache, _indices(depth, row, start, 0, 0), (1, 1, count, *cache.shape[3:]))[
+                0, 0
+            ]
 
         return jax.vmap(jax.vmap(read, (0, None)))(depths, jnp.arange(cache.shape[1]))
+    return pages.joined(cache[depths[..., None], _numbers(cache, start, count, table)[:, None]], 2)
+
+
+def _indices(*indices: jax.Array | int) -> list[jax.Array]:
+    """Of one type, as slices want them."""
+    return [jnp.asarray(index, jnp.int32) for index in indices]
+
+
+def _numbers(cache: jax.Array, start: jax.Array | int, count: int, table: jax.Array) -> jax.Array:
+    """Of the pages that these slots are in, [B, M]."""
     size = cache.shape[2]
-    own = jax.lax.dynamic_slice_in_dim(table, start // size, count // size, axis=1)  # [B, M]
-    if not depths.ndim:
-        return pages.joined(cache[depths, own], 1)
-    return pages.joined(cache[depths[..., None], own[:, None]], 2)
+    return jax.lax.dynamic_slice_in_dim(table, start // size, count // size, axis=1)
 
 
 LEAST = -1e30
