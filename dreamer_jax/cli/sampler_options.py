@@ -7,11 +7,10 @@ import contextlib
 import dataclasses
 import difflib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, get_type_hints
+from typing import TYPE_CHECKING
 
 from dreamer_jax.cli.arguments import Parser
-from dreamer_jax.config.keys import convert
-from dreamer_jax.errors import ConfigError, UserError
+from dreamer_jax.errors import UserError
 
 if TYPE_CHECKING:
     from dreamer_jax.inference import Sampler
@@ -55,27 +54,16 @@ def make_sampler(name: str, settings: Sequence[tuple[str, str | None]], prefix: 
     Raises:
         UserError: there is no such sampler or setting, or a value is wrong.
     """
-    from dreamer_jax.inference import SAMPLERS
+    from dreamer_jax.inference.samplers.by_name import sampler_of
 
-    kind = SAMPLERS[_known(name)]
-    types, values = get_type_hints(kind), {}
-    own = [field.name for field in dataclasses.fields(kind)]
+    values: dict[str, str] = {}
     for key, written in settings:
-        option = f"{prefix}{key}"
-        if key not in own:
-            alike = difflib.get_close_matches(key, own, n=1)
-            settings_there = ", ".join(prefix + each for each in own) or "none"
-            fix = f"did you mean '{prefix}{alike[0]}'?" if alike else f"its settings are: {settings_there}"
-            raise UserError(f"the sampler {name} has no setting '{option}'; {fix}")
         if key in values:
-            raise UserError(f"{option} is given twice; remove one")
+            raise UserError(f"{prefix}{key} is given twice; remove one")
         if written is None:
-            raise UserError(f"{option} needs a value: {option} VALUE")
-        try:
-            values[key] = convert(types[key], option, written)
-        except ConfigError as error:
-            raise UserError(str(error)) from None
-    return kind(**values)
+            raise UserError(f"{prefix}{key} needs a value: {prefix}{key} VALUE")
+        values[key] = written
+    return sampler_of(_known(name), values, prefix)
 
 
 def _known(name: str | None) -> str:

@@ -11,16 +11,12 @@ import numpy as np
 from dreamer_jax.data.tokenizers import Tokenizer, encode_pair, load_tokenizer
 from dreamer_jax.errors import UserError
 from dreamer_jax.inference.engine import Engine, Generated, Scores
+from dreamer_jax.inference.growing import Growing, check_stop, find
 from dreamer_jax.inference.sampling import Sampling
 from dreamer_jax.inference.tracing import Trace, trace
 
 if TYPE_CHECKING:
     from dreamer_jax.runs.models import TrainedModel
-
-UNFINISHED = "\ufffd"
-"""What a tokenizer makes of bytes that aren't a whole character (yet)."""
-LONGEST_CHARACTER = 4
-"""Bytes of a character in UTF-8, and so most tokens one is made of."""
 
 Prompt = str | Sequence[int]
 """A text, or tokens as they are."""
@@ -132,13 +128,16 @@ class LanguageModel:
             block: tokens between two yields.
         """
         rows, ends = self._rows(prompts, max_tokens), (self.tokenizer.eos,)
+        growing = [Growing(self.tokenizer, stop) for _ in rows]
         asked = stopper(self.tokenizer, len(rows), stop)
         for generated in self._engine.stream(rows, max_tokens, sampling, ends, asked, block):
-            latest = [self._text(row, stop) for row in generated]
-            growing = [row.finish == "length" and len(row.tokens) < max_tokens for row in generated]
+            for row, text in zip(generated, growing, strict=True):
+                text.add(row.tokens[text.tokens :])
+                if row.finish != "length" or len(row.tokens) >= max_tokens:
+                    text.end()
             yield [
-                dataclasses.replace(text, text=_settled(text.text, stop)) if grows else text
-                for text, grows in zip(latest, growing, strict=True)
+                dataclasses.replace(self._text(row, stop), text=text.text)
+                for row, text in zip(generated, growing, strict=True)
             ]
 
     def trace(
@@ -189,7 +188,7 @@ class LanguageModel:
 
     def _text(self, row: Generated, stop: Sequence[str]) -> Text:
         text = self.tokenizer.decode(row.tokens)
-        end = _find(text, stop)
+        end = find(text, stop)
         depths = sum(row.depths) / len(row.depths) if row.depths else 0.0
         finish = row.finish if end is None else "stop"
         return Text(text[:end], row.tokens, finish, depths, row.steps, row.drafted, row.accepted)
@@ -220,8 +219,7 @@ def stopper(tokenizer: Tokenizer, rows: int, stop: Sequence[str]) -> Callable[[i
     Raises:
         UserError: a stop string is empty.
     """
-    if not all(stop):
-        raise UserError("a stop string is empty; it would end every text at once")
+    check_stop(stop)
     if not stop:
         return None
     # A stop string of n bytes lies within the last n tokens, or n - 1 earlier if it came inside a block of tokens.
@@ -238,20 +236,4 @@ def stopper(tokenizer: Tokenizer, rows: int, stop: Sequence[str]) -> Callable[[i
 
 def cut(text: str, stop: Sequence[str]) -> str:
     """The text before the first stop string."""
-    return text[: _find(text, stop)]
-
-
-def _find(text: str, stop: Sequence[str]) -> int | None:
-    """Where the first stop string begins."""
-    found = [place for place in (text.find(string) for string in stop) if place >= 0]
-    return min(found, default=None)
-
-
-def _settled(text: str, stop: Sequence[str]) -> str:
-    """The part of a growing text that can't change any more."""
-    end = len(text)
-    while end > max(0, len(text) - LONGEST_CHARACTER) and text[end - 1] == UNFINISHED:
-        end -= 1
-    text = text[:end]
-    held = max((n for string in stop for n in range(1, len(string)) if text.endswith(string[:n])), default=0)
-    return text[: len(text) - held]
+    return text[: find(text, stop)]
