@@ -71,6 +71,9 @@ class JsonTokenizer:
             special[kind] = found
         self.bos, self.eos, self.pad = special["bos"], special["eos"], special["pad"]
         self._special = frozenset(special.values())
+        self.path = path
+        self.special_ids = {str(token.content): i for i, token in self._tokenizer.get_added_tokens_decoder().items()}
+        """Text of the file's added tokens -> id; what templates of conversations are made of."""
         for unimportant in ("truncation", "padding", "post_processor"):  # not used here
             content.pop(unimportant, None)
         canonical = json.dumps(content, sort_keys=True)

@@ -1,0 +1,171 @@
+"""From what clients send to the tokens that the model continues."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dreamer_jax.data.json_tokenizer import JsonTokenizer
+from dreamer_jax.data.jsonl import Template
+from dreamer_jax.data.tokenizers import Tokenizer
+from dreamer_jax.errors import UserError
+from dreamer_jax.serving.protocol import Message, Refused
+
+
+class Prompts:
+    """Prompts of one model.
+
+    A conversation goes through the tokenizer's chat template where it has one. Otherwise it is what `dreamer chat
+    --history` makes of it: what the user says is put into the run's prompt, what the model has said stands behind it
+    with a line break, and so does what the system says, as it is.
+
+    Args:
+        tokenizer: of the model.
+        vocabulary: tokens that the model knows.
+        template: the run's prompt, `data.prompt`.
+        chat: the tokenizer's chat template; None if it has none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, template: str, chat: ChatTemplate | None = None):
+        self.tokenizer, self._vocabulary = tokenizer, vocabulary
+        self._template, self._chat = Template(template, "data.prompt"), chat
+
+    def text(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        """Of a completion: begin-of-text and the text, or tokens as they are.
+
+        Raises:
+            Refused: a token isn't the model's.
+        """
+        if isinstance(prompt, str):
+            return (self.tokenizer.bos, *self.tokenizer.encode(prompt))
+        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
+            raise Refused(400, f"prompt: tokens are from 0 to {self._vocabulary - 1}", "prompt")
+        return tuple(prompt)
+
+    def conversation(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Of a conversation.
+
+        Raises:
+            Refused: the model's template can't take it.
+        """
+        if self._chat is not None:
+            return self._chat.tokens(messages)
+        fields = self._template.fields
+        if len(fields) > 1:
+            raise Refused(
+                400,
+                f"the prompt of this run takes several fields ({', '.join(fields)}); ask /v1/completions",
+                "messages",
+            )
+        if messages[-1].role == "assistant":
+            raise Refused(400, "messages must end with what the user says", "messages")
+        parts = []
+        for message in messages:
+            if message.role == "user":
+                parts.append(self._template.fill({fields[0]: message.content}) if fields else message.content)
+            else:
+                parts.append(f"{message.content}\n")
+        return self.text("".join(parts))
+
+
+class ChatTemplate:
+    """A Jinja template of conversations, as Hugging Face's tokenizers have it, in a sandbox.
+
+    Special tokens come from the template alone: what people say is encoded as plain text, also where it spells one.
+
+    Args:
+        source: the template.
+        tokenizer: its tokenizer.
+        names: `bos_token` and `eos_token`, as the template writes them.
+    Raises:
+        UserError: jinja2 isn't installed, or the template is broken.
+    """
+
+    def __init__(self, source: str, tokenizer: JsonTokenizer, names: dict[str, str]):
+        try:
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+        except ImportError:
+            raise UserError(f"{tokenizer.path.parent}: its chat template needs jinja2: pip install jinja2") from None
+        from jinja2 import TemplateError
+
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = refuse
+        self._failure = TemplateError
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise UserError(f"{tokenizer.path.parent}: its chat template is broken: {error}") from None
+        self._tokenizer, self._names = tokenizer, names
+        written = sorted(tokenizer.special_ids, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, written))) if written else None
+
+    def tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Of a conversation, up to where the model speaks.
+
+        Raises:
+            Refused: the template doesn't take it.
+        """
+        mark = secrets.token_hex(8)  # takes the place of special tokens that people have spelled, until they are text
+        spelled: list[str] = []
+
+        def hide(found: re.Match[str]) -> str:
+            spelled.append(found[0])
+            return f"\x02{mark}{len(spelled) - 1}\x03"
+
+        said = [{"role": m.role, "content": self._special.sub(hide, m.content) if self._special else m.content}
+                for m in messages]  # fmt: skip
+        try:
+            text = self._template.render(messages=said, add_generation_prompt=True, **self._names)
+        except self._failure as error:
+            raise Refused(400, f"the model's chat template refuses the messages: {error}", "messages") from None
+        ids, plain = [], 0
+        for found in self._special.finditer(text) if self._special else ():
+            ids += self._plain(text[plain : found.start()], mark, spelled)
+            ids.append(self._tokenizer.special_ids[found[0]])
+            plain = found.end()
+        ids += self._plain(text[plain:], mark, spelled)
+        return tuple(ids) if ids[:1] == [self._tokenizer.bos] else (self._tokenizer.bos, *ids)
+
+    def _plain(self, text: str, mark: str, spelled: Sequence[str]) -> list[int]:
+        text = re.sub(f"\x02{mark}(\\d+)\x03", lambda found: spelled[int(found[1])], text)
+        return self._tokenizer.encode(text) if text else []
+
+
+def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The chat template that lies beside a tokenizer.json, in `chat_template.jinja` or `tokenizer_config.json`.
+
+    Raises:
+        UserError: what is there can't be read.
+    """
+    if not isinstance(tokenizer, JsonTokenizer):
+        return None
+    folder = tokenizer.path.parent
+    settings = _read(folder / "tokenizer_config.json")
+    path = folder / "chat_template.jinja"
+    source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+    if isinstance(source, list):  # several by name
+        source = next((each.get("template") for each in source if each.get("name") == "default"), None)
+    if not isinstance(source, str):
+        return None
+    names = {}
+    for name in ("bos_token", "eos_token"):
+        value = settings.get(name)
+        names[name] = value.get("content", "") if isinstance(value, dict) else value or ""
+    return ChatTemplate(source, tokenizer, names)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise UserError(f"{path}: isn't JSON; mend it or remove it") from None
+    return found if isinstance(found, dict) else {}

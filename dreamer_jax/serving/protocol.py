@@ -1,0 +1,352 @@
+"""What clients ask for: bodies of OpenAI's completions and chat completions, read strictly, with our extensions.
+
+The reference is https://platform.openai.com/docs/api-reference (completions, chat). Three rules for fields that aren't
+read here: one that OpenAI has and that can't change the answer is ignored (`IGNORED`); one that OpenAI has and that
+would change it is refused unless it has the value that changes nothing (`UNSUPPORTED`); any other is refused, since it
+is a slip of the pen as a rule.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import secrets
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from dreamer_jax.errors import UserError
+from dreamer_jax.inference.samplers import Adaptive, Sampler, Static
+from dreamer_jax.inference.samplers.by_name import sampler_of
+from dreamer_jax.inference.sampling import Sampling
+
+MOST_ANSWERS = 128
+"""`n`, as at OpenAI."""
+MOST_PROMPTS = 2048
+"""Prompts of one body, times `n`; as many prompts as at OpenAI."""
+MOST_STOPS = 4
+"""Stop strings, as at OpenAI."""
+MOST_LOGPROBS = 20
+"""Likeliest tokens beside a chosen one: OpenAI's chat completions take 20, its completions 5."""
+SHORT = 16
+"""Tokens of a completion whose `max_tokens` isn't given, as at OpenAI."""
+
+IGNORED = frozenset(
+    ["metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"]
+)
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""Field -> the values that change nothing; null never does."""
+NAMES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    dict: "an object",
+    list: "a list",
+}
+
+
+class Refused(Exception):
+    """A request that isn't answered.
+
+    Args:
+        status: of HTTP.
+        message: what is wrong and how to mend it.
+        param: the field at fault.
+        code: for programs.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        """In OpenAI's shape."""
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status)
+        kind = kind or ("invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class Message:
+    """One of a conversation."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A body, read.
+
+    Attributes:
+        prompts: texts or tokens, of completions.
+        messages: of chat completions; None in the others.
+        model: the name that it asks for; None if it names none.
+        number: answers to each prompt.
+        max_tokens: None for as many as fit.
+        stop: strings that end an answer.
+        sampling, sampler, depth, logprobs: as of `contract.Request`.
+        stream, include_usage: whether the answer comes in parts, and whether usage comes last.
+    """
+
+    prompts: tuple[str | tuple[int, ...], ...]
+    messages: tuple[Message, ...] | None
+    model: str | None
+    number: int
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    sampling: Sampling
+    sampler: Sampler
+    depth: int | None
+    logprobs: int | None
+    stream: bool
+    include_usage: bool
+
+
+class Fields:
+    """The fields of an object, taken out one by one; null is as good as none.
+
+    Args:
+        values: the object.
+        within: the field that it is the value of, with a dot behind; "" for the body.
+    """
+
+    def __init__(self, values: dict[str, Any], within: str = ""):
+        self._values = {key: value for key, value in values.items() if value is not None}
+        self._within, self._known = within, list[str]()
+
+    def take(self, name: str, *kinds: type) -> Any:
+        """The value of a field, of one of these types; None if there is none. An integer is a number, too."""
+        self._known.append(name)
+        value = self._values.pop(name, None)
+        accepted = (*kinds, int) if float in kinds else kinds
+        if value is None or (isinstance(value, accepted) and (bool in kinds or not isinstance(value, bool))):
+            return value
+        self.refuse(name, f"must be {' or '.join(NAMES[kind] for kind in kinds)}")
+
+    def integer(self, name: str, least: int, most: int | None = None) -> int | None:
+        """An integer within bounds."""
+        value = self.take(name, int)
+        if value is not None and not least <= value <= (math.inf if most is None else most):
+            self.refuse(name, f"{value}: must be {least} or more" if most is None else f"must be {least} to {most}")
+        return value
+
+    def refuse(self, name: str, problem: str) -> NoReturn:
+        """Refuse the value of a field."""
+        raise Refused(400, f"{self._within}{name} {problem}", f"{self._within}{name}")
+
+    def end(self) -> None:
+        """Refuse what is left, by the rules above."""
+        for name, value in self._values.items():
+            if not self._within and name in IGNORED:
+                continue
+            if not self._within and name in UNSUPPORTED:
+                if not any(value == neutral and type(value) in (type(neutral), float)
+                           for neutral in UNSUPPORTED[name]):  # fmt: skip
+                    raise Refused(400, f"{name} isn't supported here; leave it out", name, "unsupported_parameter")
+                continue
+            alike = difflib.get_close_matches(name, self._known, n=1)
+            fix = f"did you mean '{self._within}{alike[0]}'?" if alike else "leave it out"
+            raise Refused(400, f"unknown field '{self._within}{name}'; {fix}", name, "unknown_parameter")
+
+
+def parse(body: bytes, chat: bool) -> Asked:
+    """Read a body.
+
+    Raises:
+        Refused: with status 400.
+    """
+    try:
+        values = json.loads(body, parse_constant=_no_number)
+    except UnicodeDecodeError:
+        raise Refused(400, "the body isn't UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        where = f" (line {error.lineno}, column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
+        raise Refused(400, f"the body isn't JSON{where}", code="invalid_json") from None
+    if not isinstance(values, dict):
+        raise Refused(400, "the body must be a JSON object")
+    try:
+        return _asked(Fields(values), chat)
+    except UserError as error:
+        raise Refused(400, str(error)) from None
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+def _asked(fields: Fields, chat: bool) -> Asked:
+    stream = bool(fields.take("stream", bool))
+    options = fields.take("stream_options", dict)
+    include_usage = False
+    if options is not None:
+        if not stream:
+            fields.refuse("stream_options", "goes with stream: true only")
+        inner = Fields(options, "stream_options.")
+        include_usage = bool(inner.take("include_usage", bool))
+        inner.take("include_obfuscation", bool)  # this server has no padding to leave out
+        inner.end()
+    asked = Asked(
+        prompts=() if chat else _prompts(fields),
+        messages=_messages(fields) if chat else None,
+        model=fields.take("model", str),
+        number=fields.integer("n", 1, MOST_ANSWERS) or 1,
+        max_tokens=_max_tokens(fields, chat),
+        stop=_stop(fields),
+        sampling=_sampling(fields),
+        sampler=_sampler(fields),
+        depth=fields.integer("depth", 1),
+        logprobs=_logprobs(fields, chat),
+        stream=stream,
+        include_usage=include_usage,
+    )
+    fields.end()
+    if len(asked.prompts) * asked.number > MOST_PROMPTS:
+        fields.refuse("n", f"times the number of prompts is more than {MOST_PROMPTS}")
+    return asked
+
+
+def _prompts(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
+    value = fields.take("prompt", str, list)
+    if value is None:
+        fields.refuse("prompt", "is missing")
+    if isinstance(value, str):
+        return (_text(fields, "prompt", value),)
+    if value and all(type(each) is int for each in value):
+        return (tuple(value),)
+    if not value:
+        fields.refuse("prompt", "is empty")
+    prompts: list[str | tuple[int, ...]] = []
+    for each in value:
+        if isinstance(each, str):
+            prompts.append(_text(fields, "prompt", each))
+        elif isinstance(each, list) and each and all(type(token) is int for token in each):
+            prompts.append(tuple(each))
+        else:
+            fields.refuse("prompt", "must be a string, a list of strings, a list of tokens, or a list of those")
+    return tuple(prompts)
+
+
+def _messages(fields: Fields) -> tuple[Message, ...]:
+    value = fields.take("messages", list)
+    if not value:
+        fields.refuse("messages", "is missing or empty")
+    found = []
+    for number, each in enumerate(value):
+        within = f"messages.{number}."
+        if not isinstance(each, dict):
+            fields.refuse(f"messages.{number}", "must be an object with role and content")
+        inner = Fields(each, within)
+        role, content = inner.take("role", str), inner.take("content", str, list)
+        inner.take("name", str)
+        if role not in ("system", "developer", "user", "assistant"):
+            inner.refuse("role", "must be system, developer, user or assistant")
+        if isinstance(content, list):
+            if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+                       for part in content):  # fmt: skip
+                inner.refuse("content", 'may have parts {"type": "text", "text": ...} only')
+            content = "".join(part["text"] for part in content)
+        if content is None:
+            inner.refuse("content", "is missing")
+        if role == "assistant":
+            inner.take("refusal", str)
+        inner.end()
+        found.append(Message("system" if role == "developer" else role, _text(inner, "content", content)))
+    return tuple(found)
+
+
+def _text(fields: Fields, name: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        fields.refuse(name, "holds half of a surrogate pair, which is no character")
+    return text
+
+
+def _max_tokens(fields: Fields, chat: bool) -> int | None:
+    plain = fields.integer("max_tokens", 1)
+    if not chat:
+        return plain or SHORT
+    newer = fields.integer("max_completion_tokens", 1)
+    if plain is not None and newer is not None and plain != newer:
+        fields.refuse("max_tokens", "and max_completion_tokens say different things; give one of them")
+    return newer or plain
+
+
+def _stop(fields: Fields) -> tuple[str, ...]:
+    value = fields.take("stop", str, list)
+    stop = [value] if isinstance(value, str) else value or []
+    if not all(isinstance(each, str) and each for each in stop):
+        fields.refuse("stop", "must be a string or a list of strings, none of them empty")
+    if len(stop) > MOST_STOPS:
+        fields.refuse("stop", f"takes at most {MOST_STOPS} strings")
+    return tuple(_text(fields, "stop", each) for each in stop)
+
+
+def _sampling(fields: Fields) -> Sampling:
+    temperature, top_p, min_p = (fields.take(name, float) for name in ("temperature", "top_p", "min_p"))
+    top_k, seed = fields.integer("top_k", 0), fields.take("seed", int)
+    return Sampling(
+        1.0 if temperature is None else float(temperature),
+        top_k or 0,
+        1.0 if top_p is None else float(top_p),
+        0.0 if min_p is None else float(min_p),
+        secrets.randbits(32) if seed is None else seed % 2**32,
+    )
+
+
+def _sampler(fields: Fields) -> Sampler:
+    value, exits = fields.take("sampler", str, dict), fields.take("exit", dict)
+    min_depth = fields.integer("min_depth", 1)
+    if exits is not None:
+        if value is not None:
+            fields.refuse("exit", "is sampler adaptive; give one of exit and sampler")
+        unknown = [key for key in exits if key not in ("criterion", "threshold", "every")]
+        if unknown:
+            fields.refuse(f"exit.{unknown[0]}", "is unknown; exit takes criterion, threshold and every")
+        value, within = exits | {"name": Adaptive.name}, "exit."
+    else:
+        within = "sampler."
+    settings: dict[str, Any] = {"name": value} if isinstance(value, str) else dict(value or {"name": Static.name})
+    name = settings.pop("name", None)
+    if not isinstance(name, str):
+        fields.refuse("sampler", 'must be a name, or an object with one: {"name": "adaptive", "threshold": 0.05}')
+    if min_depth is not None:
+        if name != Adaptive.name or "min_depth" in settings:
+            fields.refuse("min_depth", "goes with exit, or sampler adaptive that says no other")
+        settings["min_depth"] = min_depth
+    for key, setting in settings.items():
+        if isinstance(setting, (dict, list)) or setting is None:
+            fields.refuse(f"{within}{key}", "must be a string, a number, or true or false")
+    written = {key: each if isinstance(each, str) else json.dumps(each) for key, each in settings.items()}
+    return sampler_of(name, written, within)
+
+
+def _logprobs(fields: Fields, chat: bool) -> int | None:
+    if not chat:
+        return fields.integer("logprobs", 0, MOST_LOGPROBS)
+    wanted, likeliest = fields.take("logprobs", bool), fields.integer("top_logprobs", 0, MOST_LOGPROBS)
+    if likeliest is not None and not wanted:
+        fields.refuse("top_logprobs", "goes with logprobs: true only")
+    return (likeliest or 0) if wanted else None

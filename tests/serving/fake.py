@@ -1,0 +1,188 @@
+"""An engine that writes what a function of the request says, at a pace, as `contract.ServingEngine` demands it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dreamer_jax.data.tokenizers import ByteTokenizer
+from dreamer_jax.errors import UserError
+from dreamer_jax.serving.contract import Closed, Deliver, Finish, QueueFull, Request, RowView, Token, TooLong, Update
+from dreamer_jax.serving.contract import View as View
+
+TOKENIZER = ByteTokenizer()
+LIKELIEST = ((65, -0.25), (0xC3, -2.0), (TOKENIZER.eos, -3.5))
+"""What stands beside every token, whatever it is: a letter, half a character, a special token."""
+
+
+def repeats_its_prompt(request: Request) -> list[int]:
+    """The prompt without begin-of-text, again and again, behind a letter for the number of the answer."""
+    text = [token for token in request.prompt if token < 256] or [46]
+    return [97 + request.number % 26, *(text * (1 + request.max_tokens // len(text)))]
+
+
+@dataclass
+class Row:
+    """A request and what has been written for it."""
+
+    number: int
+    request: Request
+    deliver: Deliver
+    tokens: list[int]
+    done: int = 0
+    depths: list[int] = field(default_factory=list)
+    flight: int = 0
+
+
+class FakeEngine:
+    """Every row gets `block` tokens a step; a token's depth follows from its place.
+
+    Args:
+        says: the tokens of an answer; it ends at a stop id or at `max_tokens`.
+        rows, queue, context, depth: sizes.
+        pace: seconds of a step.
+        block: tokens of a row in a step.
+        fails_at: tokens after which an answer fails; None for never.
+        slowest: whether a step takes as long as its deepest row needs, as engines do that wait for it.
+    """
+
+    def __init__(
+        self,
+        says: Callable[[Request], list[int]] = repeats_its_prompt,
+        rows: int = 8,
+        queue: int = 64,
+        context: int = 512,
+        depth: int = 12,
+        pace: float = 0.0005,
+        block: int = 1,
+        fails_at: int | None = None,
+        slowest: bool = False,
+    ):
+        self.says, self.pace, self.block, self.fails_at, self.slowest = says, pace, block, fails_at, slowest
+        self.context, self.depth, self.most_waiting = context, depth, queue
+        self.ready, self.submitted, self.cancelled = True, list[Request](), list[int]()
+        self._rows: list[Row | None] = [None] * rows
+        self._queue: list[Row] = []
+        self._counts: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+        self._lock, self._change, self._closing = threading.Lock(), threading.Condition(), False
+        self._thread = threading.Thread(target=self._run, name="fake engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, deliver: Deliver) -> int:
+        with self._lock:
+            if self._closing or not self.ready:
+                raise Closed
+            if request.depth is not None and request.depth > 64:
+                raise UserError(f"depth {request.depth}: the model was trained for 64 at most")
+            if len(request.prompt) + request.max_tokens > self.context:
+                raise TooLong
+            if len(self._queue) >= self.most_waiting:
+                raise QueueFull
+            number = len(self.submitted)
+            self.submitted.append(request)
+            self._counts["prompt"] += len(request.prompt)
+            self._queue.append(Row(number, request, deliver, self.says(request)))
+        return number
+
+    def cancel(self, number: int) -> None:
+        with self._lock:
+            self.cancelled.append(number)
+
+    def view(self) -> View:
+        with self._lock:
+            rows = tuple(
+                row
+                and RowView(
+                    row.number,
+                    row.request.sampler.name,
+                    len(row.request.prompt) + row.done,
+                    tuple(range(self.depth, 0, -3)) if row.request.sampler.name == "lossless" else (row.flight,),
+                    row.done,
+                    sum(row.depths) / max(1, len(row.depths)),
+                )
+                for row in self._rows
+            )
+            counts, finished = self._counts, dict(self._finished)
+            busy = sum(row is not None for row in self._rows)
+            reached = None if not counts["row_steps"] else counts["busy_row_steps"] / counts["row_steps"]
+            return View(rows, len(self._queue), self.depth, 64, 64 - 4 * busy, counts["prompt"], 0, counts["tokens"],
+                        counts["depths"], counts["steps"], counts["row_steps"], counts["busy_row_steps"], finished,
+                        reached)  # fmt: skip
+
+    def close(self, grace: float) -> None:
+        with self._lock:
+            self._closing = True
+        until = time.monotonic() + grace
+        while time.monotonic() < until and (self._queue or any(self._rows)):
+            time.sleep(0.005)
+        with self._lock:
+            for row in [*self._queue, *self._rows]:
+                if row is not None:
+                    self._end(row, "cancelled")
+            self._queue, self._rows, self._stopped = [], [None] * len(self._rows), True
+        self._thread.join()
+
+    _stopped = False
+
+    def _run(self) -> None:
+        while not self._stopped:
+            with self._lock:
+                self._step()
+                idle = not any(self._rows)
+            time.sleep(0.002 if idle else self.pace)
+
+    def _step(self) -> None:
+        for row in [row for row in self._queue if row.number in self.cancelled]:
+            self._queue.remove(row)
+            self._end(row, "cancelled")
+        for place, row in enumerate(self._rows):
+            if row is not None and row.number in self.cancelled:
+                self._end(row, "cancelled")
+                self._rows[place] = row = None
+            if row is None and self._queue:
+                self._rows[place] = self._queue.pop(0)
+        active = [row for row in self._rows if row is not None]
+        if active:
+            self._counts["steps"] += self.depth
+            self._counts["row_steps"] += self.depth * len(self._rows)
+        for place, row in enumerate(self._rows):
+            if row is not None and self._write(row):
+                self._rows[place] = None
+
+    def _write(self, row: Row) -> bool:
+        """The next tokens of a row; whether it has ended."""
+        if self.fails_at is not None and row.done >= self.fails_at:
+            self._end(row, "failed")
+            return True
+        request, tokens, finish = row.request, [], None
+        for token in row.tokens[row.done : row.done + self.block]:
+            if token in request.stop_ids:
+                finish = "stop"
+                break
+            recorded = getattr(request.sampler, "depths", None)
+            depth = recorded[row.done % len(recorded)] if recorded else 1 + (token + row.done) % self.depth
+            row.done += 1
+            row.depths.append(depth)
+            row.flight = depth
+            likeliest = LIKELIEST[: request.logprobs] if request.logprobs else ()
+            tokens.append(Token(token, depth, None if request.logprobs is None else -0.5, likeliest))
+            if row.done == request.max_tokens:
+                finish = "length"
+                break
+        self._counts["tokens"] += len(tokens)
+        self._counts["depths"] += sum(token.depth for token in tokens)
+        self._counts["busy_row_steps"] += sum(token.depth for token in tokens)
+        if finish is None and row.done >= len(row.tokens):
+            finish = "stop"
+        if finish is not None:
+            self._finished[finish] += 1
+        row.deliver(Update(tuple(tokens), finish))
+        return finish is not None
+
+    def _end(self, row: Row, finish: Finish) -> None:
+        self._finished[finish] += 1
+        row.deliver(Update((), finish))

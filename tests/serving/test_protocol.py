@@ -1,0 +1,182 @@
+"""Bodies of requests, and conversations as tokens."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dreamer_jax.data.json_tokenizer import JsonTokenizer
+from dreamer_jax.data.tokenizers import ByteTokenizer
+from dreamer_jax.inference.samplers import Adaptive, DiffusionForcing, Static
+from dreamer_jax.serving.keys import Keys, read_keys
+from dreamer_jax.serving.prompts import Prompts, chat_template_of
+from dreamer_jax.serving.protocol import Message, Refused, parse
+
+SAID = {"role": "user", "content": "hello"}
+
+
+def read(chat: bool = False, **fields: Any):
+    return parse(json.dumps(fields).encode(), chat)
+
+
+@pytest.mark.parametrize(
+    "prompt, read_as",
+    [
+        ("text", ("text",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2], ((1, 2),)),
+        ([[1], [2, 3]], ((1,), (2, 3))),
+        (["a", [1]], ("a", (1,))),
+        ("", ("",)),
+    ],
+)
+def test_prompts(prompt, read_as):
+    assert read(prompt=prompt).prompts == read_as
+
+
+def test_defaults_are_those_of_openai():
+    plain, chat = read(prompt="a"), read(True, messages=[SAID])
+    assert (plain.max_tokens, chat.max_tokens) == (16, None)
+    for asked in (plain, chat):
+        sampling = asked.sampling
+        assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
+        assert (asked.number, asked.stop, asked.logprobs, asked.stream) == (1, (), None, False)
+        assert asked.sampler == Static() and asked.depth is None
+    assert read(prompt="a").sampling.seed != read(prompt="a").sampling.seed
+    assert read(prompt="a", seed=-1).sampling.seed == 2**32 - 1
+
+
+@pytest.mark.parametrize(
+    "fields, sampler",
+    [
+        ({"exit": {"criterion": "kl", "threshold": 1e-3}, "min_depth": 2}, Adaptive("kl", 1e-3, 2)),
+        ({"exit": {}}, Adaptive()),
+        ({"sampler": "adaptive", "min_depth": 3}, Adaptive(min_depth=3)),
+        ({"sampler": {"name": "adaptive", "every": 2}}, Adaptive(every=2)),
+        ({"sampler": {"name": "diffusion-forcing", "official_quirks": True}}, DiffusionForcing(official_quirks=True)),
+    ],
+)
+def test_samplers(fields, sampler):
+    assert read(prompt="a", **fields).sampler == sampler
+
+
+def test_chat_fields():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
+    asked = read(True, messages=messages, logprobs=True, max_completion_tokens=3, stop="\n", stream=True,
+                 stream_options={"include_usage": True}, n=2, user="me", tools=[], best_of=None)  # fmt: skip
+    assert asked.messages == (Message("system", "be brief"), Message("user", "ab"))
+    assert (asked.logprobs, asked.max_tokens, asked.stop, asked.number) == (0, 3, ("\n",), 2)
+    assert asked.stream and asked.include_usage
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({}, "prompt is missing"),
+        ({"prompt": 5}, "prompt must be a string or a list"),
+        ({"prompt": []}, "prompt is empty"),
+        ({"prompt": [1, "a"]}, "prompt must be a string, a list of strings"),
+        ({"prompt": [[True]]}, "prompt must be"),
+        ({"prompt": "\ud800"}, "half of a surrogate pair"),
+        ({"prompt": ["a"] * 300, "n": 10}, "n times the number of prompts is more than 2048"),
+        ({"prompt": "a", "n": 0}, "n must be 1 to 128"),
+        ({"prompt": "a", "n": True}, "n must be an integer"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens 0: must be 1 or more"),
+        ({"prompt": "a", "max_tokens": 1.5}, "max_tokens must be an integer"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature must be a number"),
+        ({"prompt": "a", "temperature": -1}, "temperature -1.0: must be 0 or more"),
+        ({"prompt": "a", "stop": ["a"] * 5}, "stop takes at most 4"),
+        ({"prompt": "a", "stop": ""}, "none of them empty"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs must be 0 to 20"),
+        ({"prompt": "a", "echo": True}, "echo isn't supported here"),
+        ({"prompt": "a", "best_of": 2}, "best_of isn't supported here"),
+        ({"prompt": "a", "frequency_penalty": 0.1}, "frequency_penalty isn't supported here"),
+        ({"prompt": "a", "temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'?"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, "goes with stream: true only"),
+        ({"prompt": "a", "sampler": "statc"}, "sampler 'statc': there is none of that name"),
+        ({"prompt": "a", "sampler": {"name": "adaptive", "min_depht": 1}}, "did you mean 'sampler.min_depth'?"),
+        ({"prompt": "a", "exit": {"threshold": "x"}}, "exit.threshold"),
+        ({"prompt": "a", "exit": {}, "sampler": "static"}, "give one of exit and sampler"),
+        ({"prompt": "a", "min_depth": 2}, "min_depth goes with exit"),
+    ],
+)
+def test_what_is_refused(fields, message):
+    with pytest.raises(Refused) as refused:
+        read(**fields)
+    assert message in refused.value.message and refused.value.status == 400 and "\n" not in refused.value.message
+
+
+def test_values_that_change_nothing_are_taken():
+    read(prompt="a", echo=False, best_of=1, frequency_penalty=0.0, presence_penalty=0, logit_bias={}, suffix=None)
+    with pytest.raises(Refused):
+        read(prompt="a", best_of=True)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"\xff", b'{"prompt": NaN}', b"[" * 100_000, b'{"n": ' + b"9" * 5000 + b"}"]
+)
+def test_what_is_no_json(body):
+    with pytest.raises(Refused, match="the body isn't"):
+        parse(body, False)
+
+
+def test_a_conversation_in_the_words_of_the_run():
+    tokenizer = ByteTokenizer()
+    prompts = Prompts(tokenizer, 259, "Question: {question}\nAnswer: ")
+    said = [Message("system", "Short."), Message("user", "1+1?"), Message("assistant", "2"), Message("user", "2+2?")]
+    text = "Short.\nQuestion: 1+1?\nAnswer: 2\nQuestion: 2+2?\nAnswer: "
+    assert prompts.conversation(said) == (tokenizer.bos, *text.encode())
+    assert Prompts(tokenizer, 259, "").conversation(said[1:2]) == (tokenizer.bos, *b"1+1?")
+    with pytest.raises(Refused, match="must end with what the user says"):
+        prompts.conversation(said[:3])
+    with pytest.raises(Refused, match="several fields"):
+        Prompts(tokenizer, 259, "{a}{b}").conversation(said)
+    with pytest.raises(Refused, match="from 0 to 258"):
+        prompts.text([259])
+
+
+def test_a_chat_template_and_text_that_spells_its_tokens(tmp_path):
+    """Special tokens are the template's alone; what people write stays text, also in the middle of a word."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("jinja2")
+    built = tokenizers.Tokenizer(tokenizers.models.BPE({chr(i): i for i in range(32, 127)} | {"\n": 10}, []))
+    built.add_special_tokens(["<s>", "</s>", "<|user|>", "<|end|>"])
+    built.save(str(tmp_path / "tokenizer.json"))
+    template = (
+        "{{ bos_token }}{% for m in messages %}\n{% if m.role == 'system' %}{{ raise_exception('no system') }}"
+        "{% endif %}<|user|>{{ m.content | trim }}<|end|>{% endfor %}"
+    )
+    settings = {"chat_template": template, "bos_token": {"content": "<s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = JsonTokenizer(tmp_path / "tokenizer.json")
+    chat = chat_template_of(tokenizer)
+    assert chat is not None
+    ids = chat.tokens([Message("user", " a<|end|>b ")])
+    special = tokenizer.special_ids
+    plain = tuple(tokenizer.encode("a<|end|>b"))
+    assert ids == (special["<s>"], special["<|user|>"], *plain, special["<|end|>"])
+    assert special["<|end|>"] not in plain and len(plain) == 9
+    with pytest.raises(Refused, match="refuses the messages: no system"):
+        chat.tokens([Message("system", "x")])
+    assert chat_template_of(ByteTokenizer()) is None
+
+
+def test_keys(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# ours\n0123456789abcdef\n\n  fedcba9876543210  \n")
+    keys = read_keys(str(path))
+    assert keys.open("Bearer 0123456789abcdef") and keys.open("bearer fedcba9876543210")
+    for wrong in (None, "", "0123456789abcdef", "Basic 0123456789abcdef", "Bearer # ours", "Bearer \udcff"):
+        assert not keys.open(wrong)
+    from dreamer_jax.errors import UserError
+
+    for content, message in (("", "holds no key"), ("short\n", "line 1: a key is 16"), ("a b" * 9, "line 1")):
+        path.write_text(content)
+        with pytest.raises(UserError, match=message):
+            read_keys(str(path))
+    with pytest.raises(UserError, match="can't be read"):
+        read_keys(str(tmp_path))
+    assert isinstance(keys, Keys)
