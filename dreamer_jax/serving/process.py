@@ -124,6 +124,7 @@ async def _serve(server: Server, taken: socket.socket, grace: float, say: Callab
     if threading.current_thread() is threading.main_thread():
         before = signal.signal(signal.SIGTERM, on_term)
     stopping = asyncio.create_task(stop())
+    taken.listen(config.backlog)
     say(f"serving {server.served.name} at {address(taken)}")
     try:
         await listening.serve(sockets=[taken])

@@ -311,7 +311,7 @@ async def _refused(_: HttpRequest, error: Refused) -> Response:
 
 async def _not_found(request: HttpRequest, error: HTTPException) -> Response:
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
+        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
         response = refusal(Refused(405, f"this path takes {allowed}"))
         response.headers["allow"] = allowed
         return response

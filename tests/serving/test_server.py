@@ -1,0 +1,418 @@
+"""The server as its clients see it: the client from PyPI, raw sockets of those that misbehave, a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import logging
+import re
+import socket
+import time
+import urllib.error
+import urllib.request
+from http.client import IncompleteRead
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="extra `serve`")
+pytest.importorskip("uvicorn", reason="extra `serve`")
+openai: Any = pytest.importorskip("openai", reason="the client that people have")
+
+from dreamer_jax.serving import connections, streaming  # noqa: E402
+from dreamer_jax.serving.keys import Keys  # noqa: E402
+from tests.serving.fake import TOKENIZER, FakeEngine  # noqa: E402
+from tests.serving.served import NAME, make, running  # noqa: E402
+
+KEY = "0123456789abcdef"
+
+
+def client(url: str, key: str = "none", **options: Any):
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=20, **options)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """(address, engine) of a server that is never hurt."""
+    engine = FakeEngine()
+    with running(make(engine)) as url:
+        yield url, engine
+
+
+@pytest.fixture
+def ask(plain):
+    """Completions of that server."""
+    return lambda **fields: client(plain[0]).completions.create(**{"model": NAME, "prompt": "x", **fields})
+
+
+def post(url: str, body: bytes, path: str = "/v1/completions", **headers: str) -> tuple[int, dict[str, Any], Any]:
+    """(status, JSON, headers) of a raw body."""
+    headers = {"Content-Type": "application/json"} | {k.replace("_", "-"): v for k, v in headers.items()}
+    request = urllib.request.Request(f"{url}{path}", body, headers, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=20) as response:
+            return response.status, json.loads(response.read()), response.headers
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read()), error.headers
+
+
+def get(url: str, **headers: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=20) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def until(condition, seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def said(prompt: str, number: int = 0, tokens: int = 16) -> str:
+    """What the fake engine answers to a prompt of letters."""
+    return (chr(97 + number) + prompt * tokens)[:tokens]
+
+
+def test_a_completion_and_its_depths(ask):
+    answer = ask(prompt=["hello", "world"], n=2, max_tokens=7)
+    assert [choice.text for choice in answer.choices] == [said(p, n, 7) for p in ("hello", "world") for n in (0, 1)]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (12, 28, 40)
+    tokens = [token for choice in answer.choices for token in choice.tokens]
+    assert usage.mean_depth == pytest.approx(sum(token["depth"] for token in tokens) / 28, abs=1e-3)
+    ids = repeats_its_prompt_ids("hello", 7)
+    assert [token["depth"] for token in answer.choices[0].tokens] == [1 + (i + n) % 12 for n, i in enumerate(ids)]
+
+
+def repeats_its_prompt_ids(prompt: str, count: int) -> list[int]:
+    return list(said(prompt, 0, count).encode())
+
+
+def test_tokens_as_a_prompt_and_the_settings_of_a_request(plain, ask):
+    more = {"top_k": 5, "min_p": 0.1, "depth": 3, "exit": {"criterion": "kl"}, "min_depth": 2}
+    assert ask(prompt=[256, 104, 105], seed=7, temperature=0.5, extra_body=more).choices[0].text == said("hi")
+    request = plain[1].submitted[-1]
+    assert request.prompt == (256, 104, 105) and request.stop_ids == (TOKENIZER.eos,)
+    assert (request.depth, request.sampler.min_depth, request.sampler.criterion) == (3, 2, "kl")
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.min_p, sampling.seed) == (0.5, 5, 0.1, 7)
+
+
+def test_a_stream_is_the_same_text_in_parts(ask):
+    whole = ask(prompt="héllo 世界", max_tokens=30, n=2, stop=["zzz"])
+    parts: dict[int, str] = {0: "", 1: ""}
+    ends, tokens = {}, 0
+    chunks = list(ask(prompt="héllo 世界", max_tokens=30, n=2, stop=["zzz"], stream=True,
+                      stream_options={"include_usage": True}))  # fmt: skip
+    for chunk in chunks[:-1]:
+        (choice,) = chunk.choices
+        assert choice.index not in ends and chunk.usage is None and "\ufffd" not in choice.text[:-1]
+        assert "".join(token["text"] for token in choice.tokens) == choice.text
+        parts[choice.index] += choice.text
+        tokens += len(choice.tokens)
+        if choice.finish_reason:
+            ends[choice.index] = choice.finish_reason
+    assert [parts[0], parts[1]] == [choice.text for choice in whole.choices]
+    assert ends == {0: "length", 1: "length"} and len(chunks) > 10
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage and tokens == 60
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_across_tokens_frees_the_row(plain, ask, stream):
+    engine = plain[1]
+    before = len(engine.cancelled)
+    answer = ask(prompt="abc-", max_tokens=400, stop=["c-a", "never"], stream=stream)
+    chunks = list(answer) if stream else [answer]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "aab"
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert sum(len(chunk.choices[0].tokens) for chunk in chunks) == 3
+    if not stream:
+        assert answer.usage.completion_tokens == 6  # those of the stop string were computed, too
+    until(lambda: len(engine.cancelled) > before and not any(engine.view().rows))
+
+
+def test_the_end_of_text(plain):
+    engine = FakeEngine(says=lambda request: [104, 105, TOKENIZER.eos, 33])
+    with running(make(engine)) as url:
+        answer = client(url).completions.create(model=NAME, prompt="x", max_tokens=50)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("hi", "stop")
+
+
+def test_logprobs_of_completions(ask):
+    found = ask(prompt="né", max_tokens=4, logprobs=3).choices[0].logprobs
+    assert found.tokens == ["a", "n", "token_id:195", "token_id:169"] and found.token_logprobs == [-0.5] * 4
+    assert found.text_offset == [0, 1, 2, 2]
+    assert found.top_logprobs[0] == {"A": -0.25, "token_id:195": -2.0, f"token_id:{TOKENIZER.eos}": -3.5}
+
+
+def test_logprobs_of_chat(plain):
+    answer = client(plain[0]).chat.completions.create(
+        model=NAME, messages=[{"role": "user", "content": "n"}], max_tokens=2, logprobs=True, top_logprobs=2
+    )
+    first, second = answer.choices[0].logprobs.content
+    assert (first.token, first.logprob, first.bytes) == ("a", -0.5, [97]) and second.token == "n"
+    assert [(each.token, each.bytes) for each in first.top_logprobs] == [("A", [65]), ("token_id:195", None)]
+
+
+def test_a_conversation(plain):
+    messages = [{"role": "user", "content": "hi"}]
+    answer = client(plain[0]).chat.completions.create(model=NAME, messages=messages, max_tokens=4)
+    assert answer.choices[0].message.content == "ahi\n" and answer.choices[0].message.role == "assistant"
+    chunks = list(client(plain[0]).chat.completions.create(model=NAME, messages=messages, max_tokens=4, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "ahi\n"
+    client(plain[0]).chat.completions.create(model=NAME, messages=messages)  # as many tokens as fit
+    request = plain[1].submitted[-1]
+    assert request.prompt == (256, *b"hi\n") and request.max_tokens == 512 - 4
+
+
+def test_models(plain):
+    (model,) = client(plain[0]).models.list().data
+    assert (model.id, model.context, model.depth) == (NAME, 512, 12)
+    assert client(plain[0]).models.retrieve(NAME).id == NAME
+    with pytest.raises(openai.NotFoundError, match="this server has 'fake'"):
+        client(plain[0]).models.retrieve("org/other")
+
+
+def test_what_is_refused_has_a_status_and_one_line(plain, ask):
+    url, _ = plain
+    for fields, kind, message in [
+        ({"prompt": 5}, openai.BadRequestError, "prompt must be"),
+        ({"model": "gpt"}, openai.NotFoundError, "there is no such model"),
+        ({"max_tokens": 600}, openai.APIStatusError, "2 tokens of prompt and 600 to be written don't fit"),
+        ({"extra_body": {"depth": 65}}, openai.BadRequestError, "trained for 64 at most"),
+    ]:
+        with pytest.raises(kind) as error:
+            ask(**fields)
+        assert message in str(error.value)
+    assert post(url, b"{")[0] == 400
+    assert post(url, b'{"prompt": "a", "max_tokens": 600}')[0] == 413
+    status, body, headers = post(url, b"{}", "/v1/completion")
+    assert status == 404 and body["error"]["code"] == "not_found"
+    status, body, headers = post(url, b"{}", "/v1/models")
+    assert status == 405 and headers["allow"].startswith("GET") and "takes GET" in body["error"]["message"]
+    assert get(f"{url}/v1/completions")[0] == 405
+    assert post(url, b"{}", Content_Type="text/plain")[0] == 415
+    status, body, _ = post(url, b"{}", Host="evil.example:80")
+    assert status == 403 and body["error"]["type"] == "invalid_request_error"
+    for answer in (post(url, b"[1]"), post(url, b'{"prompt": "x", "hint": 1}')):
+        assert answer[0] == 400 and "\n" not in answer[1]["error"]["message"]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_large_body_is_not_read(plain, chunked, monkeypatch):
+    """100 MB: the answer comes, and no more than is allowed was in memory."""
+    url, _ = plain
+    import tracemalloc
+
+    host, port = url.removeprefix("http://").split(":")
+    part = b"x" * (1 << 20)
+    tracemalloc.start()
+    try:
+        with socket.create_connection((host, int(port)), timeout=20) as sock:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            length = "Transfer-Encoding: chunked" if chunked else "Content-Length: 104857600"
+            sock.sendall(f"{head}{length}\r\n\r\n".encode())
+            for _ in range(100):
+                sock.sendall(b"100000\r\n" + part + b"\r\n" if chunked else part)
+            if chunked:
+                sock.sendall(b"0\r\n\r\n")
+            answer = sock.recv(1 << 16)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert answer.startswith(b"HTTP/1.1 413 ") and b"body has more than" in answer
+    assert peak < 8 * connections.LARGEST_BODY
+
+
+def test_keys():
+    with running(make(FakeEngine(), Keys([KEY]))) as url:
+        assert client(url, KEY).completions.create(model=NAME, prompt="a").choices
+        for path in ("completions", "models", "engine"):
+            assert get(f"{url}/v1/{path}", Authorization="Bearer wrong")[0] == 401
+        with pytest.raises(openai.AuthenticationError, match="a key is needed"):
+            client(url, "wrong").models.list()
+        assert get(f"{url}/metrics")[0] == 401 and get(f"{url}/health")[0] == 200
+        assert get(f"{url}/")[0] == 200  # the page asks for the key
+
+
+def test_a_full_queue_and_an_engine_that_is_not_ready(plain):
+    engine = FakeEngine(rows=1, queue=2, pace=0.05)
+    with running(make(engine)) as url:
+        streams = [client(url).completions.create(model=NAME, prompt="a", max_tokens=200, stream=True) for _ in "abc"]
+        until(lambda: engine.view().queue == 2)
+        status, body, headers = post(url, b'{"prompt": "b"}')
+        assert status == 429 and headers["retry-after"] == "1" and body["error"]["type"] == "rate_limit_error"
+        for stream in streams:
+            stream.close()
+        until(lambda: len(engine.cancelled) >= 3 and engine.view().queue == 0)
+        # All of several answers or none: the third doesn't fit, and the two before it go.
+        assert post(url, b'{"prompt": "b", "n": 8}')[0] == 429
+        until(lambda: engine.view().queue == 0 and not any(engine.view().rows))
+        engine.ready = False
+        assert get(f"{url}/health")[0] == 503
+        status, _, headers = post(url, b'{"prompt": "b"}')
+        assert status == 503 and headers["retry-after"] == "5"
+
+
+def test_a_client_that_leaves_frees_its_row(plain, ask):
+    engine = FakeEngine(pace=0.01)
+    with running(make(engine)) as url:
+        other = client(url).completions.create(model=NAME, prompt="stays", max_tokens=60, stream=True)
+        stream = client(url).completions.create(model=NAME, prompt="leaves", max_tokens=500, stream=True)
+        next(iter(stream))
+        stream.close()
+        until(lambda: 1 in engine.cancelled)
+        with socket.create_connection(url.removeprefix("http://").split(":"), timeout=20) as sock:  # not streamed
+            body = b'{"prompt": "leaves", "max_tokens": 500}'
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                         b"Content-Length: %d\r\n\r\n%b" % (len(body), body))  # fmt: skip
+            until(lambda: len(engine.submitted) == 3)
+        until(lambda: 2 in engine.cancelled)
+        assert "".join(chunk.choices[0].text for chunk in other) == said("stays", 0, 60)
+        text = get(f"{url}/metrics")[1]
+    assert 'dreamer_dropped_total{reason="gone"} 2' in text and 'dreamer_answers_total{reason="cancelled"} 2' in text
+
+
+def test_a_client_that_does_not_read_loses_its_own_connection(monkeypatch):
+    monkeypatch.setattr(streaming, "MOST_WAITING", 500)
+    engine = FakeEngine(pace=0.0001, block=50, context=1 << 20)
+    with running(make(engine)) as url, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        body = b'{"prompt": "slow", "max_tokens": 1000000, "stream": true}'
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                     b"Content-Length: %d\r\n\r\n%b" % (len(body), body))  # fmt: skip
+        until(lambda: len(engine.submitted) == 1)
+        others = [client(url).completions.create(model=NAME, prompt="quick", max_tokens=40) for _ in range(5)]
+        assert [answer.choices[0].text for answer in others] == [said("quick", 0, 40)] * 5
+        until(lambda: 0 in engine.cancelled, 20)
+        until(lambda: 'dropped_total{reason="slow"} 1' in get(f"{url}/metrics")[1])
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := sock.recv(1 << 16):
+                received += part
+    assert received.startswith(b"HTTP/1.1 200 OK") and b"[DONE]" not in received and not received.endswith(b"0\r\n\r\n")
+
+
+def test_a_failure_in_mid_stream_ends_the_connection():
+    engine = FakeEngine(fails_at=5)
+    with running(make(engine)) as url:
+        status, body, _ = post(url, b'{"prompt": "a", "max_tokens": 50}')
+        assert status == 500 and body["error"]["type"] == "server_error"
+        request = urllib.request.Request(
+            f"{url}/v1/completions", b'{"prompt": "a", "max_tokens": 50, "stream": true}',
+            {"Content-Type": "application/json"},
+        )  # fmt: skip
+        received = b""
+        with pytest.raises((ConnectionError, IncompleteRead)), urllib.request.urlopen(request, timeout=20) as response:
+            while part := response.read1():
+                received += part
+    assert b"[DONE]" not in received
+
+
+def test_pictures_of_the_engine_hold_no_text(plain):
+    engine = FakeEngine(pace=0.01)
+    with running(make(engine)) as url:
+        stream = client(url).completions.create(
+            model=NAME, prompt="secret", max_tokens=300, stream=True, extra_body={"sampler": "lossless"}
+        )
+        next(iter(stream))
+        with urllib.request.urlopen(f"{url}/v1/engine", timeout=20) as response:
+            seen = json.loads(response.readline().removeprefix(b"data: "))
+        stream.close()
+    (row,) = [row for row in seen["rows"] if row]
+    assert row["sampler"] == "lossless" and row["depths"] == [12, 9, 6, 3] and seen["depth"] == 12
+    assert "secret" not in json.dumps(seen)
+
+
+def test_metrics_are_as_prometheus_reads_them(plain, ask):
+    ask(prompt="x", max_tokens=3)
+    text = get(f"{plain[0]}/metrics")[1]
+    names, values = set(), {}
+    for line in text.splitlines():
+        if line.startswith("# TYPE"):
+            names.add(line.split()[2])
+        elif not line.startswith("#"):
+            match = re.fullmatch(r'(\w+)(\{(\w+="[^"\n]*",?)+\})? (-?[0-9.e+-]+)', line)
+            assert match, line
+            values[match[1] + (match[2] or "")] = float(match[4])
+            assert re.sub("_(bucket|sum|count)$", "", match[1]) in names
+    assert values["dreamer_tokens_total"] >= 3 and 1 <= values["dreamer_mean_depth"] <= 12
+    buckets = [value for name, value in values.items() if "_bucket" in name]
+    assert buckets == sorted(buckets) and buckets[-1] == values["dreamer_time_to_first_token_seconds_count"] > 0
+    parser = pytest.importorskip("prometheus_client.parser")
+    assert {family.name for family in parser.text_string_to_metric_families(text)}
+
+
+def test_no_text_is_logged_unless_asked_for(caplog):
+    caplog.set_level(logging.DEBUG, "dreamer_jax")
+    secrets = ("Zanzibar", "Ouagadougou")
+
+    def breaks(request):
+        raise RuntimeError(bytes(i for i in request.prompt if i < 256).decode())
+
+    def everything(log_text: bool) -> str:
+        caplog.clear()
+        engine = FakeEngine()
+        with running(make(engine, log_text=log_text)) as url:
+            ask = client(url).completions.create
+            ask(model=NAME, prompt=secrets[0], max_tokens=30)
+            list(ask(model=NAME, prompt=secrets[0], max_tokens=30, stream=True))
+            client(url).chat.completions.create(
+                model=NAME, messages=[{"role": "user", "content": secrets[1]}], max_tokens=30
+            )
+            post(url, f'{{"prompt": "{secrets[0]}", "stop": "{secrets[1]}", "x{secrets[1]}": 1}}'.encode())
+            get(f"{url}/{secrets[0]}?q={secrets[1]}")
+            engine.says = breaks
+            status, body, _ = post(url, f'{{"prompt": "{secrets[0]}"}}'.encode())
+            assert status == 500 and secrets[0] not in json.dumps(body)
+        return caplog.text
+
+    silent = everything(False)
+    assert not any(secret in silent for secret in secrets)
+    assert "POST /v1/completions 200" in silent and "GET other 404" in silent and "RuntimeError in a request" in silent
+    told = everything(True)
+    assert f"a{secrets[0]}" in told and secrets[1] in told
+
+
+@pytest.mark.parametrize("requests", [100, pytest.param(1000, marks=pytest.mark.slow)])  # a thousand: 40 seconds
+def test_many_requests_over_64_connections(requests):
+    """None is lost, none mixed up, and memory doesn't grow with their number."""
+    engine = FakeEngine(rows=16, queue=128, pace=0)
+    sizes: list[int] = []
+
+    async def load(url: str) -> list[bool]:
+        gate = asyncio.Semaphore(64)
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as asks:
+
+            async def one(number: int) -> bool:
+                prompt, tokens = f"<{number}>", 5 + number % 40
+                async with gate:
+                    options = {"model": NAME, "prompt": prompt, "max_tokens": tokens}
+                    if number % 2:
+                        text = ""
+                        async for chunk in await asks.completions.create(**options, stream=True):
+                            text += chunk.choices[0].text
+                    else:
+                        text = (await asks.completions.create(**options)).choices[0].text
+                if number % (requests // 4) == 0:
+                    gc.collect()
+                    sizes.append(sum(isinstance(each, streaming.Answering) for each in gc.get_objects()))
+                return text == said(prompt, 0, tokens)
+
+            return await asyncio.gather(*(one(number) for number in range(requests)))
+
+    with running(make(engine)) as url:
+        found = asyncio.run(load(url))
+        until(lambda: not any(engine.view().rows))
+        gc.collect()
+        left = [each for each in gc.get_objects() if isinstance(each, streaming.Answering)]
+    assert found == [True] * requests and engine.view().finished == {"length": requests}
+    assert max(sizes) <= 64 and len(left) <= 1
