@@ -31,6 +31,7 @@ COMMANDS = {
     "compare": ("dreamer_jax.cli.compare", "cost and held-out results of runs, side by side"),
     "generate": ("dreamer_jax.cli.generate", "a trained model continues texts"),
     "chat": ("dreamer_jax.cli.chat", "a trained model answers line by line"),
+    "serve": ("dreamer_jax.cli.serve", "a trained model behind OpenAI's API, with a page to chat"),
     "analyze": ("dreamer_jax.cli.analyze", "what depth attention and the experts do: statistics, figures, a report"),
     "export": ("dreamer_jax.cli.export", "a trained model as a folder for PyTorch, verified"),
     "import": ("dreamer_jax.cli.import_", "an exported folder, perhaps fine-tuned, as a run"),
@@ -45,7 +46,7 @@ COMMANDS = {
 
 OPTION = "--family-module"
 """The option of every command; see dreamer_jax/config/models."""
-HEAVY = [["train"], ["frontier"], ["study"], ["depth"], ["bench"], ["eval"], ["generate"], ["chat"]]
+HEAVY = [["train"], ["frontier"], ["study"], ["depth"], ["bench"], ["eval"], ["generate"], ["chat"], ["serve"]]
 """Commands that compute for long."""
 COMPILING = [*(words for words in HEAVY if words != ["study"]), ["analyze"], ["export"], ["import"]]
 """Commands whose compiled programs are worth keeping; those of `plan` are for machines that aren't there, and runs of a

@@ -123,7 +123,9 @@ class FakeEngine:
             for row in [*self._queue, *self._rows]:
                 if row is not None:
                     self._end(row, "cancelled")
-            self._queue, self._rows, self._stopped = [], [None] * len(self._rows), True
+            self._queue.clear()
+            self._rows[:] = [None] * len(self._rows)
+            self._stopped = True
         self._thread.join()
 
     _stopped = False

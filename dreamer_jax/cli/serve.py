@@ -1,0 +1,106 @@
+"""`dreamer serve RUN`: a trained model behind OpenAI's API, and a page to chat with it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dreamer_jax.cli.arguments import Parser, natural, positive, say
+from dreamer_jax.cli.inference_options import CACHE, RUN, prompt_template
+from dreamer_jax.errors import UserError, how_to_install
+
+if TYPE_CHECKING:
+    from dreamer_jax.model import Model
+    from dreamer_jax.serving.contract import ServingEngine
+
+
+def run(arguments: list[str]) -> int:
+    """Serve until a signal; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    if options.port > 65535:
+        raise UserError(f"--port {options.port}: must be at most 65535")
+    try:
+        from dreamer_jax.serving import process
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn"):
+            raise
+        raise UserError(f"dreamer serve needs the extra serve; {how_to_install('serve')}") from None
+    from dreamer_jax.model import load
+    from dreamer_jax.serving.keys import read_keys
+    from dreamer_jax.serving.prompts import Prompts, chat_template_of
+    from dreamer_jax.serving.server import Served, Server
+
+    keys = None if options.api_key_file is None else read_keys(options.api_key_file)
+    taken = process.open_port(options.host, options.port)
+    model = load(options.run, **{name: getattr(options, name) for name in ("average", "dtype", "cache", "tokenizer")})
+    tokenizer = model.tokenizer
+    template = prompt_template(model.config)
+    prompts = Prompts(tokenizer, model.config.model.vocab_size, template, chat_template_of(tokenizer))
+    context = options.context or model.config.data.sequence_length
+    loopback = process.is_loopback(taken)
+    if not loopback and keys is None:
+        say(f"--host {options.host} without --api-key-file: everybody who reaches this machine may ask")
+    served = Served(name_of(options.run), prompts, context, keys, loopback, options.log_text)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+    logging.getLogger("dreamer_jax.serving").setLevel(logging.INFO)
+    engine = engine_for(model, options.rows, context, options.queue, options.depth)
+    process.serve(Server(engine, served), taken, options.grace, say)
+    return 0
+
+
+def engine_for(model: Model, rows: int, context: int, queue: int, depth: int | None) -> ServingEngine:
+    """The engine that computes what a server is asked.
+
+    Args:
+        model: a trained one.
+        rows: requests at once.
+        context: most tokens of a prompt and its answer.
+        queue: most requests that wait.
+        depth: L; None for the trained one.
+    """
+    raise UserError("dreamer serve: this version has no engine for many requests yet; use `dreamer generate --file`")
+
+
+def name_of(run: str) -> str:
+    """What clients call the model: the folder of its run, with the step where one was named."""
+    path = Path(run).resolve()
+    if path.parent.name == "checkpoints":
+        return f"{path.parent.parent.name}-{path.name}"
+    return path.name
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="dreamer serve",
+        description="Answer requests as OpenAI's API does, and show a page to chat at the same address. SIGTERM "
+        "finishes what was admitted; Ctrl-C, or a second SIGTERM, stops at once. docs/serving.md describes the API.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("run", metavar="RUN", help=RUN)
+    add("--port", type=natural, default=8000, metavar="N", help="where it listens; 0 takes any that is free (8000)")
+    add("--host", default="127.0.0.1", metavar="HOST", help="0.0.0.0 lets other machines reach it (127.0.0.1)")
+    add("--api-key-file", metavar="FILE", help="keys, one a line: whoever asks needs one of them (nobody does)")
+    add("--rows", type=positive, default=16, metavar="N", help="requests that are computed at once (16)")
+    add("--context", type=positive, metavar="N", help="tokens of a prompt and its answer (a row's in training)")
+    add("--queue", type=positive, default=64, metavar="N", help="requests that wait; more are refused with 429 (64)")
+    add("--depth", type=positive, metavar="L", help="depths to apply; a recurrent model takes any (as trained)")
+    add("--grace", type=_seconds, default=30.0, metavar="SECONDS", help="for what was admitted, after SIGTERM (30)")
+    add("--log-text", action="store_true", help="write prompts and answers to the log, which otherwise has none")
+    add("--average", type=positive, default=1, metavar="N", help="the mean of the last N checkpoints' weights (1)")
+    add("--dtype", choices=["float32", "bfloat16"], help="compute precision (as trained)")
+    add("--cache", metavar="RULE", help=CACHE)
+    add("--tokenizer", metavar="FILE", help="where the run's tokenizer is now, if it was moved")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e6:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds")
+    return seconds
