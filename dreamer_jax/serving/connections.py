@@ -87,8 +87,12 @@ async def unless_gone(work: Coroutine[Any, Any, Any], receive: Receive, slow: as
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def abort(scope: Scope) -> None:
-    """End the connection without the end of the response, so that nobody takes the answer for a whole one."""
+def break_off(scope: Scope, at_once: bool) -> None:
+    """End the connection without the end of the response, so that nobody takes the answer for a whole one.
+
+    Args:
+        at_once: whether what is still on its way to the client is dropped.
+    """
     transport = scope["state"].get("transport")
     if transport is not None:
-        transport.abort()
+        transport.abort() if at_once else transport.close()

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dreamer_jax.serving.answers import Shapes
-from dreamer_jax.serving.connections import Gone, abort, event_stream, is_loopback, read_body, unless_gone
+from dreamer_jax.serving.connections import Gone, break_off, event_stream, is_loopback, read_body, unless_gone
 from dreamer_jax.serving.contract import Request, ServingEngine
 from dreamer_jax.serving.keys import Keys
 from dreamer_jax.serving.metrics import CONTENT_TYPE, Metrics, picture
@@ -117,7 +117,7 @@ class Server:
         except Exception as error:  # a defect: answered with 500 by starlette where nothing was sent yet
             where = "".join(traceback.format_tb(error.__traceback__))
             LOG.error("%s in a request\n%s", type(error).__name__, where)  # its message might hold text
-            abort(scope)
+            break_off(scope, at_once=True)
         path = self._path(scope)
         self.metrics.responses[path, status] += 1
         note = f", {state['note']}" if "note" in state else ""
@@ -194,7 +194,7 @@ class Server:
             async with event_stream(send) as put:
                 await unless_gone(write(put), receive)
             return
-        abort(scope)
+        break_off(scope, at_once=True)
 
     async def _completions(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._answer(scope, receive, send, chat=False)
@@ -238,10 +238,10 @@ class Server:
             async with event_stream(send) as put:
                 await unless_gone(answering.stream(put), receive, answering.slow)
         except Broken:
-            abort(scope)
+            break_off(scope, at_once=False)
         except Slow:
             self.metrics.dropped["slow"] += 1
-            abort(scope)
+            break_off(scope, at_once=True)
 
     def _read(self, body: bytes, chat: bool) -> tuple[Asked, list[tuple[int, ...]]]:
         asked = parse(body, chat)

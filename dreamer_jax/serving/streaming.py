@@ -136,7 +136,10 @@ class Answering:
             Broken: it can't be finished.
         """
         while not self._ended():
-            await self._change()
+            await self._changed.wait()
+            self._changed.clear()
+            if self._broken:
+                raise Broken(self._broken)
         parts = [choice.next_part() for choice in self.choices]
         return self._shapes.whole([part for part in parts if part is not None], self.usage())
 
@@ -150,14 +153,17 @@ class Answering:
         openings = [self._shapes.opening(index) for index in range(len(self.choices))]
         await _sent(send, b"".join(event(opening) for opening in openings if opening is not None))
         while True:
-            ended = self._ended()
+            ended, broken = self._ended(), self._broken
             parts = [choice.next_part() for choice in self.choices]
             text = b"".join(event(self._shapes.chunk(part)) for part in parts if part is not None)
             if text:
                 await _sent(send, text)
+            if broken:
+                raise Broken(broken)
             if ended:
                 break
-            await self._change()
+            await self._changed.wait()
+            self._changed.clear()
         last = event(self._shapes.usage_chunk(self.usage())) if self._shapes.include_usage else b""
         await _sent(send, last + DONE)
 
@@ -167,12 +173,6 @@ class Answering:
 
     def _ended(self) -> bool:
         return all(choice.finish is not None for choice in self.choices)
-
-    async def _change(self) -> None:
-        await self._changed.wait()
-        self._changed.clear()
-        if self._broken:
-            raise Broken(self._broken)
 
     def _deliver(self, index: int, update: Update) -> None:
         """Called in the engine's thread."""
