@@ -21,13 +21,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dreamer_jax.serving.answers import Shapes
 from dreamer_jax.serving.connections import Gone, break_off, event_stream, is_loopback, read_body, unless_gone
 from dreamer_jax.serving.contract import Request, ServingEngine
 from dreamer_jax.serving.keys import Keys
 from dreamer_jax.serving.metrics import CONTENT_TYPE, Metrics, picture
 from dreamer_jax.serving.prompts import Prompts
 from dreamer_jax.serving.protocol import Asked, Refused, parse
+from dreamer_jax.serving.shapes import Shapes
 from dreamer_jax.serving.streaming import Answering, Broken, Slow, event
 
 PICTURES = 0.2

@@ -13,10 +13,10 @@ from typing import Any
 from dreamer_jax.data.tokenizers import Tokenizer
 from dreamer_jax.errors import UserError
 from dreamer_jax.inference.growing import Growing
-from dreamer_jax.serving.answers import Part, Shapes, usage
 from dreamer_jax.serving.contract import Closed, QueueFull, Request, ServingEngine, Token, TooLong, Update
 from dreamer_jax.serving.metrics import Metrics
 from dreamer_jax.serving.protocol import Refused
+from dreamer_jax.serving.shapes import Part, Shapes, usage
 
 MOST_WAITING = 4096
 """Tokens of a request that wait for its client to read; beyond, it loses its connection."""
