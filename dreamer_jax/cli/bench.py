@@ -9,7 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dreamer_jax.cli import bench_checkpoint, bench_data, bench_export, bench_generate, bench_kernels, bench_samplers
+from dreamer_jax.cli import (
+    bench_checkpoint,
+    bench_data,
+    bench_export,
+    bench_generate,
+    bench_kernels,
+    bench_samplers,
+    bench_serve,
+)
 from dreamer_jax.cli.arguments import Parser, positive, say, split_overrides
 from dreamer_jax.config import load_config
 from dreamer_jax.errors import UserError
@@ -22,6 +30,7 @@ usage: dreamer bench train --config CONFIG [--against transformers] [--steps N] 
        dreamer bench generate --config CONFIG [--config ...] [--against transformers] [--batch B] [--json]
        dreamer bench checkpoint --config CONFIG [--steps N] [--pairs N] [--json]
        dreamer bench samplers RUN --data FILE [--vary KEY=VALUES] [--depths L,L] [--figure FOLDER] [--json FILE]
+       dreamer bench serve RUN|--url URL [--rate R] [--requests N] [--lengths FILE] [--json]
        dreamer bench kernels [--topology v5p:2x2x1] [--match TEXT] [--json]
 
 checkpoint  time that saving takes from training, and memory that restoring takes
@@ -30,6 +39,7 @@ export  prefill and decoding of the exported PyTorch model next to Qwen3-MoE, on
 kernels  each kernel's time next to XLA's, predicted for a TPU that isn't there, or measured
 train  tokens a second, compile time and utilisation of the train step on random tokens
 generate  tokens a second and time to the first token, of models next to each other and to Qwen3-MoE
+serve  a served engine under load: throughput, times to and between tokens, share of what exit depths allow
 samplers  speed of a trained model with each sampler, how far its texts are the same, and accuracy of answers
 `dreamer bench train --help` and the like explain the options."""
 
@@ -47,6 +57,7 @@ def run(arguments: list[str]) -> int:
         "generate": bench_generate.run,
         "kernels": bench_kernels.run,
         "samplers": bench_samplers.run,
+        "serve": bench_serve.run,
     }
     if not arguments or arguments[0] not in actions:
         given = arguments[0] if arguments else ""

@@ -1,0 +1,153 @@
+"""`dreamer bench serve RUN | --url URL`: a served engine under load."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dreamer_jax.cli.arguments import Parser, natural, positive, say
+from dreamer_jax.cli.inference_options import RUN
+from dreamer_jax.cli.sampler_options import add_sampler, parse
+from dreamer_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from dreamer_jax.benchmarks.serving import Arrival, Lengths
+    from dreamer_jax.inference import Sampler
+    from dreamer_jax.model import Model
+    from dreamer_jax.serving.contract import ServingEngine
+
+KEY = "OPENAI_API_KEY"
+"""The environment variable with the key of a server."""
+
+
+def run(arguments: list[str]) -> int:
+    """Measure and print; returns the exit code."""
+    options, sampler = parse(_parser(), arguments)
+    if sampler is None:
+        return 0
+    if (options.run is None) == (options.url is None):
+        raise UserError("bench serve: name a RUN, or a server with --url URL")
+    from dreamer_jax.benchmarks.serving import arrivals
+
+    lengths, depths = _lengths(options)
+    plan = arrivals(lengths, options.requests, options.rate, options.seed)
+    found = _remote(options, sampler, plan) if options.url else _in_process(options, sampler, depths, plan)
+    print(json.dumps(found, indent=2) if options.json else text(found))
+    return 0
+
+
+def _lengths(options: argparse.Namespace) -> tuple[list[Lengths], tuple[int, ...]]:
+    from dreamer_jax.benchmarks.serving import read_lengths, uniform
+
+    if options.lengths is not None:
+        return read_lengths(Path(options.lengths))
+    return uniform(options.prompt_tokens, options.answer_tokens, options.requests, options.seed), ()
+
+
+def _remote(options: argparse.Namespace, sampler: Sampler, plan: list[Arrival]) -> dict[str, Any]:
+    from dreamer_jax.benchmarks.serving_http import Remote, bench_remote
+
+    remote = Remote(options.url, os.environ.get(KEY))
+    asked = {"sampler": {"name": sampler.name, **dataclasses.asdict(sampler)}}
+    extra = {} if sampler.name == "static" else asked
+    return {"modes": {"as served": bench_remote(remote, plan, extra, options.seed)}}
+
+
+def _in_process(
+    options: argparse.Namespace, sampler: Sampler, depths: tuple[int, ...], plan: list[Arrival]
+) -> dict[str, Any]:
+    from dreamer_jax.benchmarks.serving import Replayed, bench_serving
+    from dreamer_jax.budget.analytic import average_context, flops_by_depth
+    from dreamer_jax.model import load
+
+    model = load(options.run)
+    own = Replayed(depths) if depths else sampler
+    context = max(each.lengths.prompt + each.lengths.answer for each in plan)
+    costs = flops_by_depth(model.family, average_context(context))
+    vocabulary = model.config.model.vocab_size
+
+    def engine(mode: str) -> ServingEngine:
+        return engine_for(mode, model, own, options.rows, context, options.requests)
+
+    return bench_serving(engine, plan, own, vocabulary, options.seed, costs, say)
+
+
+def engine_for(mode: str, model: Model, sampler: Sampler, rows: int, context: int, queue: int) -> ServingEngine:
+    """The engine of a mode.
+
+    Args:
+        mode: of `benchmarks.serving.MODES`; in "slowest row" the rows wait for each other at every token.
+        model: a trained one.
+        sampler: beside static, what requests ask for.
+        rows, context, queue: as of `dreamer serve`.
+    """
+    raise UserError("bench serve: this version has no engine for many requests yet; measure a server with --url")
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """What was measured, as lines."""
+    lines = []
+    for mode, its in found["modes"].items():
+        ends = ", ".join(f"{count} {kind}" for kind, count in its["finished"].items())
+        lines.append(f"{mode}: {its['requests']} requests in {its['seconds']:.1f} s ({ends})")
+        mean = "" if its["mean_depth"] is None else f"; mean depth {its['mean_depth']:.2f}"
+        lines.append(f"  {its['tokens_per_second']:,.1f} tokens/s{mean}")
+        for name, key in (("first token", "first_token_ms"), ("between tokens", "between_tokens_ms")):
+            if its[key] is not None:
+                lines.append(f"  {name}: " + ", ".join(f"{p} % within {ms:,.1f} ms" for p, ms in its[key].items()))
+        if its["share_of_bound"] is not None:
+            lines.append(f"  share of the bound: {its['share_of_bound']:.3f}")
+    if found.get("bound") is not None:
+        lines.append(f"speed-up that the exit depths allow over full depth: {found['bound']:.2f}")
+    if "speedup" in found:
+        reached = ", ".join(f"{mode} {times:.2f}" for mode, times in found["speedup"].items())
+        lines.append(f"throughput over full depth: {reached}")
+    return "\n".join(lines)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="dreamer bench serve",
+        description="Requests of random tokens arrive at a rate (a Poisson process), whether those before have ended "
+        "or not. With RUN an engine in this process is measured three times: rows at depths of their own, rows that "
+        f"wait for the deepest, and full depth. With --url a server is; its key is read from {KEY}.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("run", metavar="RUN", nargs="?", help=RUN)
+    add("--url", metavar="URL", help="a server of OpenAI's API, such as http://127.0.0.1:8000")
+    add("--requests", type=positive, default=64, metavar="N", help="how many come (64)")
+    add("--rate", type=_rate, default=math.inf, metavar="R", help="so many a second (all at once)")
+    add("--lengths", metavar="JSONL", help="prompt_tokens and answer_tokens of each line, taken in turn; with RUN, "
+        "recorded exit depths in a list depths are replayed")  # fmt: skip
+    add("--prompt-tokens", type=_bounds, default=(16, 64), metavar="A-B", help="without --lengths: evenly (16-64)")
+    add("--answer-tokens", type=_bounds, default=(16, 64), metavar="A-B", help="without --lengths: evenly (16-64)")
+    add("--rows", type=positive, default=16, metavar="N", help="with RUN: requests that are computed at once (16)")
+    add("--seed", type=natural, default=0, help="of arrivals, lengths and tokens (0)")
+    add("--json", action="store_true", help="print the numbers as JSON")
+    add_sampler(parser)
+    return parser
+
+
+def _rate(written: str) -> float:
+    try:
+        rate = float(written)
+    except ValueError:
+        rate = math.nan
+    if not rate > 0:
+        raise argparse.ArgumentTypeError(f"'{written}' is not a number of requests a second; inf is all at once")
+    return rate
+
+
+def _bounds(written: str) -> tuple[int, int]:
+    low, _, high = written.partition("-")
+    found = (positive(low), positive(high or low))
+    if found[0] > found[1]:
+        raise argparse.ArgumentTypeError(f"'{written}': the first must not be more than the second")
+    return found

@@ -1,0 +1,156 @@
+"""The load benchmark: its arrivals, what it makes of times, and that it finds the pace of an engine that is known."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from dreamer_jax.benchmarks.serving import (
+    MODES,
+    Arrival,
+    Lengths,
+    Replayed,
+    Timeline,
+    arrivals,
+    bench_serving,
+    bound,
+    drive,
+    read_lengths,
+    summary,
+    uniform,
+)
+from dreamer_jax.cli import bench_serve
+from dreamer_jax.cli.main import main
+from dreamer_jax.errors import UserError
+from dreamer_jax.inference.samplers import Adaptive, Static
+from tests.serving.fake import FakeEngine
+
+SHORT = Lengths(3, 5)
+
+
+def test_arrivals_are_a_poisson_process():
+    """Gaps of mean 1 / rate whose standard deviation is their mean, and which know nothing of each other."""
+    times = np.array([each.seconds for each in arrivals([SHORT], 20_000, 50.0, seed=1)])
+    gaps = np.diff(times)
+    assert times[0] == 0 and gaps.min() >= 0
+    assert gaps.mean() == pytest.approx(1 / 50, rel=0.03) and gaps.std() == pytest.approx(1 / 50, rel=0.05)
+    assert abs(np.corrcoef(gaps[:-1], gaps[1:])[0, 1]) < 0.03
+    assert [each.seconds for each in arrivals([SHORT], 3, math.inf, seed=1)] == [0, 0, 0]
+    two = [SHORT, Lengths(7, 1)]
+    assert [each.lengths for each in arrivals(two, 3, 1.0, seed=1)] == [two[0], two[1], two[0]]
+
+
+def test_lengths_are_within_their_bounds():
+    found = uniform((2, 5), (8, 8), 500, seed=0)
+    assert {each.prompt for each in found} == {2, 3, 4, 5} and {each.answer for each in found} == {8}
+
+
+def test_a_summary_of_times_that_are_known():
+    """Two requests: tokens at 1, 2 and, two together, 4 seconds; one at 2.5 that arrived at 2; and one refused."""
+    lines = [
+        Timeline(0.0, [(1.0, 1), (2.0, 1), (4.0, 2)], depths=24, finish="length"),
+        Timeline(2.0, [(2.5, 1)], depths=6, finish="stop"),
+        Timeline(3.0, finish="refused: QueueFull"),
+    ]
+    found = summary(lines, 4.0, None)
+    assert (found["tokens"], found["tokens_per_second"], found["mean_depth"]) == (5, 1.25, 6.0)
+    assert found["finished"] == {"length": 1, "refused: QueueFull": 1, "stop": 1}
+    assert found["first_token_ms"]["50"] == pytest.approx(750)  # of 1 and 0.5 seconds
+    assert found["between_tokens_ms"] == pytest.approx({"50": 1000, "90": 1000, "99": 1000})
+    assert summary([Timeline(0.0)], 1.0, None)["first_token_ms"] is None
+
+
+def test_the_bound_in_its_limits():
+    assert bound(0, 1, 12, 6) == 2 and bound(5, 0, 12, 6) == 1 and bound(3, 2, 12, 12) == 1
+    assert bound(4, 1, 12, 6) == pytest.approx(1.6)
+
+
+def test_requests_wait_for_their_arrival_and_not_for_each_other():
+    """Steps of 20 ms and answers of 20 tokens: the second comes while the first is written; of three more, when both
+    rows are taken, one waits and two are too many."""
+    engine = FakeEngine(rows=2, queue=1, pace=0.02)
+    long = Lengths(3, 20)
+    plan = [Arrival(0.0, long), Arrival(0.05, long), *(Arrival(0.15, long) for _ in range(3))]
+    lines, seconds = drive(engine, plan, Static(), 23, seed=0)
+    engine.close(0)
+    assert [line.finish for line in lines[:3]] == ["length"] * 3
+    assert [line.finish for line in lines[3:]] == ["refused: QueueFull"] * 2
+    assert all(line.brought[0][0] >= line.arrived for line in lines[:3])
+    assert lines[1].brought[0][0] < lines[0].brought[-1][0] <= lines[2].brought[0][0]
+    found = summary(lines, seconds, None)
+    assert found["tokens"] == 60 and found["between_tokens_ms"]["50"] > 19.9 and seconds > 38 * 0.02
+    assert all(max(request.prompt) < 23 for request in engine.submitted)
+
+
+def test_all_modes_get_the_same_work(capsys):
+    engines: list[FakeEngine] = []
+
+    def engine_for(mode: str) -> FakeEngine:
+        engines.append(FakeEngine(rows=4, pace=0.001))
+        return engines[-1]
+
+    plan = arrivals([SHORT, Lengths(4, 7)], 12, math.inf, seed=0)
+    found = bench_serving(engine_for, plan, Replayed((3, 9)), 23, 0, (4.0, 1.0), lambda line: None)
+    assert list(found["modes"]) == list(MODES) and found["depth"] == 12
+    asked = [[(request.prompt, request.max_tokens) for request in engine.submitted] for engine in engines]
+    assert asked[0] == asked[1] == asked[2] and len(asked[0]) == 12
+    samplers = [{type(request.sampler) for request in engine.submitted} for engine in engines]
+    assert samplers == [{Replayed}, {Replayed}, {Static}]
+    batched = found["modes"]["depth batching"]
+    depths = sum((3, 9)[n % 2] for each in plan for n in range(each.lengths.answer))
+    assert batched["mean_depth"] == pytest.approx(depths / 72) and batched["tokens"] == 72
+    assert found["bound"] == pytest.approx(16 / (4 + depths / 72))
+    assert found["speedup"]["full depth"] == 1 and 0 < batched["share_of_bound"] <= 1
+    assert not any(engine._thread.is_alive() for engine in engines)
+    text = bench_serve.text(found)
+    assert "depth batching: 12 requests in" in text and "throughput over full depth: depth batching" in text
+
+
+def test_a_server_under_load(capsys):
+    pytest.importorskip("starlette", reason="extra `serve`")
+    pytest.importorskip("uvicorn", reason="extra `serve`")
+    from tests.serving.served import make, running
+
+    engine = FakeEngine(rows=4, queue=3, pace=0.005)
+    with running(make(engine)) as url:
+        words = ["bench", "serve", "--url", url, "--requests", "12", "--answer-tokens", "6", "--json"]
+        assert main([*words, "--sampler", "adaptive", "--sampler.threshold", "0.5"]) == 0
+        found = json.loads(capsys.readouterr().out)["modes"]["as served"]
+        assert main(["bench", "serve", "--url", url, "--requests", "3", "--rate", "50"]) == 0
+        assert "as served: 3 requests" in capsys.readouterr().out
+    ends = found["finished"]
+    assert ends["length"] + ends.get("refused: 429", 0) == 12 and found["tokens"] == 6 * ends["length"]
+    assert found["mean_depth"] > 1 and found["first_token_ms"]["99"] >= found["first_token_ms"]["50"] > 0
+    assert 0 < found["share_of_bound"] <= 1 and engine.submitted[0].sampler == Adaptive(threshold=0.5)
+    assert main(["bench", "serve", "--url", url]) == 2 and "nobody answers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "name a RUN, or a server with --url URL"),
+        (["runs/x", "--url", "http://h"], "name a RUN, or"),
+        (["--url", "localhost:8000"], "must be such as http://127.0.0.1:8000"),
+        (["runs/x", "--rate", "0"], "'0' is not a number of requests a second"),
+        (["runs/x", "--answer-tokens", "9-3"], "the first must not be more than the second"),
+        (["runs/x", "--lengths", "nowhere.jsonl"], "nowhere.jsonl: can't be read"),
+    ],
+)
+def test_wrong_words(words, message, capsys):
+    assert main(["bench", "serve", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_of_lengths(tmp_path):
+    path = tmp_path / "lengths.jsonl"
+    path.write_text(
+        '{"prompt_tokens": 3, "answer_tokens": 2, "depths": [4, 5]}\n\n{"prompt_tokens": 1, "answer_tokens": 9}\n'
+    )
+    assert read_lengths(path) == ([Lengths(3, 2), Lengths(1, 9)], (4, 5))
+    for line in ("[]", '{"prompt_tokens": 3}', '{"prompt_tokens": 0, "answer_tokens": 2}', "{"):
+        path.write_text('{"prompt_tokens": 3, "answer_tokens": 2}\n' + line)
+        with pytest.raises(UserError, match="line 2: a line is JSON with prompt_tokens"):
+            read_lengths(path)
