@@ -69,7 +69,7 @@ DREAMER = sorted({command for _, command in COMMANDS if command.startswith("drea
 EXAMPLE = "looped.py"
 """The worked example of docs/add_family.md, as its commands name it."""
 SCRIPTS = sorted({command for _, command in COMMANDS if command.startswith("bash launch/")})
-OWN_TESTS = ("analyze", "convert", "data", "eval", "export", "frontier", "import", "plan", "study")
+OWN_TESTS = ("analyze", "convert", "data", "eval", "export", "frontier", "import", "plan", "serve", "study")
 RUN_RUNS = ("README.md", "docs/inference.md", "docs/huginn.md", "docs/deeper.md")
 """Pages whose Python needs no more than a run."""
 ELSEWHERE = ("pip install ", "source ", "tensorboard ")
@@ -149,7 +149,7 @@ def test_documented_command(command, workplace, trained, capsys):
         words = with_options(words, {"training.initial_weights": trained})
     if EXAMPLE in words:
         pytest.skip("run in order by the test of the worked example")
-    if words[0] in OWN_TESTS or "prepared" in words or words[:2] == ["bench", "samplers"]:
+    if words[0] in OWN_TESTS or "prepared" in words or words[:2] in (["bench", "samplers"], ["bench", "serve"]):
         pytest.skip("run by that command's own tests: needs prepared data, an exported folder or a run with Chromium")
     if words[0] == "train" or words[:2] in (["bench", "train"], ["bench", "generate"], ["bench", "export"]):
         small = small_for(words)
@@ -193,7 +193,8 @@ def test_documented_python(page, workplace, trained, huginn, capsys):
 
 def test_every_python_block_is_run():
     elsewhere = {
-        f"docs/{name}.md" for name in ("add_family", "data", "depth_recurrent", "evaluation", "export", "finetune")
+        f"docs/{name}.md"
+        for name in ("add_family", "data", "depth_recurrent", "evaluation", "export", "finetune", "serving")
     }
     there = {str(page.relative_to(ROOT)) for page in PAGES if documented_python(str(page.relative_to(ROOT)))}
     assert there == {*RUN_RUNS, *elsewhere}

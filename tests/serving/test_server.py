@@ -8,11 +8,15 @@ import gc
 import json
 import logging
 import re
+import shlex
+import shutil
 import socket
+import subprocess
 import time
 import urllib.error
 import urllib.request
 from http.client import IncompleteRead
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -404,7 +408,7 @@ def test_many_requests_over_64_connections(requests):
                         text = (await asks.completions.create(**options)).choices[0].text
                 if number % (requests // 4) == 0:
                     gc.collect()
-                    sizes.append(sum(isinstance(each, streaming.Answering) for each in gc.get_objects()))
+                    sizes.append(sum(type(each) is streaming.Answering for each in gc.get_objects()))
                 return text == said(prompt, 0, tokens)
 
             return await asyncio.gather(*(one(number) for number in range(requests)))
@@ -413,6 +417,21 @@ def test_many_requests_over_64_connections(requests):
         found = asyncio.run(load(url))
         until(lambda: not any(engine.view().rows))
         gc.collect()
-        left = [each for each in gc.get_objects() if isinstance(each, streaming.Answering)]
+        left = [each for each in gc.get_objects() if type(each) is streaming.Answering]
     assert found == [True] * requests and engine.view().finished == {"length": requests}
     assert max(sizes) <= 64 and len(left) <= 1
+
+
+def test_the_examples_of_the_page(capsys):
+    """docs/serving.md, with the address of this server in place of its own."""
+    page = (Path(__file__).resolve().parents[2] / "docs/serving.md").read_text(encoding="utf-8")
+    (python,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (curl,) = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    with running(make(FakeEngine())) as url:
+        exec(compile(python.replace("http://127.0.0.1:8000", url), "serving.md", "exec"), {})
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith("a((T&F)| ") and len(lines) > 20 and lines[1] == "a 2"
+        if shutil.which("curl"):
+            command = shlex.split(curl.replace("http://127.0.0.1:8000", url))
+            done = subprocess.run([*command, "--silent"], capture_output=True, text=True, check=True)
+            assert json.loads(done.stdout)["choices"][0]["text"] == "a((T&F)|"
