@@ -43,8 +43,7 @@ def run(arguments: list[str]) -> int:
     if not loopback and keys is None:
         say(f"--host {options.host} without --api-key-file: everybody who reaches this machine may ask")
     served = Served(name_of(options.run), prompts, context, keys, loopback, options.log_text)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
-    logging.getLogger("dreamer_jax.serving").setLevel(logging.INFO)
+    _log_to_stderr()
     engine = engine_for(model, options.rows, context, options.queue, options.depth)
     process.serve(Server(engine, served), taken, options.grace, say)
     return 0
@@ -61,6 +60,15 @@ def engine_for(model: Model, rows: int, context: int, queue: int, depth: int | N
         depth: L; None for the trained one.
     """
     raise UserError("dreamer serve: this version has no engine for many requests yet; use `dreamer generate --file`")
+
+
+def _log_to_stderr() -> None:
+    """A line for each request; other packages' settings of logging change nothing about it."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log = logging.getLogger("dreamer_jax.serving")
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(logging.INFO)
 
 
 def name_of(run: str) -> str:

@@ -36,6 +36,8 @@ AGAIN = {429: "1", 503: "5"}
 """Status -> Retry-After, in seconds."""
 OPEN = ("/", "/health")
 """Paths that need no key."""
+WATCHED = ("/health", "/metrics")
+"""Paths that are asked all the time, so that the log has them only at its finest level."""
 PAGE = Path(__file__).with_name("page.html")
 LOG = logging.getLogger("dreamer_jax.serving")
 
@@ -121,7 +123,8 @@ class Server:
         path = self._path(scope)
         self.metrics.responses[path, status] += 1
         note = f", {state['note']}" if "note" in state else ""
-        LOG.info("%s %s %s %.3f s%s", scope["method"], path, status or "-", time.monotonic() - began, note)
+        level = logging.DEBUG if path in WATCHED else logging.INFO
+        LOG.log(level, "%s %s %s %.3f s%s", scope["method"], path, status or "-", time.monotonic() - began, note)
 
     def _path(self, scope: Scope) -> str:
         """Of this server; nothing else that a client writes is logged."""

@@ -386,7 +386,7 @@ def test_no_text_is_logged_unless_asked_for(caplog):
     assert f"a{secrets[0]}" in told and secrets[1] in told
 
 
-@pytest.mark.parametrize("requests", [100, pytest.param(1000, marks=pytest.mark.slow)])  # a thousand: 40 seconds
+@pytest.mark.parametrize("requests", [100, pytest.param(1000, marks=pytest.mark.slow)])  # ten times the same
 def test_many_requests_over_64_connections(requests):
     """None is lost, none mixed up, and memory doesn't grow with their number."""
     engine = FakeEngine(rows=16, queue=128, pace=0)
