@@ -157,8 +157,15 @@ class Model:
 
     def texts(self, depth: int | None = None, sampler: Sampler | None = None, batch_size: int = 16) -> LanguageModel:
         """What `generate` and `score` use, which can also show texts while they grow (`stream`)."""
-        engine = Engine(dataclasses.replace(self._folded, total_depth=self._depth(depth)), sampler, self._mesh)
-        return LanguageModel(engine, self.tokenizer, batch_size=batch_size)
+        return LanguageModel(Engine(self.folded(depth), sampler, self._mesh), self.tokenizer, batch_size=batch_size)
+
+    def folded(self, depth: int | None = None) -> FoldedModel:
+        """What engines compute with: weights in the compute precision, laid out for decoding.
+
+        Args:
+            depth: L; None for the trained one.
+        """
+        return dataclasses.replace(self._folded, total_depth=self._depth(depth))
 
     @functools.cached_property
     def _folded(self) -> FoldedModel:

@@ -1,0 +1,127 @@
+"""`dreamer serve`: what its options come to, and what is said when it can't start."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="extra `serve`")
+pytest.importorskip("uvicorn", reason="extra `serve`")
+
+import dreamer_jax.model
+from dreamer_jax.cli import serve
+from dreamer_jax.cli.main import main
+from dreamer_jax.serving import process
+from dreamer_jax.serving.connections import is_loopback
+from tests.serving.fake import TOKENIZER, FakeEngine
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What the command would have served, with a run that isn't there."""
+    found: dict[str, Any] = {}
+    data = SimpleNamespace(source="jsonl", prompt="Q: {question}\n", sequence_length=96)
+    config = SimpleNamespace(data=data, model=SimpleNamespace(vocab_size=259))
+    model = SimpleNamespace(tokenizer=TOKENIZER, config=config)
+
+    def engine_for(*sizes: Any) -> FakeEngine:
+        found["sizes"], found["engine"] = sizes[1:], FakeEngine()
+        return found["engine"]
+
+    def load(run: str, **options: Any) -> Any:
+        found["options"] = options
+        return model
+
+    def run(server: Any, taken: socket.socket, grace: float, say: Any) -> None:
+        found.update(server=server, address=taken.getsockname(), grace=grace)
+        taken.close()
+
+    monkeypatch.setattr(
+        dreamer_jax.model, "load", lambda run, **options: found.update(run=run, options=options) or model
+    )
+    monkeypatch.setattr(serve, "engine_for", engine_for)
+    monkeypatch.setattr(process, "serve", run)
+    log = logging.getLogger("dreamer_jax.serving")
+    before = log.handlers, log.propagate, log.level
+    yield found
+    log.handlers, log.propagate, log.level = before
+    if "engine" in found:
+        found["engine"].close(0)
+
+
+def test_defaults(started, capsys):
+    assert main(["serve", "runs/x", "--port", "0"]) == 0
+    served = started["server"].served
+    assert (served.name, served.context, served.keys, served.loopback, served.log_text) == ("x", 96, None, True, False)
+    assert started["sizes"] == (16, 96, 64, None) and started["grace"] == 30 and started["address"][0] == "127.0.0.1"
+    assert served.prompts.text("a") == (256, 97) and capsys.readouterr().err == ""
+
+
+def test_options(started, tmp_path, capsys):
+    keys = tmp_path / "keys"
+    keys.write_text("0123456789abcdef\n")
+    words = ["--rows", "3", "--context", "50", "--queue", "7", "--depth", "5", "--grace", "1.5", "--log-text"]
+    words += ["--host", "0.0.0.0", "--port", "0", "--dtype", "bfloat16"]
+    assert main(["serve", "runs/x/checkpoints/500", *words, "--api-key-file", str(keys)]) == 0
+    served = started["server"].served
+    assert (served.name, served.context, served.loopback, served.log_text) == ("x-500", 50, False, True)
+    assert served.keys.open("Bearer 0123456789abcdef") and capsys.readouterr().err == ""
+    assert started["sizes"] == (3, 50, 7, 5) and started["grace"] == 1.5
+    assert started["options"] == {"average": 1, "dtype": "bfloat16", "cache": None, "tokenizer": None}
+    assert main(["serve", "runs/x", *words]) == 0
+    assert "without --api-key-file: everybody who reaches this machine may ask" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert main(["serve", "runs/x", "--port", str(taken.getsockname()[1])]) == 2
+    assert "in use; name another one (--port 0 takes any)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--port", "70000"], "must be at most 65535"),
+        (["--grace", "-1"], "'-1' is not a number of seconds"),
+        (["--host", "no.such.host.invalid"], "name another one"),
+        (["--api-key-file", "nowhere"], "nowhere: can't be read"),
+        (["--port", "0"], "runs/x is not a run directory"),
+    ],
+)
+def test_wrong_words(words, message, capsys):
+    assert main(["serve", "runs/x", *words]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("missing", ["uvicorn", "starlette"])
+def test_without_the_extra(missing, monkeypatch, capsys):
+    ours = ("dreamer_jax.serving.process", "dreamer_jax.serving.server")
+    for name in [name for name in sys.modules if name in ours or name.partition(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(sys.modules["dreamer_jax.serving"], "process")
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert main(["serve", "runs/x"]) == 2
+    said = capsys.readouterr().err
+    assert "dreamer serve needs the extra serve" in said and "[serve]'" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "localhost:80", "127.0.0.1:8000", "[::1]:8000", "a.localhost", "127.9.9.9"]
+)
+def test_names_of_this_machine(host):
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    "host", ["", "evil.example", "evil.example:80", "10.0.0.1", "localhost.evil.example", "[::2]:8000"]
+)
+def test_names_of_others(host):
+    assert not is_loopback(host)
