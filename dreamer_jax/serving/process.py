@@ -11,7 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -94,42 +94,75 @@ async def _serve(server: Server, taken: socket.socket, grace: float, say: Callab
         server_header=False,
         timeout_graceful_shutdown=LAST,
     )
-    listening, loop, asked = _Uvicorn(config), asyncio.get_running_loop(), asyncio.Event()
-    times = 0
-
-    def on_term(number: int, frame: FrameType | None) -> None:
-        nonlocal times
-        times += 1
-        if times > 1:
-            raise KeyboardInterrupt
-        loop.call_soon_threadsafe(asked.set)
-
-    async def stop() -> None:
-        await asked.wait()
-        say(f"stopping: what was admitted is finished within {grace:g} s; Ctrl-C stops at once")
-        server.stopping.set()
-        closed = asyncio.Event()
-
-        def close() -> None:
-            server.engine.close(grace)
-            with contextlib.suppress(RuntimeError):  # the event loop was interrupted
-                loop.call_soon_threadsafe(closed.set)
-
-        threading.Thread(target=close, name="closing", daemon=True).start()
-        await closed.wait()
-        await asyncio.sleep(0)  # the last answers were put on their way before this
-        listening.should_exit = True
-
-    before = None
-    if threading.current_thread() is threading.main_thread():
-        before = signal.signal(signal.SIGTERM, on_term)
-    stopping = asyncio.create_task(stop())
+    listening = _Uvicorn(config)
     taken.listen(config.backlog)
-    say(f"serving {server.served.name} at {address(taken)}")
-    try:
-        await listening.serve(sockets=[taken])
-    finally:
-        stopping.cancel()
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
+    with _signals() as signals:
+        say(f"serving {server.served.name} at {address(taken)}")
+        tasks = [
+            asyncio.create_task(listening.serve(sockets=[taken])),
+            asyncio.create_task(_stop(server, listening, signals, grace, say)),
+            asyncio.create_task(signals.at_once.wait()),
+        ]
+        try:
+            await asyncio.wait((tasks[0], tasks[2]), return_when=asyncio.FIRST_COMPLETED)
+            if signals.at_once.is_set():
+                raise KeyboardInterrupt
+            tasks[0].result()
+        finally:
+            for task in tasks:
+                task.cancel()
     say("stopped")
+
+
+class _Signals(NamedTuple):
+    """What was asked for."""
+
+    stop: asyncio.Event
+    at_once: asyncio.Event
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[_Signals]:
+    """SIGTERM and Ctrl-C as events, while they are waited for.
+
+    An exception that is raised wherever the main thread is would be swallowed, now and then, by whoever runs there:
+    uvicorn takes any in a request for one of the request's own.
+    """
+    loop, found = asyncio.get_running_loop(), _Signals(asyncio.Event(), asyncio.Event())
+    asked: list[int] = []
+
+    def take(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        first = asked == [signal.SIGTERM]
+        loop.call_soon_threadsafe((found.stop if first else found.at_once).set)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as of a job in the background
+                before[number] = signal.signal(number, take)
+    try:
+        yield found
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+async def _stop(
+    server: Server, listening: uvicorn.Server, signals: _Signals, grace: float, say: Callable[[str], None]
+) -> None:
+    """When it is asked for: finish what was admitted, then end."""
+    await signals.stop.wait()
+    say(f"stopping: what was admitted is finished within {grace:g} s; Ctrl-C stops at once")
+    server.stopping.set()
+    loop, closed = asyncio.get_running_loop(), asyncio.Event()
+
+    def close() -> None:
+        server.engine.close(grace)
+        with contextlib.suppress(RuntimeError):  # the event loop was interrupted
+            loop.call_soon_threadsafe(closed.set)
+
+    threading.Thread(target=close, name="closing", daemon=True).start()
+    await closed.wait()
+    await asyncio.sleep(0)  # the last answers were put on their way before this
+    listening.should_exit = True
