@@ -58,6 +58,16 @@ def matmul_flops(family: Family, context: float, depth_context: float | None = N
     return _by_part(family, lambda share: share.depths * share.block.matmul_flops(reach, folded))
 
 
+def flops_by_depth(family: Family, context: float) -> tuple[float, float]:
+    """FLOPs per token of the forward's matrix products outside of the depths (F0), and in one of them (Fr); so L depths
+    take F0 + L Fr. `context` as of `matmul_flops`."""
+    reach, outside, inside = _reach(family, context, None), 0.0, 0.0
+    for share in family.blocks():
+        flops = share.depths * share.block.matmul_flops(reach, True)
+        outside, inside = outside + flops * share.outside, inside + flops * (not share.outside)
+    return outside, inside / family.depth
+
+
 def elementwise_flops(
     family: Family, context: float, depth_context: float | None = None, folded: bool = True
 ) -> Counts:

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dreamer_jax.serving.contract import QueueFull
 from dreamer_jax.serving.pages import Pages
 
 
@@ -84,11 +83,10 @@ class Scheduler:
     Args:
         groups: their sizes.
         pages: for all of them.
-        queue: most requests that wait.
     """
 
-    def __init__(self, groups: Sequence[Group], pages: Pages, queue: int):
-        self.groups, self.pages, self._most = groups, pages, queue
+    def __init__(self, groups: Sequence[Group], pages: Pages):
+        self.groups, self.pages = groups, pages
         self.rows: list[list[Job | None]] = [[None] * group.rows for group in groups]
         self.waiting: list[Job] = []
         self.prompt: Job | None = None
@@ -108,15 +106,9 @@ class Scheduler:
         """Whether a request that takes so many positions could be computed if it were alone."""
         return self.pages.needed(positions) <= self.pages.count
 
-    def add(self, job: Job) -> None:
-        """Let a new request wait.
-
-        Raises:
-            QueueFull: too many wait.
-        """
-        if len(self.waiting) >= self._most:
-            raise QueueFull(f"{len(self.waiting)} requests wait already")
-        self._wait(job)
+    def wait(self, job: Job) -> None:
+        """Put a request in its place in the queue, by arrival."""
+        bisect.insort(self.waiting, job, key=lambda other: other.number)
 
     def admit(self) -> Job | None:
         """The request whose prompt is computed now, if there is one; a new one if the last one's is done."""
@@ -195,11 +187,8 @@ class Scheduler:
         self.leave(job)
         job.shared = job.computed = job.tokens = 0
         job.joined = False
-        self._wait(job)
+        self.wait(job)
         return job
-
-    def _wait(self, job: Job) -> None:
-        bisect.insort(self.waiting, job, key=lambda other: other.number)
 
     def leave(self, job: Job) -> None:
         """A request has ended, or nobody wants it any more."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dreamer_jax.serving.contract import QueueFull
 from dreamer_jax.serving.pages import Pages
 from dreamer_jax.serving.scheduler import Group, Job, Scheduler
 
@@ -19,7 +17,7 @@ class World:
 
     def __init__(self, pages: int, groups: list[Group]):
         self.pages = Pages(pages, SIZE, CHUNK)
-        self.scheduler = Scheduler(groups, self.pages, queue=1000)
+        self.scheduler = Scheduler(groups, self.pages)
         self.written: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.ended: list[int] = []
 
@@ -94,7 +92,7 @@ def test_no_page_has_two_owners_none_is_lost_and_everybody_ends(world, data):
     world, coming, cancelled = World(count, groups), list(jobs), set()
     for event in data.draw(st.lists(st.sampled_from(["add", "chunk", "turn", "cancel"]), max_size=40)):
         if event == "add" and coming:
-            world.scheduler.add(coming.pop(0))
+            world.scheduler.wait(coming.pop(0))
         elif event == "chunk":
             world.compute_chunk()
         elif event == "turn":
@@ -105,7 +103,7 @@ def test_no_page_has_two_owners_none_is_lost_and_everybody_ends(world, data):
             cancelled.add(job.number)
         world.check()
     for job in coming:
-        world.scheduler.add(job)
+        world.scheduler.wait(job)
     steps = 0
     while not world.scheduler.idle:
         world.compute_chunk()
@@ -124,7 +122,7 @@ def test_equal_prompts_share_whole_chunks_but_not_their_last_token():
     prompts = [(1,) * 8, (1,) * 8, (1,) * 9, (1,) * 4 + (0,) * 5, (1,) * 3]
     jobs = [Job(n, prompt, 2, 1, 0) for n, prompt in enumerate(prompts)] + [Job(5, (1,) * 9, 2, 2, 0)]
     for job, shared in zip(jobs, [0, 4, 8, 4, 0, 0], strict=True):
-        world.scheduler.add(job)
+        world.scheduler.wait(job)
         while not job.joined:
             world.compute_chunk()
         assert job.shared == shared
@@ -152,8 +150,8 @@ def test_the_youngest_waits_again_and_the_oldest_never():
     world = World(6, [Group(3, 1)])
     jobs = [Job(n, (n % 2,), 7, 1, 0) for n in range(3)]
     for job in jobs:
-        world.scheduler.add(job)
-    world.scheduler.add(Job(3, (1,), 7, 1, 0))
+        world.scheduler.wait(job)
+    world.scheduler.wait(Job(3, (1,), 7, 1, 0))
     while not world.scheduler.idle:
         world.compute_chunk()
         world.turn(1)
@@ -166,13 +164,6 @@ def test_groups_and_prompts_take_turns():
     """With two groups that always have rows, each gets every second turn, and a chunk goes between."""
     world = World(100, [Group(1, 1), Group(1, 1)])
     for number in range(2):
-        world.scheduler.add(Job(number, (1,), 10, 1, number))
+        world.scheduler.wait(Job(number, (1,), 10, 1, number))
         world.compute_chunk()
     assert [world.turn(1) for _ in range(6)] == [0, 1, 0, 1, 0, 1]
-
-
-def test_a_full_queue_takes_no_more():
-    scheduler = Scheduler([Group(1, 1)], Pages(4, SIZE, CHUNK), queue=1)
-    scheduler.add(Job(0, (1,), 1, 1, 0))
-    with pytest.raises(QueueFull, match="1 requests wait"):
-        scheduler.add(Job(1, (1,), 1, 1, 0))
