@@ -16,9 +16,6 @@ from dreamer_jax.blocks.positions import Depth
 from pallas_kernels import pages
 
 NOWHERE = 1 << 30
-"""A position outside of all slots."""
-
-NOWHERE = 1 << 30
 """A position outside of all slots: it is computed, and leaves nothing."""
 
 

@@ -25,7 +25,7 @@ class Group:
 
     Args:
         model: at the largest depth that is served.
-        sampler: the program.
+        sampler: whose program; what isn't a number of each row is a number of all of them, as this one has it.
         rows: B.
         steps: depth steps of a tick.
         choosings: programs that are compiled, each fit for what those before it are fit for.
@@ -41,7 +41,7 @@ class Group:
         choosings: Sequence[Choosing],
         stops: int,
     ):
-        self.sampler, self.rows, self.choosings = sampler, rows, tuple(choosings)
+        self.sampler, self.rows, self.choosings = sampler.program, rows, tuple(choosings)
         self._progress = programs.nobody(rows)
         self._carried = jax.jit(sampler.carry, static_argnums=1)(model, rows)
         flying = jax.eval_shape(programs.in_flight, self._carried.by_row, self._progress)
@@ -53,7 +53,10 @@ class Group:
         self.advance = min(self.rounds * several, self._limit + several - 1)
         self._stop_ids = np.full((rows, stops), -1, np.int32)
         self._sampling = jax.tree.map(lambda each: np.repeat(np.asarray(each), rows), Sampling(1.0).numbers())
-        self._settings = jax.tree.map(lambda each: np.repeat(np.asarray(each), rows), sampler.numbers())
+        numbers = sampler.numbers()
+        self._settings = jax.tree.map(lambda each: np.repeat(np.asarray(each), rows), numbers)
+        if isinstance(sampler, DiffusionForcing):
+            self._settings = self._settings._replace(**shared(numbers))
 
     @property
     def plan(self) -> scheduler.Group:
@@ -103,8 +106,8 @@ class Group:
         """
         alive = np.isin(np.arange(self.rows), list(requests))
         # The arrays change while the program may still read them.
-        host = jax.tree.map(np.copy, (self._stop_ids, self._sampling, self._settings))
-        rows = Rows(table, alive, *host, np.int32(self.rounds), np.int32(collect))
+        stop_ids, sampling, settings = jax.tree.map(np.copy, (self._stop_ids, self._sampling, self._settings))
+        rows = Rows(table, alive, stop_ids, sampling, settings, np.int32(self.rounds), np.int32(collect))
         kinds = Kinds(choosing or self._choosing(requests.values()), self.sampler)
         pool, self._progress, self._carried, brought = programs.tick(
             kinds, model, pool, self._progress, self._carried, rows, self._limit
@@ -133,13 +136,20 @@ class Group:
 
 
 def put(arrays: PyTree, values: PyTree, place: int) -> None:
-    """Set one place of arrays [B]."""
+    """Set one place of arrays [B]; a number for all rows stays."""
     for array, value in zip(jax.tree.leaves(arrays), jax.tree.leaves(values), strict=True):
-        array[place] = np.asarray(value)
+        if array.ndim:
+            array[place] = np.asarray(value)
+
+
+def shared(numbers: PyTree) -> dict[str, np.ndarray]:
+    """Of the numbers of diffusion forcing those that all rows have in common: each decides how the positions of all
+    rows go together."""
+    return {name: np.asarray(getattr(numbers, name)) for name in ("inner", "init_scale")}
 
 
 def programs_of(model: FoldedModel, samplers: Sequence[Sampler]) -> list[Sampler]:
-    """The programs that serve these samplers, each once. Static rows go with adaptive ones where they can.
+    """Samplers, one of each program that serves these, each once. Static rows go with adaptive ones where they can.
 
     Raises:
         UserError: one of them isn't for this model, or not for serving.
@@ -156,10 +166,17 @@ def programs_of(model: FoldedModel, samplers: Sequence[Sampler]) -> list[Sampler
         elif isinstance(own, Adaptive):
             program = OneByOne(own.criterion)
         else:
-            program = own.program
+            program = own
         if program not in found:
             found.append(program)
     return found
+
+
+def _go_together(program: Sampler, sampler: Sampler) -> bool:
+    """Whether two samplers of one program can have rows in one group."""
+    if not isinstance(program, DiffusionForcing):
+        return True
+    return shared(program.numbers()) == shared(sampler.numbers())
 
 
 def takes_static(program: Sampler) -> bool:
@@ -195,7 +212,7 @@ def group_of(
         elif isinstance(own, Lossless):  # how many are in flight changes no text
             if isinstance(program, Lossless):
                 return number, depth, own.numbers()
-        elif program == own.program:
+        elif type(program) is type(own) and program.program == own.program and _go_together(program, own):
             if depth != model.total_depth:
                 raise UserError(f"sampler {own.name}: its depth is the server's, {model.total_depth}")
             return number, depth, own.numbers()

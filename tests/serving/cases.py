@@ -28,7 +28,7 @@ FORCING = DiffusionForcing(1, wavefront=4)
 @contextmanager
 def wide() -> Iterator[None]:
     """Float64, where a product's order decides nothing, in every thread."""
-    before, cores = jax.config.jax_enable_x64, plain_engine._cores
+    before, cores = jax.config.read("jax_enable_x64"), plain_engine._cores
     jax.config.update("jax_enable_x64", True)
     plain_engine._cores = lambda: 1
     try:
@@ -104,18 +104,22 @@ def _plain(family: str, sampler: Sampler, depth: int | None) -> Engine:
     return Engine(model if depth is None else model.replace(total_depth=depth), sampler)
 
 
-def drawn_request(rng: np.random.Generator, family: str, drawing: bool | None = None) -> Request:
-    """Of any length, sampler, depth and seed. Prompts begin alike, so that some share pages."""
+def drawn_request(rng: np.random.Generator, family: str, few: bool = False) -> Request:
+    """Of any length, sampler, depth and seed; with `few`, such that `alone` needs few programs for several. Prompts
+    begin alike, so that some share pages."""
     length, depth = int(rng.integers(1, 14)), model_of(family).total_depth
     prompt = np.where(np.arange(length) < rng.integers(0, 14), 1, rng.integers(0, 23, length))
     samplers: list[Sampler] = [Static(), Adaptive(threshold=float(rng.choice([0.2, 0.5, 1.0]))), Lossless(1)]
     if family == "huginn":
         samplers.append(FORCING)
     sampler = samplers[rng.integers(len(samplers))]
-    draws = bool(rng.integers(2)) if drawing is None else drawing
-    ranks = {"top_k": 7, "top_p": 0.9} if rng.integers(2) else {}
-    sampling = Sampling(float(rng.choice([0.7, 1.3])), seed=int(rng.integers(99)), **ranks) if draws else Sampling()
-    own_depth = sampler is not FORCING and rng.integers(3) == 0
+    ranks = {"top_k": 7, "top_p": 0.9} if few or rng.integers(2) else {}
+    sampling = (
+        Sampling(float(rng.choice([0.7, 1.3])), seed=int(rng.integers(99)), **ranks) if rng.integers(2) else Sampling()
+    )
+    own_depth = rng.integers(3) == 0 and not isinstance(
+        sampler, (DiffusionForcing, Adaptive) if few else DiffusionForcing
+    )
     return Request(
         tuple(prompt.tolist()),
         int(rng.integers(1, 16)),

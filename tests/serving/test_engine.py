@@ -6,6 +6,7 @@ import dataclasses
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -72,10 +73,8 @@ def serve(engine: ServedEngine, requests: list[Request], rng: np.random.Generato
     return taken
 
 
-def check(family: str, engine: ServedEngine, count: int, seed: int, drawing: bool | None = None) -> list[Taken]:
-    """So many requests get what they get alone; one that was cancelled gets the beginning."""
-    rng = np.random.default_rng(seed)
-    requests = [drawn_request(rng, family, drawing) for _ in range(count)]
+def check(family: str, engine: ServedEngine, requests: list[Request], rng: np.random.Generator) -> list[Taken]:
+    """All requests get what they get alone; one that was cancelled gets the beginning."""
     taken = serve(engine, requests, rng)
     for request, its in zip(requests, taken, strict=True):
         tokens, depths, finish = alone(family, request)
@@ -95,40 +94,65 @@ def begun_anew(engine: ServedEngine, monkeypatch: pytest.MonkeyPatch) -> list[in
     return numbers
 
 
-def test_requests_get_what_they_get_alone_and_nothing_is_compiled(dreamer, monkeypatch):
+def test_requests_get_what_they_get_alone(dreamer, monkeypatch):
     """Twenty of them, with joins, leaves, cancellation, prefixes that are shared, and pages that are short."""
+    again, rng = begun_anew(dreamer, monkeypatch), np.random.default_rng(0)
+    taken = check("dreamer", dreamer, [drawn_request(rng, "dreamer", few=True) for _ in range(20)], rng)
+    assert again, "pages were never short"
+    assert dreamer.view().shared_tokens
+    assert {its.finish for its in taken} == {"length", "stop", "cancelled"}
+
+
+def test_nothing_is_compiled_once_it_is_ready(dreamer):
+    """Whatever is asked for; that something would be noticed is shown by a program of another size."""
     compiled: list[str] = []
-    again = begun_anew(dreamer, monkeypatch)
-    before = dreamer.view()
-    rng = np.random.default_rng(0)
-    requests = [drawn_request(rng, "dreamer", drawing=n % 2 == 0) for n in range(20)]
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, seconds, **_: compiled.append(name) if "backend_compile" in name else None
-    )
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        taken = serve(dreamer, requests, rng)
+        rng = np.random.default_rng(3)
+        serve(dreamer, [drawn_request(rng, "dreamer") for _ in range(12)], rng)
+        assert not compiled
+        jax.jit(lambda x: x * 3)(np.zeros(5))
+        assert compiled
     finally:
         jax.monitoring.clear_event_listeners()
-    assert not compiled
-    assert again, "pages were never short"
-    assert dreamer.view().shared_tokens > before.shared_tokens
-    assert {its.finish for its in taken} >= {"length", "stop", "cancelled"}
-    for request, its in zip(requests, taken, strict=True):
-        tokens, depths, finish = alone("dreamer", request)
-        if its.finish == "cancelled":
-            tokens, depths = tokens[: len(its.tokens)], depths[: len(its.tokens)]
-        else:
-            assert its.finish == finish
-        assert (its.tokens, its.depths) == (tokens, depths), request
+
+
+def test_rows_of_diffusion_forcing_have_settings_of_their_own(one_choosing):
+    """Threshold, momentum and noise by row, in one program; Huginn."""
+    noisy = dataclasses.replace(FORCING, noise=0.5)
+    engine, rng = served("huginn", FEW_PAGES, [noisy]), np.random.default_rng(0)
+    requests = []
+    for _ in range(8):
+        request = drawn_request(rng, "huginn")
+        sampler = dataclasses.replace(
+            noisy,
+            threshold=float(rng.choice([0.05, 0.3, 1.0])),
+            momentum=float(rng.choice([0.0, 0.5])),
+            noise=float(rng.choice([0.1, 0.9])),
+        )
+        sampling = Sampling(0.8, top_k=9, seed=int(rng.integers(9)))
+        requests.append(dataclasses.replace(request, sampler=sampler, sampling=sampling, depth=None))
+    taken = check("huginn", engine, requests, rng)
+    assert len({depth for its in taken for depth in its.depths}) > 1
+    with pytest.raises(UserError, match="not among those"):
+        engine.submit(Request((1,), 2, sampler=dataclasses.replace(noisy, inner_recurrences=2)), Taken())
+    engine.close(0)
 
 
 @pytest.mark.slow  # two hundred requests, each of which is computed alone too, and programs of three families
 @pytest.mark.parametrize("family", ["dreamer", "huginn", "ouro"])
-def test_many_requests_get_what_they_get_alone(family):
+def test_many_requests_get_what_they_get_alone(family, monkeypatch):
     """With every program that chooses tokens."""
     samplers = [Static(), Adaptive(), Lossless(1), *([FORCING] if family == "huginn" else [])]
-    engine = served(family, FEW_PAGES, samplers)
-    check(family, engine, 200, seed=1)
+    engine, rng = served(family, FEW_PAGES, samplers), np.random.default_rng(1)
+    again = begun_anew(engine, monkeypatch)
+    check(family, engine, [drawn_request(rng, family) for _ in range(200)], rng)
+    assert len(again) > 10 and engine.view().shared_tokens > 50
     engine.close(0)
 
 
@@ -138,8 +162,8 @@ def test_logarithms_are_those_of_the_models_probabilities(dreamer):
     taken = Taken()
     dreamer.submit(request, taken)
     taken.wait()
-    model, text = model_of("dreamer"), np.array([[*request.prompt, *taken.tokens]])
-    hidden, _ = through_depths(model, text, np.arange(text.shape[1])[None], model.empty_slots(1, text.shape[1]))
+    model, text = model_of("dreamer"), jnp.array([[*request.prompt, *taken.tokens]])
+    hidden, _ = through_depths(model, text, jnp.arange(text.shape[1])[None], model.empty_slots(1, text.shape[1]))
     logits = np.asarray(model.logits(hidden))[0, len(request.prompt) - 1 : -1]
     wanted = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
     for token, (logprob, likeliest), row in zip(taken.tokens, taken.logprobs, wanted, strict=True):
@@ -211,14 +235,16 @@ def test_the_view_shows_rows_and_their_flight(dreamer):
 def test_a_fault_ends_everything_in_words(one_choosing, monkeypatch):
     """Who waits gets "failed", who comes later `Closed`, and no thread is left."""
     engine = served("dreamer", FEW_PAGES)
-    taken = [Taken() for _ in range(8)]
+    taken, submitted = [Taken() for _ in range(8)], threading.Event()
 
     def broken(*args):
+        submitted.wait(60)
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(programs, "tick", broken)
     for its in taken:
         engine.submit(Request((1,), 4), its)
+    submitted.set()
     assert {its.wait().finish for its in taken} == {"failed"}
     engine._thread.join(30)
     assert not engine._thread.is_alive() and not engine.ready

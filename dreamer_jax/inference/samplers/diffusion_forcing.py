@@ -37,13 +37,15 @@ from dreamer_jax.inference.samplers.contract import (
 )
 from dreamer_jax.inference.samplers.exits import EXITS, Exit
 from dreamer_jax.inference.samplers.wavefront import Wave, advanced, begun, of_lanes, refined
+from dreamer_jax.inference.sampling import by_row
 
 THRESHOLD = 0.03
 """epsilon of the paper's section 5, and of its code."""
 
 
 class Numbers(NamedTuple):
-    """The settings that are run-time numbers, scalars; see `DiffusionForcing`."""
+    """The settings that are run-time numbers, scalars; threshold, momentum and noise may be [B], one for each row. See
+    `DiffusionForcing`."""
 
     inner: jax.Array
     threshold: jax.Array
@@ -204,7 +206,7 @@ def settled(exit: Exit, look: Any, wave: Wave, numbers: Numbers, depth: int) -> 
     A position whose token has just changed stays: neither its state nor its keys know the new one. The oldest one,
     whose token is final, leaves after L recurrences, which is all that it would get alone.
     """
-    done, memory = EXITS[exit].check(look, wave.memory, numbers.threshold, depth)
+    done, memory = EXITS[exit].check(look, wave.memory, by_row(numbers.threshold, look.counts), depth)
     oldest = jnp.arange(done.shape[1]) == 0
     done |= oldest & (wave.alone + numbers.inner >= depth)[:, None]
     return jnp.sum(jnp.cumprod(done & look.active & ~look.changed, axis=1), axis=1, dtype=jnp.int32), memory
