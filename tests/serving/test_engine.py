@@ -23,7 +23,7 @@ from dreamer_jax.serving.engine import ServedEngine
 from tests.inference.test_samplers import model_of
 from tests.serving.cases import FORCING, OPTIONS, Taken, alone, drawn_request, served, until, wide
 
-FEW_PAGES = dataclasses.replace(OPTIONS, pages=24)
+FEW_PAGES = dataclasses.replace(OPTIONS, pages=18)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -149,7 +149,7 @@ def test_rows_of_diffusion_forcing_have_settings_of_their_own(one_choosing):
 @pytest.mark.slow  # two hundred requests, each of which is computed alone too, and programs of three families
 @pytest.mark.parametrize("family", ["dreamer", "huginn", "ouro"])
 def test_many_requests_get_what_they_get_alone(family, monkeypatch):
-    """With every program that chooses tokens, twenty times, beside each other and whatever has stayed of those before."""
+    """With every program that chooses tokens: twenty times ten, each time beside what has stayed of those before."""
     samplers = [Static(), Adaptive(), Lossless(1), *([FORCING] if family == "huginn" else [])]
     engine = served(family, FEW_PAGES, samplers)
     again = begun_anew(engine, monkeypatch)
@@ -161,6 +161,7 @@ def test_many_requests_get_what_they_get_alone(family, monkeypatch):
         check(family, engine, [drawn_request(rng, family) for _ in range(10)], rng)
 
     examples()
+    print(f"{len(again)} began anew, {engine.view().shared_tokens} tokens of prompts were shared")
     assert len(again) > 10 and engine.view().shared_tokens > 50
     engine.close(0)
 
