@@ -97,7 +97,7 @@ class ServedEngine:
         self._groups = [Group(model, program, *sizes) for program in self.programs]
         self._scheduler = Scheduler([group.plan for group in self._groups], self._pages)
         self._statistics = Statistics(model.family, its.context, model.total_depth)
-        self._hidden = self._nothing = jnp.zeros((1, model.family.readout_size), model.config.dtype)
+        self._hidden = self._nothing = self._no_hidden()
 
         self._changed = threading.Condition()  # guards what follows
         self._commands: deque[tuple[str, Any]] = deque()
@@ -274,7 +274,8 @@ class ServedEngine:
             return
         brought = jax.device_get(turn.brought)
         group = self._groups[turn.group]
-        self._statistics.count(brought.tally, group.rows * group.lanes)
+        steps = int(brought.rounds) * group.steps_a_round
+        self._statistics.count(steps, group.rows * group.lanes, int(brought.work))
         for row, (job, begun) in turn.owners.items():
             if turn.still(job, begun):
                 job.of.in_flight = tuple(depth for depth in brought.in_flight[row].tolist() if depth >= 0)
@@ -298,6 +299,14 @@ class ServedEngine:
         self._scheduler.leave(job)
         self._statistics.finished[finish] += 1
         job.of.deliver(Update(tokens, finish))
+
+    def _no_hidden(self) -> jax.Array:
+        """Zeros of the type that a readout has, which may be wider than the model's."""
+        shape, none = (1, self.model.family.readout_size), np.int32(0)
+        narrow = jnp.zeros(shape, self.model.config.dtype)
+        tokens = np.zeros((1, self.options.chunk), np.int32)
+        given = self.model, self._pool, self._table(1, {}), tokens, none, none, none, narrow
+        return jnp.zeros(shape, jax.eval_shape(programs.chunk, *given)[0].dtype)
 
     def _leaves_queue(self) -> None:
         with self._changed:

@@ -47,7 +47,7 @@ class Group:
         flying = jax.eval_shape(programs.in_flight, self._carried.by_row, self._progress)
         self.lanes = max(1, flying.shape[1])
         inner = sampler.inner_recurrences if isinstance(sampler, DiffusionForcing) else 1
-        self.rounds = max(1, steps // inner)
+        self.steps_a_round, self.rounds = inner, max(1, steps // inner)
         self._limit = min(self.rounds, DECODE_BLOCK)
         several = self.lanes if inner > 1 else 1  # tokens that a round may bring a row
         self.advance = min(self.rounds * several, self._limit + several - 1)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dreamer_jax.blocks.memory import in_pages
 from dreamer_jax.inference.model import FoldedModel, PyTree
@@ -27,7 +28,6 @@ from dreamer_jax.inference.samplers.contract import (
     Chosen,
     Progress,
     Sampler,
-    Tally,
 )
 from dreamer_jax.inference.samplers.criteria import Name
 from dreamer_jax.inference.sampling import SamplingNumbers
@@ -48,7 +48,7 @@ class OneByOne(Sampler):
 
     def numbers(self) -> Any:
         """Of a static row."""
-        return () if self.criterion is None else (jnp.float32(0), jnp.int32(1), jnp.int32(1))
+        return () if self.criterion is None else (np.float32(0), np.int32(1), np.int32(1))
 
     def carry(self, model: FoldedModel, rows: int) -> Carried:
         """Nothing is on its way."""
@@ -107,14 +107,16 @@ class Brought(NamedTuple):
     """What a tick has brought, for the host.
 
     Attributes:
-        tokens, depths, logprobs, tally: as of `Block`.
+        tokens, depths, logprobs, rounds: as of `Block`.
+        work: depth steps of all positions.
         in_flight: [B, W] int32, depths that positions on their way have gone through, the oldest first; -1: none.
     """
 
     tokens: jax.Array
     depths: jax.Array
     logprobs: Any
-    tally: Tally
+    rounds: jax.Array
+    work: jax.Array
     in_flight: jax.Array
 
 
@@ -203,7 +205,8 @@ def tick(
     slots = in_pages(pool, rows.table)
     block = kinds.sampler.decode(kinds.choosing, model, progress, slots, carried, asked)
     flying = in_flight(block.carried.by_row, block.progress)
-    brought = Brought(block.tokens, block.depths, block.logprobs, block.tally, flying)
+    work = jnp.sum(block.tally.work)
+    brought = Brought(block.tokens, block.depths, block.logprobs, block.rounds, work, flying)
     return in_pages(block.slots, None), block.progress, block.carried, brought
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from dreamer_jax.budget.analytic import average_context, flops_by_depth
 from dreamer_jax.families import Family
-from dreamer_jax.inference.samplers.contract import Tally
 from dreamer_jax.serving.contract import RowView, View
 
 
@@ -29,12 +28,12 @@ class Statistics:
         self._decoded = self._decoded_depths = 0  # without the first of each request, which comes of the prompt
         self._steps = self._row_steps = self._busy = 0
 
-    def count(self, tally: Tally, places: int) -> None:
-        """A tick of a group with so many places for positions."""
-        steps = int(tally.steps.max())  # a row that goes to the end of the tick is in every step
+    def count(self, steps: int, places: int, busy: int) -> None:
+        """A tick of so many depth steps of a group with so many places for positions; in so many of them, all steps
+        together, there was one."""
         self._steps += steps
         self._row_steps += steps * places
-        self._busy += int(tally.work.sum())
+        self._busy += busy
 
     def add(self, depths: Sequence[int], decoded: bool) -> None:
         """Tokens that were delivered, by the depths of their predecessors."""

@@ -21,7 +21,7 @@ from tests.inference.test_samplers import model_of
 
 PATIENCE = 300
 """Seconds after which an answer won't come any more."""
-OPTIONS = Options(rows=3, context=32, page=2, chunk=4, steps=4, logprobs=3)
+OPTIONS = Options(rows=3, context=32, page=2, chunk=4, steps=4, logprobs=3, stop_ids=2)
 FORCING = DiffusionForcing(1, wavefront=4)
 
 

@@ -200,6 +200,18 @@ def test_what_cannot_be_served_is_refused_at_once(dreamer):
         ServedEngine(model_of("dreamer"), [Speculative()], OPTIONS)
 
 
+def test_more_stop_tokens_than_the_device_looks_at_end_a_text_too(dreamer):
+    """Of three, two are looked for on the device, and the host looks for all."""
+    request = Request((2, 7), 14, Sampling(1.3, top_k=20, seed=5))
+    text = alone("dreamer", request)[0]
+    stops = [token for token in dict.fromkeys(text) if token not in text[:4]][:1]
+    others = [token for token in range(23) if token not in text][:2]
+    assert stops and len(others) == 2 == dreamer.options.stop_ids
+    taken = Taken()
+    dreamer.submit(dataclasses.replace(request, stop_ids=(*others, *stops)), taken)
+    assert (taken.wait().tokens, taken.finish) == (text[: text.index(stops[0])], "stop")
+
+
 def test_a_full_queue_takes_no_more(dreamer, monkeypatch):
     """Requests that wait count, those that are computed don't."""
     monkeypatch.setattr(dreamer, "options", dataclasses.replace(dreamer.options, queue=2))

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dreamer_jax.blocks.memory import NOWHERE
 from dreamer_jax.inference.model import FoldedModel, PyTree
@@ -47,11 +48,11 @@ class Numbers(NamedTuple):
     """The settings that are run-time numbers, scalars; threshold, momentum and noise may be [B], one for each row. See
     `DiffusionForcing`."""
 
-    inner: jax.Array
-    threshold: jax.Array
-    momentum: jax.Array
-    noise: jax.Array
-    init_scale: jax.Array
+    inner: Any
+    threshold: Any
+    momentum: Any
+    noise: Any
+    init_scale: Any
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,8 @@ class DiffusionForcing(Sampler):
 
     def numbers(self) -> Numbers:
         """The others."""
-        wide = [jnp.asarray(each) for each in (self.momentum, self.noise, self.init_scale)]
-        return Numbers(jnp.int32(self.inner_recurrences), jnp.float32(self.threshold), *wide)
+        wide = self.momentum, self.noise, self.init_scale
+        return Numbers(np.int32(self.inner_recurrences), np.float32(self.threshold), *wide)
 
     def carry(self, model: FoldedModel, rows: int) -> Carried:
         """Empty lanes."""
