@@ -89,7 +89,7 @@ class ServedEngine:
         self.programs = programs_of(model, samplers_for(model) if samplers is None else samplers)
         its = self.options
         self._pages = Pages(its.all_pages, its.page, its.chunk)
-        self._pool = jax.jit(FoldedModel.empty_slots, static_argnums=(1, 2))(model, its.all_pages, its.page)
+        self._pool = programs.pool(model, its.all_pages, its.page)
         if not all(hasattr(kept, "paged") for kept in jax.tree.leaves(self._pool, is_leaf=_is_memory)):
             raise UserError(f"what this model ({model.family.headline()}) keeps of a text can't lie in pages")
         likeliest = min(its.logprobs, model.config.vocab_size)

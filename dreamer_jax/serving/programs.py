@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dreamer_jax.blocks.memory import in_pages
+from dreamer_jax.blocks.memory import for_kernels, in_pages
 from dreamer_jax.inference.model import FoldedModel, PyTree
 from dreamer_jax.inference.programs import Kinds
 from dreamer_jax.inference.samplers import adaptive, lossless, one_by_one, wavefront
@@ -118,6 +118,12 @@ class Brought(NamedTuple):
     rounds: jax.Array
     work: jax.Array
     in_flight: jax.Array
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def pool(model: FoldedModel, pages: int, size: int) -> PyTree:
+    """Empty pages of so many positions."""
+    return for_kernels(model.empty_slots(pages, size), model.family.operations)
 
 
 @functools.partial(jax.jit, donate_argnums=1)
