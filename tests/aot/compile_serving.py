@@ -26,7 +26,7 @@ PAGES = ROWS * CONTEXT // PAGE
 
 def model_of(name: str) -> FoldedModel:
     """A model of the package in bfloat16, with shapes in place of arrays."""
-    family = build(load_config(name, {}).config.model)
+    family = build(load_config(name, []).config.model)
     params, state = nn.meta.unbox(family.shapes)
     return FoldedModel(jax.eval_shape(family.fold, params), state, family, family.depth)
 
