@@ -14,9 +14,7 @@ import jax.numpy as jnp
 from dreamer_jax.blocks.operations import Operations
 from dreamer_jax.blocks.positions import Depth
 from pallas_kernels import pages
-
-NOWHERE = 1 << 30
-"""A position outside of all slots."""
+from pallas_kernels.sequence_attention.paged import interleaved
 
 NOWHERE = 1 << 30
 """A position outside of all slots: it is computed, and leaves nothing."""
@@ -77,12 +75,12 @@ class Slots(NamedTuple):
     p sees slots 0..p. So rows of different lengths, and positions that are computed again, need no masks.
 
     Attributes:
-        keys, values: [L, B, S, kv, d], compute dtype; or in pages.
+        keys, values: [L, B, S, kv, d], compute dtype; or in pages. Without values, keys have both, `interleaved`.
         table: which pages a row has, see `pallas_kernels.pages`; None where rows are rows.
     """
 
     keys: jax.Array
-    values: jax.Array
+    values: jax.Array | None
     table: jax.Array | None = None
 
     @classmethod
@@ -109,6 +107,8 @@ class Slots(NamedTuple):
         def put(kept: jax.Array, new: jax.Array) -> jax.Array:
             return kept.at[place].set(new.astype(kept.dtype), mode="drop")
 
+        if self.values is None:
+            return self._replace(keys=put(self.keys, interleaved(k, v)))
         return self._replace(keys=put(self.keys, k), values=put(self.values, v))
 
     def fill_deeper(self, depths: jax.Array, positions: jax.Array) -> Slots:
@@ -126,11 +126,15 @@ class Slots(NamedTuple):
         def fill(slots: jax.Array) -> jax.Array:
             return slots.at[:, *place].set(slots[source, *place], mode="drop")
 
-        return self._replace(keys=fill(self.keys), values=fill(self.values))
+        return self._replace(keys=fill(self.keys), values=None if self.values is None else fill(self.values))
 
     def paged(self, table: jax.Array | None) -> Slots:
         """The same memory, whose rows are pages of the rows of a table."""
         return self._replace(table=table)
+
+    def interleaved(self) -> Slots:
+        """The same memory with keys and values of a position side by side."""
+        return self if self.values is None else self._replace(keys=interleaved(self.keys, self.values), values=None)
 
 
 class Unread(NamedTuple):
@@ -160,6 +164,18 @@ class Memory(NamedTuple):
 
     sequence: Any
     depths: Any = None
+
+
+def for_kernels(memory: Any, operations: Operations) -> Any:
+    """A family's memory of rows that grow as attention over pages wants it where this code is for: keys and values
+    side by side, if a kernel reads them."""
+
+    def packed(kept: Any) -> Any:
+        its = getattr(kept, "interleaved", None)
+        wanted = its is not None and operations.sequence_attention.interleaves(*kept.keys.shape[3:], kept.keys.dtype)
+        return its() if its is not None and wanted else kept
+
+    return jax.tree.map(packed, memory, is_leaf=lambda kept: hasattr(kept, "paged"))
 
 
 def in_pages(memory: Any, table: jax.Array | None) -> Any:

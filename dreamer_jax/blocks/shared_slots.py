@@ -12,6 +12,7 @@ from dreamer_jax.blocks.memory import Context
 from dreamer_jax.blocks.operations import Operations
 from dreamer_jax.blocks.positions import Depth
 from pallas_kernels import pages
+from pallas_kernels.sequence_attention.paged import interleaved
 
 Rule = Literal["latest", "full", "always-last"]
 
@@ -29,7 +30,7 @@ class SharedSlots(flax.struct.PyTreeNode):
       deeper than l.
 
     Attributes:
-        keys, values: [N, B, S, kv, d], compute dtype; or in pages.
+        keys, values: [N, B, S, kv, d], compute dtype; or in pages. Without values, keys have both, `interleaved`.
         reached: [1, B, S] int32, r of every position; rows are second, as in all slots. None with latest, where
             `fill_deeper` copies instead.
         layers: C.
@@ -38,7 +39,7 @@ class SharedSlots(flax.struct.PyTreeNode):
     """
 
     keys: jax.Array
-    values: jax.Array
+    values: jax.Array | None
     reached: jax.Array | None
     layers: int = flax.struct.field(pytree_node=False)
     rule: Rule = flax.struct.field(pytree_node=False)
@@ -65,11 +66,12 @@ class SharedSlots(flax.struct.PyTreeNode):
     def written(self, k: jax.Array, v: jax.Array, depth: Depth, positions: jax.Array) -> SharedSlots:
         """With k and v [B, P, kv, d] of positions [B, P]; `depth.index` is l C + j."""
         place = pages.place(self.table, self.keys, positions)
+        parts = {"keys": k, "values": v} if self.values is not None else {"keys": interleaved(k, v)}
         new = {
             name: getattr(self, name)
             .at[self._number(depth.index), *place]
             .set(part.astype(self.keys.dtype), mode="drop")
-            for name, part in (("keys", k), ("values", v))
+            for name, part in parts.items()
         }
         if self.reached is not None:
             own = jnp.broadcast_to(depth.index // self.layers + 1, positions.shape)
@@ -105,8 +107,15 @@ class SharedSlots(flax.struct.PyTreeNode):
         def filled(slots: jax.Array) -> jax.Array:
             return slots.at[:, *place].set(slots[source, *place], mode="drop")
 
-        return self.replace(keys=filled(self.keys), values=filled(self.values))
+        return self.replace(keys=filled(self.keys), values=None if self.values is None else filled(self.values))
 
     def paged(self, table: jax.Array | None) -> SharedSlots:
         """The same memory, whose rows are pages of the rows of a table."""
         return self.replace(table=table)
+
+    def interleaved(self) -> SharedSlots:
+        """The same memory with keys and values of a position side by side; but where every key may be of a depth of its
+        own, which no kernel takes."""
+        if self.values is None or self.reached is not None:
+            return self
+        return self.replace(keys=interleaved(self.keys, self.values), values=None)

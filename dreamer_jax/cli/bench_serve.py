@@ -87,7 +87,13 @@ def engine_for(mode: str, model: Model, sampler: Sampler, rows: int, context: in
         sampler: beside static, what requests ask for.
         rows, context, queue: as of `dreamer serve`.
     """
-    raise UserError("bench serve: this version has no engine for many requests yet; measure a server with --url")
+    from dreamer_jax.inference.samplers import Static
+    from dreamer_jax.serving.engine import ServedEngine
+    from dreamer_jax.serving.options import Options
+
+    collect = rows if mode == "slowest row" else 1  # nothing is read off before all rows have arrived
+    options = Options(rows=rows, context=context, queue=queue, logprobs=0, collect=collect)
+    return ServedEngine(model.folded(), [Static() if mode == "full depth" else sampler], options, say)
 
 
 def text(found: Mapping[str, Any]) -> str:

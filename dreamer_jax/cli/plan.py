@@ -1,7 +1,11 @@
-"""`dreamer plan CONFIG --topology v5p:4x4x4`: does the train step compile and fit there, and how fast could it be?"""
+"""`dreamer plan CONFIG --topology v5p:4x4x4`: does the train step compile and fit there, and how fast could it be?
+
+With `--serve`: how many requests fit there, and how many tokens a second could they get?
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -9,7 +13,11 @@ from pathlib import Path
 from dreamer_jax.cli.arguments import Parser, positive, say, split_overrides
 from dreamer_jax.config import Config, LoadedConfig, load_config
 from dreamer_jax.config.sections import MeshConfig
+from dreamer_jax.errors import UserError
 from dreamer_jax.planning.topology import Topology, parse_topology
+
+ROWS, CONTEXT, PAGE = 16, 4096, 16
+"""Of a plan to serve, where nothing else is said."""
 
 
 def run(arguments: list[str]) -> int:
@@ -18,10 +26,25 @@ def run(arguments: list[str]) -> int:
     parser = _parser()
     options = parser.parse_args(words)
     topology = parse_topology(options.topology, options.slices)
+    check_options(options)
     loaded = load_config(options.config, overrides)
     if options.sweep:
         return _sweep(loaded.config, topology, options.compile, options.json)
-    return _plan(with_mesh(loaded, topology), topology, options)
+    config = with_mesh(loaded, topology)
+    return _serving(config, topology, options) if options.serve else _plan(config, topology, options)
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse options that belong to another kind of plan.
+
+    Raises:
+        UserError: there are some.
+    """
+    given = [f"--{name}" for name in ("rows", "context", "page", "mean_depth") if getattr(options, name) is not None]
+    if given and not options.serve:
+        raise UserError(f"{given[0].replace('_', '-')} is about serving; give --serve too")
+    if options.serve and (options.sweep or options.hlo is not None):
+        raise UserError("--serve compiles nothing; leave --sweep and --hlo out")
 
 
 def with_mesh(loaded: LoadedConfig, topology: Topology) -> Config:
@@ -47,6 +70,11 @@ def _parser() -> Parser:
     parser.add_argument("--hlo", type=Path, help="also write the compiled program's text to this file")
     parser.add_argument("--sweep", action="store_true", help="try meshes, microbatches and remat policies; rank them")
     parser.add_argument("--compile", type=positive, default=3, help="candidates of a sweep to compile that fit (3)")
+    parser.add_argument("--serve", action="store_true", help="plan `dreamer serve` there instead of training")
+    parser.add_argument("--rows", type=positive, help=f"--serve: requests at once in each group of chips ({ROWS})")
+    parser.add_argument("--context", type=positive, help=f"--serve: positions of a request ({CONTEXT})")
+    parser.add_argument("--page", type=positive, help=f"--serve: positions of a page ({PAGE})")
+    parser.add_argument("--mean-depth", type=float, help="--serve: depths of a token on average (all)")
     return parser
 
 
@@ -65,6 +93,15 @@ def _plan(config: Config, topology: Topology, options) -> int:
     plan = describe(config, topology, compiled, roofline(config, topology, compiled.collectives if compiled else None))
     print(json.dumps(plan, indent=2) if options.json else render(plan))
     return 0 if compiled is None or compiled.fits else 1
+
+
+def _serving(config: Config, topology: Topology, options: argparse.Namespace) -> int:
+    from dreamer_jax.planning.serving import describe, plan_serving, render
+
+    sizes = options.rows or ROWS, options.context or CONTEXT, options.page or PAGE
+    plan = plan_serving(config, topology, *sizes, options.mean_depth)
+    print(json.dumps(describe(plan), indent=2) if options.json else render(plan))
+    return 0 if plan.fits else 1
 
 
 def _sweep(config: Config, topology: Topology, most: int, as_json: bool) -> int:

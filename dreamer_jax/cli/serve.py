@@ -59,7 +59,10 @@ def engine_for(model: Model, rows: int, context: int, queue: int, depth: int | N
         queue: most requests that wait.
         depth: L; None for the trained one.
     """
-    raise UserError("dreamer serve: this version has no engine for many requests yet; use `dreamer generate --file`")
+    from dreamer_jax.serving.engine import ServedEngine
+    from dreamer_jax.serving.options import Options
+
+    return ServedEngine(model.folded(depth), options=Options(rows=rows, context=context, queue=queue), report=say)
 
 
 def _log_to_stderr() -> None:

@@ -123,7 +123,7 @@ class Programs:
         progress, carried = rows, Carried(rows, slots)
         self.prefill = self._jit(prefill, (model, rows, rows, rows, slots, rows), (rows, slots), donate=(5, 6))
         self.first = self._jit(first, (model, rows, rows, rows, rows, same), (progress, rows))
-        block = Block(rows, rows, progress, slots, carried, rows, rows)
+        block = Block(rows, rows, progress, slots, carried, rows, rows, same)
         self.decode = self._jit(decode, (model, progress, slots, carried, same), block, donate=(3, 4))
         self.score = self._jit(score, (model, rows, rows, same, slots), (rows, rows, slots), donate=(5,))
         self.empty_slots: Any = self._made(FoldedModel.empty_slots, slots)

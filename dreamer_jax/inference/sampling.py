@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dreamer_jax.errors import UserError
 
@@ -63,22 +64,22 @@ class Sampling:
     def numbers(self) -> SamplingNumbers:
         """The settings as run-time numbers, so that changing them compiles nothing anew."""
         return SamplingNumbers(
-            jnp.float32(self.temperature),
-            jnp.float32(self.top_k),
-            jnp.float32(self.top_p),
-            jnp.float32(self.min_p),
-            jnp.uint32(self.seed),
+            np.float32(self.temperature),
+            np.float32(self.top_k),
+            np.float32(self.top_p),
+            np.float32(self.min_p),
+            np.uint32(self.seed),
         )
 
 
 class SamplingNumbers(NamedTuple):
     """`Sampling` as scalars, float32, the seed uint32; or as [B], one for each row."""
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    seed: jax.Array
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    seed: Any
 
 
 def choose(

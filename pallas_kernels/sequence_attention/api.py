@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from dreamer_jax.config.values import Implementation
 from pallas_kernels.backend import backend
-from pallas_kernels.sequence_attention import gpu, slots, tpu, xla
+from pallas_kernels.sequence_attention import gpu, paged, slots, tpu, xla
 from pallas_kernels.sequence_attention.shapes import unsupported
 
 
@@ -42,15 +45,25 @@ class SequenceAttention:
         self,
         q: jax.Array,
         keys: jax.Array,
-        values: jax.Array,
+        values: jax.Array | None,
         depths: jax.Array,
         positions: jax.Array,
         table: jax.Array | None = None,
     ) -> jax.Array:
         """Positions in flight over the cache of their row; see `slots.sequence_attention`, which runs everywhere.
 
-        With a table the cache is in pages. A kernel that reads pages where they lie, such as jax's
-        `ragged_paged_attention` on a TPU, would be chosen here: of [L, pages, size, kv, d] taken as L pages of them,
-        row b at depth l has the pages l * pages + table[b].
+        With a table the cache is in pages, and without values it is `interleaved`, for a kernel that reads pages where
+        they lie.
         """
+        if values is None:
+            assert table is not None
+            if depths.ndim < 3 and self.interleaves(keys.shape[3] // 2, keys.shape[4], keys.dtype):
+                return paged.attention(q, keys, depths, positions, table)
+            keys, values = paged.apart(keys)
         return slots.sequence_attention(q, keys, values, depths, positions, table)
+
+    def interleaves(self, kv_heads: int, size: int, dtype: Any) -> bool:
+        """Whether keys and values of these heads lie together in pages, for the kernel."""
+        itemsize = jnp.dtype(dtype).itemsize
+        why = functools.partial(paged.unsupported, kv_heads, size, itemsize)
+        return backend("paged attention", self.implementation, why) == "pallas"

@@ -152,3 +152,12 @@ def test_training_memory_is_sixteen_bytes_a_parameter_before_activations() -> No
     kernels = small("DR+DA", dtype="float32", implementation="pallas")
     assert memory.training(kernels, 32, 2, "none")["attention scores"] == 0
     assert memory.training(model, 32, 2, "none")["attention scores"] == 3 * 2 * 32 * 4 * 32 * 4
+
+
+def test_depths_and_what_is_outside_of_them_are_all_there_is() -> None:
+    """F0 + L Fr is every matrix product; the head is outside, and twice the depths take twice Fr."""
+    family = build(load_config("dr_16").config.model)
+    outside, each = analytic.flops_by_depth(family, 512)
+    counts = analytic.matmul_flops(family, 512)
+    assert outside + family.depth * each == pytest.approx(analytic.total(counts))
+    assert outside == counts["head"]

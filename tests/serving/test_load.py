@@ -154,3 +154,18 @@ def test_a_file_of_lengths(tmp_path):
         path.write_text('{"prompt_tokens": 3, "answer_tokens": 2}\n' + line)
         with pytest.raises(UserError, match="line 2: a line is JSON with prompt_tokens"):
             read_lengths(path)
+
+
+def test_replayed_depths_on_the_engine_itself():
+    """Recorded depths of 1 and 3 in turn: the first token comes of the prompt, through all depths, the next ones take
+    those of their positions."""
+    from tests.serving.cases import served, wide
+
+    plan, sampler = [Arrival(0.0, Lengths(4, 8)) for _ in range(4)], Replayed((1, 3))
+    with wide():
+        engine = served("dreamer", samplers=[sampler])
+        lines, _ = drive(engine, plan, sampler, 23, seed=0)
+        engine.close(0)
+    assert [line.finish for line in lines] == ["length"] * 4
+    wanted = engine.view().depth + sum((1, 3)[position % 2] for position in range(4, 11))
+    assert [line.depths for line in lines] == [wanted] * 4

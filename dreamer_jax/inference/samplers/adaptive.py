@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 
 from dreamer_jax.inference.samplers import one_by_one
 from dreamer_jax.inference.samplers.contract import Asked, Block, Carried, Choosing, Progress, Sampler
@@ -51,7 +52,7 @@ class Adaptive(Sampler):
     def numbers(self):
         """The others."""
         threshold = self.threshold or CRITERIA[self.criterion].threshold
-        return jnp.float32(threshold), jnp.int32(self.min_depth), jnp.int32(self.every)
+        return np.float32(threshold), np.int32(self.min_depth), np.int32(self.every)
 
     def carry(self, model, rows: int) -> Carried:
         """Nothing is on its way."""

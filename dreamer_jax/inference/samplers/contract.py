@@ -125,10 +125,13 @@ class Asked(NamedTuple):
     def in_rounds(self, round_: Callable[[Block], Block], block: Block) -> Block:
         """One round after another, until no row wants tokens or there have been `rounds`."""
 
-        def unfinished(carry: tuple[jax.Array, Block]) -> jax.Array:
-            return (carry[0] < self.rounds) & jnp.any(carry[1].wanting(self.limit))
+        def unfinished(block: Block) -> jax.Array:
+            return (block.rounds < self.rounds) & jnp.any(block.wanting(self.limit))
 
-        return jax.lax.while_loop(unfinished, lambda carry: (carry[0] + 1, round_(carry[1])), (jnp.int32(0), block))[1]
+        def body(block: Block) -> Block:
+            return round_(block)._replace(rounds=block.rounds + 1)
+
+        return jax.lax.while_loop(unfinished, body, block)
 
 
 class Tally(NamedTuple):
@@ -179,6 +182,7 @@ class Block(NamedTuple):
         progress, slots, carried: where the rows are now.
         tally: of this block.
         logprobs: of the tokens, [B, N, ...], or ().
+        rounds: that it took; on a mesh those of one device's rows.
     """
 
     tokens: jax.Array
@@ -188,6 +192,7 @@ class Block(NamedTuple):
     carried: Carried
     tally: Tally
     logprobs: Any
+    rounds: jax.Array
 
     @classmethod
     def empty(cls, choosing: Choosing, progress: Progress, slots: PyTree, carried: Carried, room: int) -> Block:
@@ -197,7 +202,7 @@ class Block(NamedTuple):
         if choosing.logprobs is not None:
             some = jnp.zeros((rows, room, choosing.logprobs), jnp.float32)
             logprobs = Logprobs(jnp.zeros((rows, room), jnp.float32), some.astype(jnp.int32), some)
-        return cls(nothing, nothing, progress, slots, carried, Tally.none(rows), logprobs)
+        return cls(nothing, nothing, progress, slots, carried, Tally.none(rows), logprobs, jnp.int32(0))
 
     @property
     def counts(self) -> jax.Array:
@@ -278,7 +283,8 @@ class Sampler:
         return self
 
     def numbers(self) -> PyTree:
-        """The settings that are run-time numbers, so that changing them compiles nothing anew."""
+        """The settings that are run-time numbers, so that changing them compiles nothing anew. They are not on the
+        device: nobody has to wait for it to look at them."""
         return ()
 
     def carry(self, model: FoldedModel, rows: int) -> Carried:

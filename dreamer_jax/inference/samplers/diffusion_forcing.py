@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dreamer_jax.blocks.memory import NOWHERE
 from dreamer_jax.inference.model import FoldedModel, PyTree
@@ -37,19 +38,21 @@ from dreamer_jax.inference.samplers.contract import (
 )
 from dreamer_jax.inference.samplers.exits import EXITS, Exit
 from dreamer_jax.inference.samplers.wavefront import Wave, advanced, begun, of_lanes, refined
+from dreamer_jax.inference.sampling import by_row
 
 THRESHOLD = 0.03
 """epsilon of the paper's section 5, and of its code."""
 
 
 class Numbers(NamedTuple):
-    """The settings that are run-time numbers, scalars; see `DiffusionForcing`."""
+    """The settings that are run-time numbers, scalars; threshold, momentum and noise may be [B], one for each row. See
+    `DiffusionForcing`."""
 
-    inner: jax.Array
-    threshold: jax.Array
-    momentum: jax.Array
-    noise: jax.Array
-    init_scale: jax.Array
+    inner: Any
+    threshold: Any
+    momentum: Any
+    noise: Any
+    init_scale: Any
 
 
 @dataclass(frozen=True)
@@ -136,8 +139,8 @@ class DiffusionForcing(Sampler):
 
     def numbers(self) -> Numbers:
         """The others."""
-        wide = [jnp.asarray(each) for each in (self.momentum, self.noise, self.init_scale)]
-        return Numbers(jnp.int32(self.inner_recurrences), jnp.float32(self.threshold), *wide)
+        wide = self.momentum, self.noise, self.init_scale
+        return Numbers(np.int32(self.inner_recurrences), np.float32(self.threshold), *wide)
 
     def carry(self, model: FoldedModel, rows: int) -> Carried:
         """Empty lanes."""
@@ -204,7 +207,7 @@ def settled(exit: Exit, look: Any, wave: Wave, numbers: Numbers, depth: int) -> 
     A position whose token has just changed stays: neither its state nor its keys know the new one. The oldest one,
     whose token is final, leaves after L recurrences, which is all that it would get alone.
     """
-    done, memory = EXITS[exit].check(look, wave.memory, numbers.threshold, depth)
+    done, memory = EXITS[exit].check(look, wave.memory, by_row(numbers.threshold, look.counts), depth)
     oldest = jnp.arange(done.shape[1]) == 0
     done |= oldest & (wave.alone + numbers.inner >= depth)[:, None]
     return jnp.sum(jnp.cumprod(done & look.active & ~look.changed, axis=1), axis=1, dtype=jnp.int32), memory

@@ -22,6 +22,7 @@ from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dreamer_jax.blocks.memory import NOWHERE
 from dreamer_jax.inference.model import Flight, FoldedModel, PyTree
@@ -94,7 +95,7 @@ class Lossless(Sampler):
 
     def numbers(self):
         """The other one."""
-        return jnp.int32(self.guess_depth)
+        return np.int32(self.guess_depth)
 
     def carry(self, model: FoldedModel, rows: int) -> Carried:
         """Empty lanes."""

@@ -15,6 +15,7 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.inference.samplers.criteria import CRITERIA
 from dreamer_jax.inference.samplers.exits import Rule, nothing
 from dreamer_jax.inference.samplers.wavefront import Look, Wave
+from dreamer_jax.inference.sampling import by_row
 
 if TYPE_CHECKING:
     from dreamer_jax.inference.samplers.diffusion_forcing import DiffusionForcing
@@ -51,7 +52,7 @@ def leaving(sampler: DiffusionForcing, look: Look, wave: Wave, numbers: Any, dep
     fixed: `headway`, once more than L // r' iterations are over. The others: as many as stand before the last position
     that has settled, whether those between have settled or not.
     """
-    done, memory = RULES[sampler.exit].check(look, wave.memory, numbers.threshold, depth)
+    done, memory = RULES[sampler.exit].check(look, wave.memory, by_row(numbers.threshold, look.counts), depth)
     if sampler.exit == "fixed":
         late = wave.iterations > depth // numbers.inner
         return jnp.where(late, jnp.minimum(sampler.headway, wave.length), 0), memory

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dreamer_jax.inference.model import FoldedModel, PyTree, through_depths
 from dreamer_jax.inference.samplers.contract import (
@@ -82,7 +83,7 @@ class Speculative(Sampler):
 
     def numbers(self):
         """The others."""
-        return jnp.int32(self.draft_depth), jnp.float32(self.threshold)
+        return np.int32(self.draft_depth), np.float32(self.threshold)
 
     def decode(self, choosing: Choosing, model, progress: Progress, slots, carried: Carried, asked: Asked) -> Block:
         """Rounds of drafting and verifying."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from dreamer_jax.blocks.memory import NOWHERE
 from dreamer_jax.inference.model import Flight, FoldedModel, PyTree
 from dreamer_jax.inference.samplers.contract import Asked, Block, Choosing, Progress
-from dreamer_jax.inference.sampling import draw_keys
+from dreamer_jax.inference.sampling import by_row, draw_keys
 
 if TYPE_CHECKING:
     from dreamer_jax.inference.samplers.diffusion_forcing import DiffusionForcing
@@ -171,7 +171,7 @@ def _recurred(
     if sampler.noise:
         keys = _keys(asked, progress, places, 1 + counts)
         noise = model.random_state(inputs, places, keys, numbers.init_scale)
-        share = noise_share(sampler.noise_schedule, numbers.noise, counts, model.total_depth)
+        share = noise_share(sampler.noise_schedule, by_row(numbers.noise, counts), counts, model.total_depth)
         state = jax.tree.map(lambda z, other: mixed(z, other, share), state, noise)
 
     def recurrence(number: jax.Array, carry: tuple[Flight, PyTree]) -> tuple[Flight, PyTree]:
@@ -184,7 +184,8 @@ def _recurred(
     hidden, slots = model.leave(flight, written, slots)
     logits = model.logits(hidden)
     rows = jnp.broadcast_to(progress.rows[:, None], places.shape).reshape(-1)
-    flat = asked.choose(choosing, logits.reshape(-1, logits.shape[-1]), rows, places.reshape(-1) + 1)
+    by_lane = asked._replace(sampling=jax.tree.map(lambda each: _repeated(each, counts.shape[1]), asked.sampling))
+    flat = by_lane.choose(choosing, logits.reshape(-1, logits.shape[-1]), rows, places.reshape(-1) + 1)
     chosen = jax.tree.map(lambda leaf: leaf.reshape(*places.shape, *leaf.shape[1:]), flat)
     return (flight.state, inputs, before, chosen), slots
 
@@ -197,7 +198,8 @@ def mixed_inputs(quirks: bool, new: PyTree, momentum: jax.Array, wave: Wave) -> 
         begins = (wave.iterations == 0).reshape(-1, *[1] * (p.ndim - 1))
         instead = jnp.where(begins, p, 0) if quirks else p
         before = jnp.where(of_lanes(_fresh(wave), p), instead, e)
-        return ((1 - momentum) * p + momentum * before).astype(p.dtype)
+        of_before, of_p = (by_row(share, p).astype(p.dtype) for share in (momentum, 1 - momentum))
+        return of_p * p + of_before * before
 
     return jax.tree.map(mix, new, wave.inputs)
 
@@ -280,6 +282,11 @@ def fillers(headway: int, asked: Asked, progress: Progress, places: jax.Array, v
 def of_lanes(values: jax.Array, like: jax.Array) -> jax.Array:
     """[B, W] that broadcasts against [B, W, ...]."""
     return values.reshape(*values.shape, *[1] * (like.ndim - 2))
+
+
+def _repeated(numbers: jax.Array, lanes: int) -> jax.Array:
+    """[B] -> [B W]; one number for all as it is."""
+    return jnp.repeat(numbers, lanes) if numbers.ndim else numbers
 
 
 def _padded(leaf: jax.Array, lanes: int) -> jax.Array:

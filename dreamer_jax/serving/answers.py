@@ -1,0 +1,95 @@
+"""What belongs to a request beside its place: what it was given so far, and what of a turn is its."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dreamer_jax.serving.contract import Deliver, Finish, Request, RowView, Token, Update
+from dreamer_jax.serving.programs import Brought
+from dreamer_jax.serving.scheduler import Job
+
+logger = logging.getLogger(__name__)
+
+
+class Answer:
+    """A request and whoever takes its answer.
+
+    Args:
+        request: as it was given.
+        deliver: takes updates.
+        settings: of its sampler, as its program's numbers.
+    """
+
+    def __init__(self, request: Request, deliver: Deliver, settings: Any):
+        self.request, self.settings = request, settings
+        self.in_flight: tuple[int, ...] = ()
+        self._deliver, self._depths = deliver, 0
+
+    def deliver(self, update: Update) -> bool:
+        """Hand an update over; whether it was taken."""
+        try:
+            self._deliver(update)
+        except Exception:
+            logger.exception("an answer couldn't be delivered")
+            return False
+        return True
+
+    def next_tokens(
+        self, job: Job, tokens: np.ndarray, depths: np.ndarray, logprobs: Any
+    ) -> tuple[list[Token], Finish | None]:
+        """What of tokens [N], up to the first -1, is new to the request, and how they end it, if they do. A request
+        that has begun anew gets the same tokens again; it isn't given those that it has."""
+        new: list[Token] = []
+        for n, (token, depth) in enumerate(zip(tokens.tolist(), depths.tolist(), strict=True)):
+            if token < 0:
+                break
+            if token in self.request.stop_ids:
+                return new, "stop"
+            job.tokens += 1
+            if job.tokens > job.delivered:
+                new.append(Token(token, depth, *self._logprobs(logprobs, n)))
+                self._depths += depth
+            if job.tokens == job.most:
+                return new, "length"
+        return new, None
+
+    def _logprobs(self, logprobs: Any, n: int) -> tuple[Any, ...]:
+        count = self.request.logprobs
+        if count is None:
+            return ()
+        pairs = zip(logprobs.ids[n, :count].tolist(), logprobs.values[n, :count].tolist(), strict=True)
+        return float(logprobs.chosen[n]), tuple(pairs)
+
+    def view(self, job: Job) -> RowView:
+        """Where it is."""
+        mean = self._depths / job.delivered if job.delivered else 0.0
+        position = len(job.prompt) + job.tokens - 1 if job.joined else job.computed - 1
+        return RowView(job.number, self.request.sampler.name, position, self.in_flight, job.delivered, mean)
+
+
+@dataclass
+class Turn:
+    """What the device was handed in a turn, and whose it is.
+
+    Attributes:
+        chunk: something of the chunk of a prompt to wait for; () without one.
+        first: the request that has joined its rows, how often it had begun, and its first token.
+        brought: of the tick.
+        group: whose tick it was.
+        owners: place -> request, and how often it had begun.
+    """
+
+    chunk: Any = ()
+    first: tuple[Job, int, Any] | None = None
+    brought: Brought | None = None
+    group: int = 0
+    owners: dict[int, tuple[Job, int]] = field(default_factory=dict)
+
+    @staticmethod
+    def still(job: Job, begun: int) -> bool:
+        """Whether a request is where it was: it hasn't ended, and it hasn't begun anew."""
+        return job.row is not None and job.begun == begun

@@ -1,0 +1,220 @@
+"""Groups of rows that go through one program, and which group a request's sampler belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dreamer_jax.errors import UserError
+from dreamer_jax.inference.model import FoldedModel, PyTree
+from dreamer_jax.inference.programs import Kinds
+from dreamer_jax.inference.samplers import Adaptive, DiffusionForcing, Lossless, Sampler, Speculative, Static
+from dreamer_jax.inference.samplers.contract import DECODE_BLOCK, Choosing, Chosen
+from dreamer_jax.inference.samplers.criteria import CRITERIA
+from dreamer_jax.inference.sampling import Sampling
+from dreamer_jax.serving import programs, scheduler
+from dreamer_jax.serving.contract import Request
+from dreamer_jax.serving.programs import Brought, OneByOne, Row, Rows
+
+
+class Group:
+    """B places for rows of one sampler's program: their state on the device, and what the host knows of them.
+
+    Args:
+        model: at the largest depth that is served.
+        sampler: whose program; what isn't a number of each row is a number of all of them, as this one has it.
+        rows: B.
+        steps: depth steps of a tick.
+        choosings: programs that are compiled, each fit for what those before it are fit for.
+        stops: tokens that may end a row, at most.
+    """
+
+    def __init__(
+        self,
+        model: FoldedModel,
+        sampler: Sampler,
+        rows: int,
+        steps: int,
+        choosings: Sequence[Choosing],
+        stops: int,
+    ):
+        self.sampler, self.rows, self.choosings = sampler.program, rows, tuple(choosings)
+        self._progress = programs.nobody(rows)
+        self._carried = jax.jit(sampler.carry, static_argnums=1)(model, rows)
+        flying = jax.eval_shape(programs.in_flight, self._carried.by_row, self._progress)
+        self.lanes = max(1, flying.shape[1])
+        inner = sampler.inner_recurrences if isinstance(sampler, DiffusionForcing) else 1
+        self.steps_a_round, self.rounds = inner, max(1, steps // inner)
+        self._limit = min(self.rounds, DECODE_BLOCK)
+        several = self.lanes if inner > 1 else 1  # tokens that a round may bring a row
+        self.advance = min(self.rounds * several, self._limit + several - 1)
+        self._stop_ids = np.full((rows, stops), -1, np.int32)
+        self._sampling = jax.tree.map(lambda each: np.repeat(np.asarray(each), rows), Sampling(1.0).numbers())
+        numbers = sampler.numbers()
+        self._settings = jax.tree.map(lambda each: np.repeat(np.asarray(each), rows), numbers)
+        if isinstance(sampler, DiffusionForcing):
+            self._settings = self._settings._replace(**shared(numbers))
+
+    @property
+    def plan(self) -> scheduler.Group:
+        """For the scheduler: two ticks may be on their way before what they bring is known."""
+        return scheduler.Group(self.rows, 2 * self.advance + self.lanes)
+
+    def join(self, model: FoldedModel, hidden: Any, place: int, request: Request, depth: int, settings: Any) -> Chosen:
+        """A row after its prompt takes a place; its first token [1]."""
+        stops = request.stop_ids[: self._stop_ids.shape[1]]  # the host looks at all of them
+        self._stop_ids[place] = (*stops, *[-1] * (self._stop_ids.shape[1] - len(stops)))
+        put(self._sampling, request.sampling.numbers(), place)
+        put(self._settings, settings, place)
+        length = len(request.prompt)
+        numbers = place, length, request.number, length + request.max_tokens - 1, depth
+        row = Row(*(np.int32(each) for each in numbers))
+        own = slice(place, place + 1)
+        sampling = jax.tree.map(lambda each: each[own].copy(), self._sampling)
+        self._progress, self._carried, chosen = programs.join(
+            Kinds(self._choosing([request]), self.sampler),
+            model,
+            hidden,
+            self._progress,
+            self._carried,
+            row,
+            sampling,
+            self._stop_ids[own].copy(),
+        )
+        return chosen
+
+    def tick(
+        self,
+        model: FoldedModel,
+        pool: PyTree,
+        table: np.ndarray,
+        requests: dict[int, Request],
+        collect: int,
+        choosing: Choosing | None = None,
+    ) -> tuple[PyTree, Brought]:
+        """A tick of the requests in these places, with their pages [B, M]; the pool.
+
+        Args:
+            model, pool: that the programs get.
+            table: of the pages.
+            requests: by place.
+            collect: see `Options`.
+            choosing: the program; by default the first that is fit for the requests.
+        """
+        alive = np.isin(np.arange(self.rows), list(requests))
+        # The arrays change while the program may still read them.
+        stop_ids, sampling, settings = jax.tree.map(np.copy, (self._stop_ids, self._sampling, self._settings))
+        rows = Rows(table, alive, stop_ids, sampling, settings, np.int32(self.rounds), np.int32(collect))
+        kinds = Kinds(choosing or self._choosing(requests.values()), self.sampler)
+        pool, self._progress, self._carried, brought = programs.tick(
+            kinds, model, pool, self._progress, self._carried, rows, self._limit
+        )
+        return pool, brought
+
+    def warm_up(self, model: FoldedModel, pool: PyTree, hidden: Any, table: np.ndarray, collect: int) -> PyTree:
+        """Compile every program by letting it do nothing; the pool."""
+        for choosing in self.choosings:
+            sampling = Sampling(float(choosing.draws), top_k=int(choosing.ranks))
+            request = Request((0,), 1, sampling, logprobs=choosing.logprobs)
+            self.join(model, hidden, 0, request, 1, self.sampler.numbers())
+            pool, _ = self.tick(model, pool, table, {}, collect, choosing)
+        return pool
+
+    def _choosing(self, requests: Any) -> Choosing:
+        """The first program that is fit for all of them."""
+        draws = any(request.sampling.draws for request in requests)
+        ranks = any(request.sampling.ranks for request in requests)
+        likeliest = max((-1 if request.logprobs is None else request.logprobs for request in requests), default=-1)
+        for choosing in self.choosings:
+            offered = -1 if choosing.logprobs is None else choosing.logprobs
+            if draws <= choosing.draws and ranks <= choosing.ranks and likeliest <= offered:
+                return choosing
+        raise ValueError("no program for these requests")  # `submit` has looked at each
+
+
+def put(arrays: PyTree, values: PyTree, place: int) -> None:
+    """Set one place of arrays [B]; a number for all rows stays."""
+    for array, value in zip(jax.tree.leaves(arrays), jax.tree.leaves(values), strict=True):
+        if array.ndim:
+            array[place] = np.asarray(value)
+
+
+def shared(numbers: PyTree) -> dict[str, np.ndarray]:
+    """Of the numbers of diffusion forcing those that all rows have in common: each decides how the positions of all
+    rows go together."""
+    return {name: np.asarray(getattr(numbers, name)) for name in ("inner", "init_scale")}
+
+
+def programs_of(model: FoldedModel, samplers: Sequence[Sampler]) -> list[Sampler]:
+    """Samplers, one of each program that serves these, each once. Static rows go with adaptive ones where they can.
+
+    Raises:
+        UserError: one of them isn't for this model, or not for serving.
+    """
+    found: list[Sampler] = []
+    for sampler in sorted(samplers, key=lambda its: isinstance(its, Static)):
+        own = sampler.for_model(model)
+        if isinstance(own, Speculative):
+            raise UserError("sampler speculative: rows wait for each other's drafts, so it isn't served; take lossless")
+        if not own.prefills:
+            raise UserError(f"sampler {own.name}: prompts go through all depths first here; leave prefill at true")
+        if isinstance(own, Static):
+            program = next((its for its in found if takes_static(its)), OneByOne())
+        elif isinstance(own, Adaptive):
+            program = OneByOne(own.criterion)
+        else:
+            program = own
+        if program not in found:
+            found.append(program)
+    return found
+
+
+def _go_together(program: Sampler, sampler: Sampler) -> bool:
+    """Whether two samplers of one program can have rows in one group."""
+    if not isinstance(program, DiffusionForcing):
+        return True
+    return shared(program.numbers()) == shared(sampler.numbers())
+
+
+def takes_static(program: Sampler) -> bool:
+    """Whether a program is one for static rows: no criterion, or one whose value is never below 0."""
+    if not isinstance(program, OneByOne):
+        return False
+    its = None if program.criterion is None else CRITERIA[program.criterion]
+    return its is None or not (its.reads_logits or its.rises)
+
+
+def group_of(
+    served: Sequence[Sampler], model: FoldedModel, sampler: Sampler, depth: int | None
+) -> tuple[int, int, PyTree]:
+    """Which of the programs takes a request: its number, L, and the sampler's settings as the program's numbers.
+
+    Raises:
+        UserError: none of them, or the model can't do it.
+    """
+    problem = sampler.refusal(model.family)
+    if problem is not None:
+        raise UserError(f"sampler {sampler.name}: {problem}")
+    depth = model.total_depth if depth is None else model.family.check_depth(depth)
+    if depth > model.total_depth:
+        raise UserError(f"depth {depth}: this server goes to {model.total_depth}; start it with --depth {depth}")
+    own = sampler.at(depth)
+    for number, program in enumerate(served):
+        if isinstance(own, Static):
+            if takes_static(program):
+                return number, depth, program.numbers()
+        elif isinstance(own, Adaptive):
+            if program == OneByOne(own.criterion):
+                return number, depth, own.numbers()
+        elif isinstance(own, Lossless):  # how many are in flight changes no text
+            if isinstance(program, Lossless):
+                return number, depth, own.numbers()
+        elif type(program) is type(own) and program.program == own.program and _go_together(program, own):
+            if depth != model.total_depth:
+                raise UserError(f"sampler {own.name}: its depth is the server's, {model.total_depth}")
+            return number, depth, own.numbers()
+    names = ", ".join(sorted({program.name for program in served}))
+    raise UserError(f"sampler {sampler.label}: not among those that this server has compiled ({names})")

@@ -1,0 +1,235 @@
+"""The compiled programs of a served engine: a chunk of a prompt, a row that joins, a tick of a group's rows.
+
+Keys and values of all rows lie in one pool of pages, which every program gets, and gives back changed. Rows of a group
+have their places in its arrays for good; whoever has a place is the host's business, which hands in what belongs to
+it with every tick: its pages, its settings, and whether anybody has it at all. What only the device knows, where each
+row is and what is on its way, stays there from tick to tick, so that nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dreamer_jax.blocks.memory import for_kernels, in_pages
+from dreamer_jax.inference.model import FoldedModel, PyTree
+from dreamer_jax.inference.programs import Kinds
+from dreamer_jax.inference.samplers import adaptive, lossless, one_by_one, wavefront
+from dreamer_jax.inference.samplers.contract import (
+    Asked,
+    Block,
+    Carried,
+    Choosing,
+    Chosen,
+    Progress,
+    Sampler,
+)
+from dreamer_jax.inference.samplers.criteria import Name
+from dreamer_jax.inference.sampling import SamplingNumbers
+
+
+@dataclass(frozen=True)
+class OneByOne(Sampler):
+    """One token of each row after the other, every row at its own depth: the program of both static and adaptive rows.
+    A static one is an adaptive one whose threshold is never reached.
+
+    Attributes:
+        criterion: of adaptive rows; None where the family has none, and no row stops but by the family's own rule.
+    """
+
+    name: ClassVar[str] = "one-by-one"
+
+    criterion: Name | None = None
+
+    def numbers(self) -> Any:
+        """Of a static row."""
+        return () if self.criterion is None else (np.float32(0), np.int32(1), np.int32(1))
+
+    def carry(self, model: FoldedModel, rows: int) -> Carried:
+        """Nothing is on its way."""
+        return one_by_one.carry(model, rows, self._rule(self.numbers()))
+
+    def decode(self, choosing: Choosing, model, progress: Progress, slots, carried: Carried, asked: Asked) -> Block:
+        """Depth steps of all rows."""
+        rule = self._rule(asked.settings)
+        return one_by_one.decode(choosing, model, progress, slots, carried, asked, rule)
+
+    def _rule(self, numbers: Any) -> one_by_one.Rule:
+        return one_by_one.NEVER if self.criterion is None else adaptive.rule(self.criterion, *numbers)
+
+
+class Row(NamedTuple):
+    """What a row is from its beginning, int32 each.
+
+    Attributes:
+        place: in its group.
+        length: of its prompt.
+        number: of the text among those of its seed.
+        limit: position of the last token that it may get.
+        depth: L of its passes.
+    """
+
+    place: Any
+    length: Any
+    number: Any
+    limit: Any
+    depth: Any
+
+
+class Rows(NamedTuple):
+    """What the host hands in with a tick.
+
+    Attributes:
+        table: [B, M] int32, pages of each row; the number of all pages where it has none.
+        alive: [B] bool, there is a row, and it goes on.
+        stop_ids: [B, N] int32, tokens that end it.
+        sampling: [B] each.
+        settings: of the sampler, [B] each.
+        rounds: most rounds of the tick.
+        collect: see `Asked`.
+    """
+
+    table: Any
+    alive: Any
+    stop_ids: Any
+    sampling: SamplingNumbers
+    settings: PyTree
+    rounds: Any
+    collect: Any
+
+
+class Brought(NamedTuple):
+    """What a tick has brought, for the host.
+
+    Attributes:
+        tokens, depths, logprobs, rounds: as of `Block`.
+        work: depth steps of all positions.
+        in_flight: [B, W] int32, depths that positions on their way have gone through, the oldest first; -1: none.
+    """
+
+    tokens: jax.Array
+    depths: jax.Array
+    logprobs: Any
+    rounds: jax.Array
+    work: jax.Array
+    in_flight: jax.Array
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def pool(model: FoldedModel, pages: int, size: int) -> PyTree:
+    """Empty pages of so many positions."""
+    return for_kernels(model.empty_slots(pages, size), model.family.operations)
+
+
+@functools.partial(jax.jit, donate_argnums=1)
+def chunk(
+    model: FoldedModel,
+    pool: PyTree,
+    table: jax.Array,
+    tokens: jax.Array,
+    start: jax.Array,
+    length: jax.Array,
+    depth: jax.Array,
+    hidden: jax.Array,
+) -> tuple[jax.Array, PyTree]:
+    """A chunk of one prompt through all its depths.
+
+    Args:
+        table: [1, M] int32.
+        tokens: [1, P] int32, at positions start .. start + P - 1. What lies at or after `length` is padding, and its
+            slots are written again before anything looks at them.
+        depth: L of the prompt's passes.
+        hidden: [1, h], what the head will be applied to at the prompt's last position, as far as it has come.
+
+    Returns:
+        `hidden` and the pool.
+    """
+    positions = start + jnp.arange(tokens.shape[1])[None]
+
+    def deeper(l: jax.Array, carry: Any) -> Any:
+        return model.step(carry[0], positions, l, carry[1], depth)
+
+    entered = model.enter(tokens, positions, in_pages(pool, table))
+    flight, slots = jax.lax.fori_loop(0, depth, deeper, entered)
+    found, slots = model.leave(flight, positions, slots)
+    last = length - 1 - start
+    own = jax.lax.dynamic_index_in_dim(found, jnp.clip(last, 0, tokens.shape[1] - 1), 1, keepdims=False)
+    return jnp.where((last >= 0) & (last < tokens.shape[1]), own, hidden), in_pages(slots, None)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
+def join(
+    kinds: Kinds,
+    model: FoldedModel,
+    hidden: jax.Array,
+    progress: Progress,
+    carried: Carried,
+    row: Row,
+    sampling: SamplingNumbers,
+    stop_ids: jax.Array,
+) -> tuple[Progress, Carried, Chosen]:
+    """A row after its prompt, with the first token behind it, in a place of a group; nothing of it is on its way.
+
+    Args:
+        hidden: [1, h], what `chunk` has found.
+        progress, carried: of the group.
+        sampling, stop_ids: as of `Rows`, of this row: [1] each, [1, N].
+
+    Returns:
+        The group's, and the first token [1].
+    """
+    asked = Asked(jnp.int32(1), stop_ids, sampling, ())
+    length = jnp.reshape(row.length, 1)
+    chosen = asked.choose(kinds.choosing, model.logits(hidden), jnp.reshape(row.number, 1), length)
+    done = asked.ends(chosen.token) | (length >= row.limit)
+    own = Progress(chosen.token, length, done, *(jnp.reshape(each, 1) for each in (row.number, row.limit, row.depth)))
+    fresh = kinds.sampler.carry(model, 1)
+
+    def put(kept: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+        start = row.place * new.shape[axis]
+        return jax.lax.dynamic_update_slice_in_dim(kept, new.astype(kept.dtype), start, axis)
+
+    progress = jax.tree.map(functools.partial(put, axis=0), progress, own)
+    by_row = jax.tree.map(functools.partial(put, axis=0), carried.by_row, fresh.by_row)
+    by_slot = jax.tree.map(functools.partial(put, axis=1), carried.by_slot, fresh.by_slot)
+    return progress, Carried(by_row, by_slot), chosen
+
+
+@functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=(2, 4))
+def tick(
+    kinds: Kinds, model: FoldedModel, pool: PyTree, progress: Progress, carried: Carried, rows: Rows, limit: int
+) -> tuple[PyTree, Progress, Carried, Brought]:
+    """Some rounds of a group's sampler; a row gets at most about `limit` tokens. What is on its way at the end goes on
+    with the next tick."""
+    progress = progress._replace(done=progress.done | ~rows.alive)
+    asked = Asked(jnp.int32(limit), rows.stop_ids, rows.sampling, rows.settings, rows.rounds, rows.collect)
+    slots = in_pages(pool, rows.table)
+    block = kinds.sampler.decode(kinds.choosing, model, progress, slots, carried, asked)
+    flying = in_flight(block.carried.by_row, block.progress)
+    work = jnp.sum(block.tally.work)
+    brought = Brought(block.tokens, block.depths, block.logprobs, block.rounds, work, flying)
+    return in_pages(block.slots, None), block.progress, block.carried, brought
+
+
+def in_flight(carried: Any, progress: Progress) -> jax.Array:
+    """[B, W], see `Brought`."""
+    if isinstance(carried, one_by_one.Walk):
+        return carried.depths[:, None]
+    if isinstance(carried, lossless.Wave):
+        lanes = carried.tokens.shape[1]
+        oldest_first = (progress.positions[:, None] + jnp.arange(lanes)) % lanes
+        return jnp.take_along_axis(carried.depths, oldest_first, axis=1)
+    if isinstance(carried, wavefront.Wave):
+        return jnp.where(jnp.arange(carried.counts.shape[1]) < carried.length[:, None], carried.counts, -1)
+    return jnp.zeros((len(progress.last), 0), jnp.int32)
+
+
+def nobody(rows: int) -> Progress:
+    """Of B rows of which none is there."""
+    none = jnp.zeros(rows, jnp.int32)
+    return Progress(none, none, none == 0, none, none, none + 1)

@@ -1,0 +1,203 @@
+"""Who is computed when: the queue, rows, pages and turns of a served engine. Plain Python, without the device.
+
+What keeps everybody going:
+
+- Requests are admitted in the order of their arrival, but that one for which no row of its group is free lets those of
+  other groups pass. Nobody passes one that waits for pages. So the oldest waits for rows and pages only, and both come
+  free when rows end.
+- One prompt is computed at a time, chunk by chunk, and between two chunks every group that has rows gets a turn at
+  most; between two turns there is one chunk at most. So neither prompts nor rows wait for more than one of the other.
+- Groups take turns in a circle.
+- Where a row needs a page and none is left, the youngest request gives its pages back and waits again, in its own
+  place by arrival. The oldest never does, so it ends some time, and then the next one is the oldest.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dreamer_jax.serving.pages import Pages
+
+
+@dataclass(eq=False)
+class Job:
+    """A request on its way.
+
+    Attributes:
+        number: by arrival.
+        prompt: its tokens.
+        most: tokens that it gets at most.
+        depth: L of its passes.
+        group: its number among those of the scheduler.
+        of: what belongs to it and is the engine's.
+        row: of its group; None while it waits.
+        pages: that it has, in the order of positions.
+        shared: tokens of the prompt whose keys were there already when it was admitted.
+        computed: tokens of the prompt whose keys are there, or about to be.
+        joined: whether its prompt is computed and its row goes on.
+        tokens: generated since it began, those that are known.
+        begun: how often it was admitted.
+        delivered: tokens; more than `tokens` when it has begun anew.
+    """
+
+    number: int
+    prompt: tuple[int, ...]
+    most: int
+    depth: int
+    group: int
+    of: Any = None
+    row: int | None = None
+    pages: list[int] = field(default_factory=list)
+    shared: int = 0
+    computed: int = 0
+    joined: bool = False
+    tokens: int = 0
+    begun: int = 0
+    delivered: int = 0
+
+    @property
+    def end(self) -> int:
+        """Positions that it may take."""
+        return len(self.prompt) + self.most
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that go through one program.
+
+    Attributes:
+        rows: how many.
+        ahead: positions behind the newest known token that may be written before the next one is known.
+    """
+
+    rows: int
+    ahead: int
+
+
+class Scheduler:
+    """The queue and the rows.
+
+    Args:
+        groups: their sizes.
+        pages: for all of them.
+    """
+
+    def __init__(self, groups: Sequence[Group], pages: Pages):
+        self.groups, self.pages = groups, pages
+        self.rows: list[list[Job | None]] = [[None] * group.rows for group in groups]
+        self.waiting: list[Job] = []
+        self.prompt: Job | None = None
+        self._turn = 0
+
+    @property
+    def jobs(self) -> list[Job]:
+        """All that have a row, the oldest first."""
+        return sorted((job for rows in self.rows for job in rows if job is not None), key=lambda job: job.number)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits and nothing is computed."""
+        return not self.waiting and not any(job is not None for rows in self.rows for job in rows)
+
+    def fits(self, positions: int) -> bool:
+        """Whether a request that takes so many positions could be computed if it were alone."""
+        return self.pages.needed(positions) <= self.pages.count
+
+    def wait(self, job: Job) -> None:
+        """Put a request in its place in the queue, by arrival."""
+        bisect.insort(self.waiting, job, key=lambda other: other.number)
+
+    def admit(self) -> Job | None:
+        """The request whose prompt is computed now, if there is one; a new one if the last one's is done."""
+        if self.prompt is not None:
+            return self.prompt
+        for job in self.waiting:
+            if None not in self.rows[job.group]:
+                continue
+            if not self._begins(job):
+                break
+            self.waiting.remove(job)
+            job.row = self.rows[job.group].index(None)
+            self.rows[job.group][job.row] = self.prompt = job
+            job.begun += 1
+            return job
+        return None
+
+    def _begins(self, job: Job) -> bool:
+        """Give a request the pages that it needs to begin, if there are so many: for its prompt, and for as much behind
+        it as it is likely to need before another one ends: what it has had before."""
+        positions = min(len(job.prompt) + job.delivered + self.groups[job.group].ahead, job.end)
+        shared = self.pages.share(job.depth, job.prompt)
+        own = self.pages.take(self.pages.needed(positions) - len(shared))
+        if own is None:
+            self.pages.give(shared)
+            return False
+        job.pages = shared + own
+        job.shared = job.computed = len(shared) * self.pages.size
+        return True
+
+    def chunk(self) -> tuple[Job, int] | None:
+        """The next chunk of a prompt: whose, and where it starts. With its last one the request has joined its rows."""
+        job = self.admit()
+        if job is None:
+            return None
+        start = job.computed
+        job.computed = min(start + self.pages.chunk, len(job.prompt))
+        self.pages.keep(job.depth, job.prompt[: job.computed], job.pages)
+        if job.computed == len(job.prompt):
+            job.joined, self.prompt = True, None
+        return job, start
+
+    def turn(self) -> int | None:
+        """The group whose turn it is, of those with rows that go on; None if there are none."""
+        for n in range(len(self.groups)):
+            group = (self._turn + n) % len(self.groups)
+            if self.going(group):
+                self._turn = group + 1
+                return group
+        return None
+
+    def going(self, group: int) -> list[Job]:
+        """The requests whose rows go on, the oldest first."""
+        jobs = [job for job in self.rows[group] if job is not None and job.joined]
+        return sorted(jobs, key=lambda job: job.number)
+
+    def grow(self, group: int) -> list[Job]:
+        """Give every row of a group that goes on the pages that it may write before its next token is known.
+
+        Returns:
+            The requests that had to give theirs back and wait again.
+        """
+        ended = []
+        for job in self.going(group):
+            if job.row is None:  # it was among the youngest
+                continue
+            positions = min(len(job.prompt) + job.tokens + self.groups[group].ahead, job.end)
+            missing = self.pages.needed(positions) - len(job.pages)
+            while missing > self.pages.available and job.row is not None:
+                ended.append(self._put_back(self.jobs[-1]))
+            if missing > 0 and job.row is not None:
+                job.pages += self.pages.take(missing) or []
+        return ended
+
+    def _put_back(self, job: Job) -> Job:
+        self.leave(job)
+        job.shared = job.computed = job.tokens = 0
+        job.joined = False
+        self.wait(job)
+        return job
+
+    def leave(self, job: Job) -> None:
+        """A request has ended, or nobody wants it any more."""
+        if job.row is None:
+            self.waiting = [other for other in self.waiting if other is not job]
+            return
+        self.rows[job.group][job.row] = None
+        job.row = None
+        if self.prompt is job:
+            self.prompt = None
+        self.pages.give(job.pages)
+        job.pages = []

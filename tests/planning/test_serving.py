@@ -1,0 +1,100 @@
+"""A plan to serve: bytes and seconds against arithmetic by hand, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from dreamer_jax.cli.main import main
+from dreamer_jax.config import Config
+from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.config.sections import MeshConfig
+from dreamer_jax.errors import UserError
+from dreamer_jax.planning.serving import SPARE, plan_serving, render
+from dreamer_jax.planning.topology import parse_topology
+
+V5E = parse_topology("v5e:2x2")
+SMALL = DreamerConfig(
+    variant="LA",
+    depth=4,
+    hidden_size=64,
+    vocab_size=1000,
+    sa_heads=4,
+    sa_kv_heads=2,
+    sa_head_size=16,
+    num_experts=8,
+    experts_per_token=2,
+    expert_size=32,
+    router_size=16,
+)
+EXPERT = 3 * 64 * 32
+LAYER = 64 * (2 * 4 + 2 * 2) * 16 + (64 + 8) * 16
+"""A layer's matrices but its experts: q, k, v, o; the router's query and keys. Norms are left out below."""
+
+
+def plan(model=SMALL, mesh=None, **sizes):
+    chosen = {"rows": 3, "context": 40, "page_size": 16} | sizes
+    return plan_serving(Config(model=model, mesh=mesh or MeshConfig(data=(2, 2))), V5E, **chosen)
+
+
+def test_memory_by_hand():
+    """Weights of two bytes; a page has keys and values of 16 positions at four depths; experts are divided."""
+    its = plan()
+    numbers = 2 * 1000 * 64 + 4 * (LAYER + 8 * EXPERT)
+    assert its.weights == pytest.approx(2 * numbers, rel=0.01) and its.weights > 2 * numbers
+    assert (its.page, its.flight) == (2 * 4 * 16 * 2 * 16 * 2, 0)
+    assert its.pages == int((16e9 * (1 - SPARE) - its.weights) // its.page)
+    assert its.pages_wanted == 3 * 3 and its.groups == 4
+    divided = plan(mesh=MeshConfig(data=(2,), expert=2))
+    assert its.weights - divided.weights == 2 * 4 * 4 * EXPERT and divided.groups == 2
+    flying = plan(dataclasses.replace(SMALL, variant="DR+DA", da_head_size=16, da_heads=1, da_kv_heads=1))
+    assert flying.flight == 2 * 4 * 16 * 2
+
+
+def test_seconds_by_hand():
+    """Memory decides of few rows: weights once for three that choose six experts, keys of 20.5 positions each."""
+    its = plan()
+    read = 2 * (LAYER + 6 * EXPERT + 3 * 20.5 * 2 * 2 * 16)
+    assert its.depth_seconds == pytest.approx(read / 819e9, rel=0.02)
+    assert its.outside_seconds > 2 * 1000 * 64 / 819e9
+    assert its.tokens_per_second == pytest.approx(4 * 3 / (its.outside_seconds + 4 * its.depth_seconds))
+    half = plan(mean_depth=2)
+    assert half.tokens_per_second == pytest.approx(4 * 3 / (its.outside_seconds + 2 * its.depth_seconds))
+    many = plan(rows=100_000, context=1)  # of many rows that see little, the products
+    flops = 100_000 * 2 * (LAYER + 2 * EXPERT + 2 * 4 * 16)
+    assert many.depth_seconds == pytest.approx(flops / 197e12, rel=0.02)
+
+
+def test_what_does_not_fit_says_what_to_do():
+    its = plan(context=200_000)
+    assert its.fits and "It fits." in render(its)
+    most = its.pages * 16 // 200_000
+    assert not (over := plan(context=200_000, rows=most + 1)).fits
+    assert f"pages for {most} such requests" in render(over)
+    none = dataclasses.replace(its, weights=16e9)
+    assert not none.fits and "mesh.expert" in render(none)
+
+
+def test_the_command(capsys):
+    words = ["plan", "dr_da_tiny", "--topology", "v5e:2x2", "--serve", "--rows", "2"]
+    assert main([*words, "--context", "100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["rows"] == 2 and found["pages_wanted"] == 14 and found["fits"]
+    for wrong, said in (
+        (["--mean-depth", "99"], "mean depth 99"),
+        (["--sweep"], "--serve compiles nothing"),
+        (["--mesh.data", "3"], "3"),
+    ):
+        assert main([*words, *wrong]) == 2
+        assert said in capsys.readouterr().err
+    assert main([*words[:4], "--context", "5"]) == 2
+    assert "--context is about serving" in capsys.readouterr().err
+
+
+def test_puzzles_are_not_served():
+    from tests.families.test_puzzle_solvers import MODELS
+
+    with pytest.raises(UserError, match="doesn't generate text"):
+        plan(MODELS["dreamer"])

@@ -1,0 +1,288 @@
+"""A served engine gives every request what it would get alone, whatever comes and goes beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from dreamer_jax.errors import UserError
+from dreamer_jax.inference import Adaptive, Lossless, Sampling, Speculative, Static
+from dreamer_jax.inference.model import through_depths
+from dreamer_jax.inference.samplers.contract import Choosing
+from dreamer_jax.serving import engine as served_engine
+from dreamer_jax.serving import programs
+from dreamer_jax.serving.contract import Closed, QueueFull, Request, TooLong
+from dreamer_jax.serving.engine import ServedEngine
+from tests.inference.test_samplers import model_of
+from tests.serving.cases import FORCING, OPTIONS, Taken, alone, drawn_request, served, until, wide
+
+FEW_PAGES = dataclasses.replace(OPTIONS, pages=18)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def float64():
+    with wide():
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_choosing():
+    """Compile only the program that chooses tokens in every way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(served_engine, "choosings", lambda likeliest: (Choosing(True, True, likeliest),))
+        yield
+
+
+@pytest.fixture(scope="module")
+def dreamer(one_choosing):
+    """An engine with fewer pages than its rows could use."""
+    engine = served("dreamer", FEW_PAGES)
+    yield engine
+    engine.close(0)
+    assert not [thread for thread in threading.enumerate() if thread.name == "served-engine" and thread.is_alive()]
+
+
+def serve(engine: ServedEngine, requests: list[Request], rng: np.random.Generator) -> list[Taken]:
+    """All of them, of which some are there from the start, and others come or go whenever something is delivered."""
+    taken: list[Taken] = []
+    coming = list(requests)
+
+    def come() -> None:
+        if not coming:
+            return
+        request, number = coming.pop(0), []
+        most = int(rng.integers(1, 30))  # tokens after which it isn't wanted any more; most end before
+
+        def then(its: Taken) -> None:
+            if its.finish is None and len(its.tokens) >= most:
+                engine.cancel(number[0])
+            for _ in range(int(rng.integers(0, 3))):
+                come()
+
+        taken.append(Taken(then))
+        number.append(engine.submit(request, taken[-1]))
+
+    for _ in range(5):
+        come()
+    until(lambda: not coming and all(its.finish is not None for its in list(taken)))
+    return taken
+
+
+def check(family: str, engine: ServedEngine, requests: list[Request], rng: np.random.Generator) -> list[Taken]:
+    """All requests get what they get alone; one that was cancelled gets the beginning."""
+    taken = serve(engine, requests, rng)
+    for request, its in zip(requests, taken, strict=True):
+        tokens, depths, finish = alone(family, request)
+        if its.finish == "cancelled":
+            tokens, depths = tokens[: len(its.tokens)], depths[: len(its.tokens)]
+        else:
+            assert its.finish == finish
+        assert (its.tokens, its.depths) == (tokens, depths), request
+    assert engine.view().free_pages == engine.view().pages and not any(engine.view().rows)
+    return taken
+
+
+def begun_anew(engine: ServedEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows when a request has to give its pages back."""
+    numbers, put_back = [], engine._scheduler._put_back
+    monkeypatch.setattr(engine._scheduler, "_put_back", lambda job: (numbers.append(job.number), put_back(job))[1])
+    return numbers
+
+
+def test_requests_get_what_they_get_alone(dreamer, monkeypatch):
+    """Twenty of them, with joins, leaves, cancellation, prefixes that are shared, and pages that are short."""
+    again, rng = begun_anew(dreamer, monkeypatch), np.random.default_rng(0)
+    taken = check("dreamer", dreamer, [drawn_request(rng, "dreamer", few=True) for _ in range(20)], rng)
+    assert again, "pages were never short"
+    assert dreamer.view().shared_tokens
+    assert {its.finish for its in taken} == {"length", "stop", "cancelled"}
+
+
+def test_nothing_is_compiled_once_it_is_ready(dreamer):
+    """Whatever is asked for; that something would be noticed is shown by a program of another size."""
+    compiled: list[str] = []
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        rng = np.random.default_rng(3)
+        serve(dreamer, [drawn_request(rng, "dreamer") for _ in range(12)], rng)
+        assert not compiled
+        jax.jit(lambda x: x * 3)(np.zeros(5))
+        assert compiled
+    finally:
+        jax.monitoring.clear_event_listeners()
+
+
+def test_rows_of_diffusion_forcing_have_settings_of_their_own(one_choosing):
+    """Threshold, momentum and noise by row, in one program; Huginn."""
+    noisy = dataclasses.replace(FORCING, noise=0.5)
+    engine, rng = served("huginn", FEW_PAGES, [noisy]), np.random.default_rng(0)
+    requests = []
+    for _ in range(8):
+        request = drawn_request(rng, "huginn")
+        sampler = dataclasses.replace(
+            noisy,
+            threshold=float(rng.choice([0.05, 0.3, 1.0])),
+            momentum=float(rng.choice([0.0, 0.5])),
+            noise=float(rng.choice([0.1, 0.9])),
+        )
+        sampling = Sampling(0.8, top_k=9, seed=int(rng.integers(9)))
+        requests.append(dataclasses.replace(request, sampler=sampler, sampling=sampling, depth=None))
+    taken = check("huginn", engine, requests, rng)
+    assert len({depth for its in taken for depth in its.depths}) > 1
+    with pytest.raises(UserError, match="not among those"):
+        engine.submit(Request((1,), 2, sampler=dataclasses.replace(noisy, inner_recurrences=2)), Taken())
+    engine.close(0)
+
+
+@pytest.mark.slow  # two hundred requests, each of which is computed alone too, and programs of three families
+@pytest.mark.parametrize("family", ["dreamer", "huginn", "ouro"])
+def test_many_requests_get_what_they_get_alone(family, monkeypatch):
+    """With every program that chooses tokens: twenty times ten, each time beside what has stayed of those before."""
+    samplers = [Static(), Adaptive(), Lossless(1), *([FORCING] if family == "huginn" else [])]
+    engine = served(family, FEW_PAGES, samplers)
+    again = begun_anew(engine, monkeypatch)
+
+    @settings(max_examples=20, deadline=None, database=None, phases=(Phase.generate,))
+    @given(st.integers(0, 2**32 - 1))
+    def examples(seed):
+        rng = np.random.default_rng(seed)
+        check(family, engine, [drawn_request(rng, family) for _ in range(10)], rng)
+
+    examples()
+    print(f"{len(again)} began anew, {engine.view().shared_tokens} tokens of prompts were shared")
+    assert len(again) > 10 and engine.view().shared_tokens > 50
+    engine.close(0)
+
+
+def test_logarithms_are_those_of_the_models_probabilities(dreamer):
+    """Before temperature and filters: log_softmax of what a pass over the whole text gives."""
+    request = Request((3, 1, 4, 1, 5), 6, Sampling(1.5, top_k=5, seed=7), Lossless(1), logprobs=2)
+    taken = Taken()
+    dreamer.submit(request, taken)
+    taken.wait()
+    model, text = model_of("dreamer"), jnp.array([[*request.prompt, *taken.tokens]])
+    hidden, _ = through_depths(model, text, jnp.arange(text.shape[1])[None], model.empty_slots(1, text.shape[1]))
+    logits = np.asarray(model.logits(hidden))[0, len(request.prompt) - 1 : -1]
+    wanted = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+    for token, (logprob, likeliest), row in zip(taken.tokens, taken.logprobs, wanted, strict=True):
+        assert logprob == pytest.approx(row[token], abs=1e-5)
+        order = np.argsort(-row)[:2]
+        assert [each for each, _ in likeliest] == order.tolist()
+        np.testing.assert_allclose([value for _, value in likeliest], row[order], atol=1e-5)
+
+
+def test_what_cannot_be_served_is_refused_at_once(dreamer):
+    def refused(error, message, **changes):
+        with pytest.raises(error, match=message):
+            dreamer.submit(dataclasses.replace(Request((1,), 4), **changes), Taken())
+
+    refused(TooLong, "1 prompt tokens and 32 more: 32 fit", max_tokens=32)
+    refused(UserError, "prompt is empty", prompt=())
+    refused(UserError, "vocabulary of 23", prompt=(23,))
+    refused(UserError, "max_tokens 0", max_tokens=0)
+    refused(UserError, "this server goes to 3", depth=4)
+    refused(UserError, "logprobs 4: must be from 0 to 3", logprobs=4)
+    refused(UserError, "sampler speculative: not among", sampler=Speculative())
+    refused(UserError, "not among", sampler=Adaptive("kl"))
+    with pytest.raises(UserError, match="speculative"):
+        ServedEngine(model_of("dreamer"), [Speculative()], OPTIONS)
+
+
+def test_more_stop_tokens_than_the_device_looks_at_end_a_text_too(dreamer):
+    """Of three, two are looked for on the device, and the host looks for all."""
+    request = Request((2, 7), 14, Sampling(1.3, top_k=20, seed=5))
+    text = alone("dreamer", request)[0]
+    stops = [token for token in dict.fromkeys(text) if token not in text[:4]][:1]
+    others = [token for token in range(23) if token not in text][:2]
+    assert stops and len(others) == 2 == dreamer.options.stop_ids
+    taken = Taken()
+    dreamer.submit(dataclasses.replace(request, stop_ids=(*others, *stops)), taken)
+    assert (taken.wait().tokens, taken.finish) == (text[: text.index(stops[0])], "stop")
+
+
+def test_a_full_queue_takes_no_more(dreamer, monkeypatch):
+    """Requests that wait count, those that are computed don't."""
+    monkeypatch.setattr(dreamer, "options", dataclasses.replace(dreamer.options, queue=2))
+    hold, taken = threading.Event(), [Taken(lambda its: hold.wait(60)), Taken(), Taken()]
+    dreamer.submit(Request((1,), 20), taken[0])
+    until(lambda: taken[0].updates)  # from here on the engine's thread waits
+    for its in taken[1:]:
+        dreamer.submit(Request((1,), 1), its)
+    with pytest.raises(QueueFull, match="2 requests wait"):
+        dreamer.submit(Request((1,), 1), Taken())
+    hold.set()
+    assert [its.wait().finish for its in taken] == ["length"] * 3
+    assert dreamer._queued == 0
+
+
+def test_one_who_fails_to_take_an_answer_loses_it_alone(dreamer):
+    def fails(its: Taken) -> None:
+        raise RuntimeError("a client that is gone")
+
+    broken, other = Taken(fails), Taken()
+    dreamer.submit(Request((1, 2), 10), broken)
+    dreamer.submit(Request((1, 2), 10), other)
+    assert other.wait().tokens == alone("dreamer", Request((1, 2), 10))[0]
+    until(lambda: not any(dreamer.view().rows))
+    assert len(broken.tokens) < 10
+
+
+def test_the_view_shows_rows_and_their_flight(dreamer):
+    """A wavefront has several positions on their way, the oldest deepest."""
+    views = []
+    taken = Taken(lambda its: views.append(dreamer.view()))
+    number = dreamer.submit(Request((1, 2, 3), 16, sampler=Lossless(1)), taken)
+    taken.wait()
+    rows = [row for view in views for row in view.rows if row is not None]
+    assert {row.request for row in rows} == {number} and {row.sampler for row in rows} == {"lossless"}
+    assert any(len(row.depths) > 1 for row in rows)
+    assert all(list(row.depths) == sorted(row.depths, reverse=True) for row in rows)
+    assert [row.tokens for row in rows] == sorted(row.tokens for row in rows)
+    view = dreamer.view()
+    assert view.busy_row_steps <= view.row_steps and view.share_of_bound is not None and 0 < view.share_of_bound < 1
+
+
+def test_a_fault_ends_everything_in_words(one_choosing, monkeypatch):
+    """Who waits gets "failed", who comes later `Closed`, and no thread is left."""
+    engine = served("dreamer", FEW_PAGES)
+    taken, submitted = [Taken() for _ in range(8)], threading.Event()
+
+    def broken(*args):
+        submitted.wait(60)
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(programs, "tick", broken)
+    for its in taken:
+        engine.submit(Request((1,), 4), its)
+    submitted.set()
+    assert {its.wait().finish for its in taken} == {"failed"}
+    engine._thread.join(30)
+    assert not engine._thread.is_alive() and not engine.ready
+    with pytest.raises(Closed, match="failed"):
+        engine.submit(Request((1,), 4), Taken())
+
+
+def test_close_finishes_what_it_can_in_time(one_choosing):
+    """With grace everything is finished, without it cancelled; afterwards nothing is taken."""
+    for grace, finish in ((60, "length"), (0, "cancelled")):
+        engine = served("dreamer", FEW_PAGES)
+        taken = [Taken() for _ in range(6)]
+        for its in taken:
+            engine.submit(Request((1,), 30), its)
+        engine.close(grace)
+        assert not engine._thread.is_alive()
+        assert {its.wait().finish for its in taken} == {finish}
+        with pytest.raises(Closed, match="closed"):
+            engine.submit(Request((1,), 4), Taken())

@@ -1,0 +1,60 @@
+"""Every family that generates text can be served, though none knows of pages."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+
+from dreamer_jax.families import build, initialise
+from dreamer_jax.inference import Adaptive, Engine, Static, fold
+from dreamer_jax.inference.samplers.contract import Choosing
+from dreamer_jax.serving import engine as served_engine
+from dreamer_jax.serving.contract import Request
+from dreamer_jax.serving.engine import ServedEngine, fits
+from dreamer_jax.serving.options import Options
+from tests.families.cases import TINY_MODELS, drawn_params, small_config
+from tests.serving.cases import Taken, until, wide
+
+MODELS = {name: config for name, config in TINY_MODELS.items() if build(config).flags.generates}
+MODELS |= {
+    "layered": small_config("LA"),
+    "huginn-full": dataclasses.replace(TINY_MODELS["huginn"], cache="full"),
+    "huginn-always-last": dataclasses.replace(TINY_MODELS["huginn"], cache="always-last"),
+    "ouro-halting": dataclasses.replace(TINY_MODELS["ouro"], exit_threshold=0.4),
+    "recursive-propagating": dataclasses.replace(TINY_MODELS["recursive"], refill="propagate"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def float64():
+    with wide():
+        yield
+
+
+@pytest.mark.slow  # programs of a dozen models
+@pytest.mark.parametrize("name", MODELS)
+def test_a_family_is_served_like_it_generates(name, monkeypatch):
+    """Static and adaptive rows, prompts of several chunks, pages that run short."""
+    monkeypatch.setattr(served_engine, "choosings", lambda likeliest: (Choosing(),))
+    config = dataclasses.replace(MODELS[name], dtype="float64")
+    _, state = nn.meta.unbox(initialise(build(config), jax.random.key(0)))
+    model = fold(config, drawn_params(MODELS[name]), state)
+    samplers = [its for its in (Static(), Adaptive(threshold=0.3)) if fits(its, model)]
+    engine = ServedEngine(model, samplers, Options(rows=2, context=32, page=2, chunk=4, pages=22, logprobs=0))
+    until(lambda: engine.ready or not engine._thread.is_alive())
+    rng = np.random.default_rng(0)
+    requests = [
+        Request(tuple(rng.integers(0, 23, 3 * n + 1).tolist()), 10, sampler=samplers[n % len(samplers)])
+        for n in range(5)
+    ]
+    taken = [Taken() for _ in requests]
+    for request, its in zip(requests, taken, strict=True):
+        engine.submit(request, its)
+    for request, its in zip(requests, taken, strict=True):
+        row = Engine(model, request.sampler).generate([list(request.prompt)], 10)[0]
+        assert (its.wait().tokens, its.depths) == (row.tokens, row.depths), request
+    engine.close(0)

@@ -1,0 +1,169 @@
+"""Pages, prefixes and turns without a device: who may have what, and that everybody ends."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dreamer_jax.serving.pages import Pages
+from dreamer_jax.serving.scheduler import Group, Job, Scheduler
+
+SIZE, CHUNK = 2, 4
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=13).map(tuple)  # two tokens, so that many begin alike
+
+
+class World:
+    """A scheduler, and what its rows would write into its pages: of every page the tokens up to its end."""
+
+    def __init__(self, pages: int, groups: list[Group]):
+        self.pages = Pages(pages, SIZE, CHUNK)
+        self.scheduler = Scheduler(groups, self.pages)
+        self.written: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self.ended: list[int] = []
+
+    def compute_chunk(self) -> None:
+        """One chunk of a prompt, which is written into pages that nobody else has."""
+        found = self.scheduler.chunk()
+        if found is None:
+            return
+        job, start = found
+        for n, page in enumerate(job.pages[: start // SIZE]):
+            assert self.written[page] == (job.depth, job.prompt[: (n + 1) * SIZE])
+        for n in range(start // SIZE, self.pages.needed(job.computed)):
+            page = job.pages[n]
+            assert [other for other in self.scheduler.jobs if page in other.pages] == [job]
+            self.written[page] = job.depth, job.prompt[: (n + 1) * SIZE]
+
+    def turn(self, most: int) -> int | None:
+        """One turn in which every row of a group gets so many tokens; the group."""
+        group = self.scheduler.turn()
+        if group is None:
+            return None
+        self.scheduler.grow(group)
+        for job in self.scheduler.going(group):
+            assert len(job.pages) >= self.pages.needed(min(len(job.prompt) + job.tokens + most, job.end))
+            first = len(job.prompt) // CHUNK * CHUNK // SIZE  # the first page that isn't of a whole chunk
+            for page in job.pages[first:]:
+                assert [other for other in self.scheduler.jobs if page in other.pages] == [job]
+                self.written[page] = -1, ()
+            job.tokens = min(job.tokens + most, job.most)
+            job.delivered = max(job.delivered, job.tokens)
+            if job.tokens == job.most:
+                self.end(job)
+        return group
+
+    def end(self, job: Job) -> None:
+        """It leaves."""
+        self.scheduler.leave(job)
+        self.ended.append(job.number)
+
+    def check(self) -> None:
+        """Every page is free, or kept, or somebody's; no count is wrong."""
+        pages, users = self.pages, [0] * self.pages.count
+        for job in self.scheduler.jobs:
+            assert len(set(job.pages)) == len(job.pages)
+            for page in job.pages:
+                users[page] += 1
+        kept = [page for prefix in pages._prefixes.values() for page in prefix.pages]
+        assert len(set(kept)) == len(kept) and set(kept) == pages._kept
+        assert pages._users == [count + (page in kept) for page, count in enumerate(users)]
+        assert sorted(pages._free) == [page for page, count in enumerate(pages._users) if count == 0]
+        assert pages.available == sum(count == 0 for count in users)
+
+
+@st.composite
+def worlds(draw):
+    """A few groups and pages, and requests that could each be computed alone."""
+    groups = [Group(draw(st.integers(1, 3)), draw(st.integers(1, 5))) for _ in range(draw(st.integers(1, 3)))]
+    count = draw(st.integers(4, 14))
+    jobs = []
+    for number in range(draw(st.integers(1, 10))):
+        prompt = draw(PROMPTS)[: count * SIZE - 1]
+        most = draw(st.integers(1, min(9, count * SIZE - len(prompt))))
+        jobs.append(Job(number, prompt, most, draw(st.integers(1, 2)), draw(st.integers(0, len(groups) - 1))))
+    return count, groups, jobs
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(worlds(), st.data())
+def test_no_page_has_two_owners_none_is_lost_and_everybody_ends(world, data):
+    """Whatever comes when: requests, chunks, turns and cancellations in any order, then turns until nothing is left."""
+    count, groups, jobs = world
+    world, coming, cancelled = World(count, groups), list(jobs), set()
+    for event in data.draw(st.lists(st.sampled_from(["add", "chunk", "turn", "cancel"]), max_size=40)):
+        if event == "add" and coming:
+            world.scheduler.wait(coming.pop(0))
+        elif event == "chunk":
+            world.compute_chunk()
+        elif event == "turn":
+            world.turn(1)
+        elif event == "cancel" and (there := [*world.scheduler.waiting, *world.scheduler.jobs]):
+            job = data.draw(st.sampled_from(there))
+            world.scheduler.leave(job)
+            cancelled.add(job.number)
+        world.check()
+    for job in coming:
+        world.scheduler.wait(job)
+    steps = 0
+    while not world.scheduler.idle:
+        world.compute_chunk()
+        world.turn(1)
+        world.check()
+        steps += 1
+        # Alone, one after the other, with a turn of every group in between.
+        assert steps <= sum((len(job.prompt) // CHUNK + 1 + job.most) * (len(groups) + 1) for job in jobs)
+    assert sorted([*world.ended, *cancelled]) == [job.number for job in jobs]
+    assert world.pages.available == count
+
+
+def test_equal_prompts_share_whole_chunks_but_not_their_last_token():
+    """At chunks' borders, of the same depth; the last token is always computed."""
+    world = World(20, [Group(4, 1)])
+    prompts = [(1,) * 8, (1,) * 8, (1,) * 9, (1,) * 4 + (0,) * 5, (1,) * 3]
+    jobs = [Job(n, prompt, 2, 1, 0) for n, prompt in enumerate(prompts)] + [Job(5, (1,) * 9, 2, 2, 0)]
+    for job, shared in zip(jobs, [0, 4, 8, 4, 0, 0], strict=True):
+        world.scheduler.wait(job)
+        while not job.joined:
+            world.compute_chunk()
+        assert job.shared == shared
+        world.check()
+        if job.number:
+            world.end(job)
+
+
+def test_kept_prefixes_go_before_rows_and_the_oldest_first():
+    """Pages that are only kept are taken when free ones are out: those used longest ago, ends before beginnings."""
+    pages = Pages(6, SIZE, SIZE)
+    for prompt in ((1, 1, 2, 2), (3, 3)):
+        own = pages.take(len(prompt) // SIZE) or []
+        pages.keep(1, prompt, own)
+        pages.give(own)
+    assert pages.available == 6 and len(pages._free) == 3
+    pages.give(pages.share(1, (1, 1, 0)))  # used again, but not what continues it
+    assert pages.take(4) is not None
+    assert len(pages.share(1, (1, 1, 2, 2, 0))) == 1 and len(pages.share(1, (3, 3, 0))) == 1
+    assert pages.take(1) is None and pages.available == 0
+
+
+def test_the_youngest_waits_again_and_the_oldest_never():
+    """Three requests whose answers don't fit together: the youngest begins anew, in its own place."""
+    world = World(6, [Group(3, 1)])
+    jobs = [Job(n, (n % 2,), 7, 1, 0) for n in range(3)]
+    for job in jobs:
+        world.scheduler.wait(job)
+    world.scheduler.wait(Job(3, (1,), 7, 1, 0))
+    while not world.scheduler.idle:
+        world.compute_chunk()
+        world.turn(1)
+        world.check()
+        assert [job.number for job in world.scheduler.waiting] == sorted(job.number for job in world.scheduler.waiting)
+    assert world.ended == [0, 1, 2, 3] and jobs[0].begun == 1 and jobs[2].begun > 1
+
+
+def test_groups_and_prompts_take_turns():
+    """With two groups that always have rows, each gets every second turn, and a chunk goes between."""
+    world = World(100, [Group(1, 1), Group(1, 1)])
+    for number in range(2):
+        world.scheduler.wait(Job(number, (1,), 10, 1, number))
+        world.compute_chunk()
+    assert [world.turn(1) for _ in range(6)] == [0, 1, 0, 1, 0, 1]
