@@ -89,7 +89,7 @@ class ServedEngine:
         self.programs = programs_of(model, samplers_for(model) if samplers is None else samplers)
         its = self.options
         self._pages = Pages(its.all_pages, its.page, its.chunk)
-        self._pool = programs.pool(model, its.all_pages, its.page)
+        self._pool = programs.beside(model, programs.pool(model, its.all_pages, its.page))
         if not all(hasattr(kept, "paged") for kept in jax.tree.leaves(self._pool, is_leaf=_is_memory)):
             raise UserError(f"what this model ({model.family.headline()}) keeps of a text can't lie in pages")
         likeliest = min(its.logprobs, model.config.vocab_size)
@@ -97,7 +97,7 @@ class ServedEngine:
         self._groups = [Group(model, program, *sizes) for program in self.programs]
         self._scheduler = Scheduler([group.plan for group in self._groups], self._pages)
         self._statistics = Statistics(model.family, its.context, model.total_depth)
-        self._hidden = self._nothing = self._no_hidden()
+        self._hidden = self._nothing = programs.beside(model, self._no_hidden())
 
         self._changed = threading.Condition()  # guards what follows
         self._commands: deque[tuple[str, Any]] = deque()

@@ -42,8 +42,8 @@ class Group:
         stops: int,
     ):
         self.sampler, self.rows, self.choosings = sampler.program, rows, tuple(choosings)
-        self._progress = programs.nobody(rows)
-        self._carried = jax.jit(sampler.carry, static_argnums=1)(model, rows)
+        carried = jax.jit(sampler.carry, static_argnums=1)(model, rows)
+        self._progress, self._carried = programs.beside(model, (programs.nobody(rows), carried))
         flying = jax.eval_shape(programs.in_flight, self._carried.by_row, self._progress)
         self.lanes = max(1, flying.shape[1])
         inner = sampler.inner_recurrences if isinstance(sampler, DiffusionForcing) else 1

@@ -233,3 +233,13 @@ def nobody(rows: int) -> Progress:
     """Of B rows of which none is there."""
     none = jnp.zeros(rows, jnp.int32)
     return Progress(none, none, none == 0, none, none, none + 1)
+
+
+def beside(model: FoldedModel, arrays: PyTree) -> PyTree:
+    """The same arrays, fixed to the device of the model's weights.
+
+    Arrays that jax was told where to put (weights that were read from a checkpoint, and what is computed from them) and
+    arrays that it may put anywhere have programs of their own; what is fixed from the start has one program only.
+    """
+    device, *others = jax.tree.leaves(model)[0].devices()
+    return arrays if others else jax.device_put(arrays, device)

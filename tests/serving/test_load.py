@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -158,14 +160,22 @@ def test_a_file_of_lengths(tmp_path):
 
 def test_replayed_depths_on_the_engine_itself():
     """Recorded depths of 1 and 3 in turn: the first token comes of the prompt, through all depths, the next ones take
-    those of their positions."""
-    from tests.serving.cases import served, wide
+    those of their positions. The weights are fixed to a device, as those of a checkpoint are: nothing is compiled once
+    the engine is ready all the same."""
+    from dreamer_jax.serving import programs
+    from dreamer_jax.serving.engine import ServedEngine
+    from tests.inference.test_samplers import model_of
+    from tests.serving.cases import OPTIONS, until, wide
 
     plan, sampler = [Arrival(0.0, Lengths(4, 8)) for _ in range(4)], Replayed((1, 3))
     with wide():
-        engine = served("dreamer", samplers=[sampler])
+        engine = ServedEngine(jax.device_put(model_of("dreamer"), jax.devices()[0]), [sampler], OPTIONS)
+        until(lambda: engine.ready)
+        jitted: list[Any] = [programs.chunk, programs.join, programs.tick]
+        before = [its._cache_size() for its in jitted]
         lines, _ = drive(engine, plan, sampler, 23, seed=0)
         engine.close(0)
+    assert [its._cache_size() for its in jitted] == before
     assert [line.finish for line in lines] == ["length"] * 4
     wanted = engine.view().depth + sum((1, 3)[position % 2] for position in range(4, 11))
     assert [line.depths for line in lines] == [wanted] * 4
