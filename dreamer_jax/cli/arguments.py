@@ -77,8 +77,8 @@ def natural(text: str) -> int:
 
 
 def say(line: str) -> None:
-    """Print a line of progress, which isn't part of a command's result."""
-    print(line, file=sys.stderr, flush=True)
+    """Print a line of progress, which isn't part of a command's result. Lines of several threads stay whole."""
+    print(f"{line}\n", end="", file=sys.stderr, flush=True)
 
 
 def split_words(arguments: Sequence[str]) -> tuple[list[str], list[str], bool]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
+import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ from dreamer_jax.cli import serve
 from dreamer_jax.cli.main import main
 from dreamer_jax.serving import process
 from dreamer_jax.serving.connections import is_loopback
+from tests.serving.asking import get, post, until
 from tests.serving.fake import TOKENIZER, FakeEngine
 
 
@@ -125,3 +128,38 @@ def test_names_of_this_machine(host):
 )
 def test_names_of_others(host):
     assert not is_loopback(host)
+
+
+@pytest.mark.slow  # trains a run and compiles an engine: some 30 CPU seconds
+def test_a_run_is_served_and_writes_what_generate_writes(tmp_path, capsys):
+    """Through the command, a process of its own and HTTP; the page is there, too, and SIGTERM ends it."""
+    small = {"model.depth": 3, "model.hidden_size": 16, "model.num_experts": 2, "model.experts_per_token": 1}
+    small |= {"model.expert_size": 16, "training.steps": 2, "training.batch_size": 2, "data.sequence_length": 64}
+    words = [f"--{key}={value}" for key, value in small.items()]
+    run, prompt = str(tmp_path / "run"), "((T&F)|T)="
+    assert main(["train", "quickstart", *words, "--evaluation.harder=0", f"--run.dir={run}"]) == 0
+    capsys.readouterr()
+    assert main(["generate", run, "--prompt", prompt, "--max-tokens", "12"]) == 0
+    text = capsys.readouterr().out[:-1]
+    command = [sys.executable, "-m", "dreamer_jax", "serve", run, "--port", "0", "--rows", "2"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        try:
+            lines = iter(running.stderr.readline, "")
+            url = next(line.split()[-1] for line in lines if line.startswith("serving run at "))
+            assert any(line.startswith("compiled") for line in lines)
+            until(lambda: get(f"{url}/health")[0] == 200)
+            body = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
+            for fields in ({}, {"sampler": "lossless"}):
+                status, answer, _ = post(url, json.dumps(body | fields).encode())
+                assert status == 200 and answer["choices"][0]["text"] == text
+                assert answer["usage"]["mean_depth"] == 3
+            status, answer, _ = post(url, json.dumps(body | {"depth": 4}).encode())
+            assert status == 400 and "this server goes to 3; start it with --depth 4" in answer["error"]["message"]
+            assert "<title>Dreamer</title>" in get(f"{url}/")[1]
+            assert main(["bench", "serve", "--url", url, "--requests", "6", "--json"]) == 0
+            running.terminate()
+            assert running.wait(20) == 0 and running.stderr.read().endswith("stopped\n")
+        finally:
+            running.kill()
+    assert json.loads(capsys.readouterr().out)["modes"]["as served"]["tokens"] > 0
