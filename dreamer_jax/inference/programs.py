@@ -116,7 +116,8 @@ class Programs:
     def __init__(self, sharding: ModelSharding | None):
         model: Any = PartitionSpec()
         rows: Any = PartitionSpec()
-        slots = same = PartitionSpec()
+        slots: Any = PartitionSpec()
+        same: Any = PartitionSpec()
         if sharding is not None:
             model, rows, slots = sharding.model, sharding.rows, sharding.slots
         self._sharding = sharding

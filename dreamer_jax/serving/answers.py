@@ -76,15 +76,15 @@ class Turn:
     """What the device was handed in a turn, and whose it is.
 
     Attributes:
-        chunk: something of the chunk of a prompt to wait for; () without one.
-        first: the request that has joined its rows, how often it had begun, and its first token.
+        chunk: something of the last chunk of a prompt to wait for; () without one.
+        first: requests that have joined their rows, how often each had begun, and its first token.
         brought: of the tick.
         group: whose tick it was.
         owners: place -> request, and how often it had begun.
     """
 
     chunk: Any = ()
-    first: tuple[Job, int, Any] | None = None
+    first: list[tuple[Job, int, Any]] = field(default_factory=list)
     brought: Brought | None = None
     group: int = 0
     owners: dict[int, tuple[Job, int]] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """An engine that computes many requests at once, each as if it were alone.
 
-Its thread goes in turns. A turn hands the device a chunk of one prompt, if one is to be computed, and a tick of one
+Its thread goes in turns. A turn hands the device a chunk or a few, if a prompt is to be computed, and a tick of one
 group of rows, if any goes on; then it waits for what the turn before has brought, delivers it, and looks at what came
 in meanwhile. So the device always has work while the host decides, and a decision (a row that joins or ends, a page
 more) takes effect one turn later. What a request is answered is a function of its prompt, its settings and its seed;
@@ -213,15 +213,17 @@ class ServedEngine:
         return bool(self._jobs) and self._deadline is not None and time.monotonic() < self._deadline
 
     def _dispatch(self) -> Turn | None:
-        """Hand the device a chunk and a tick, as far as there is one; what to wait for."""
+        """Hand the device chunks and a tick, as far as there are some; what to wait for."""
         turn = Turn()
-        found = self._scheduler.chunk()
-        if found is not None:
-            self._dispatch_chunk(turn, *found)
+        chunks = self._scheduler.chunks()
+        for _ in range(chunks):
+            found = self._scheduler.chunk()
+            if found is not None:
+                self._dispatch_chunk(turn, *found)
         group = self._scheduler.turn()
         if group is not None:
             self._dispatch_tick(turn, group)
-        return turn if found is not None or group is not None else None
+        return turn if chunks or group is not None else None
 
     def _dispatch_chunk(self, turn: Turn, job: Job, start: int) -> None:
         answer: Answer = job.of
@@ -243,7 +245,7 @@ class ServedEngine:
             assert job.row is not None
             group = self._groups[job.group]
             chosen = group.join(self.model, self._hidden, job.row, answer.request, job.depth, answer.settings)
-            turn.first = job, job.begun, chosen
+            turn.first.append((job, job.begun, chosen))
 
     def _dispatch_tick(self, turn: Turn, number: int) -> None:
         self._scheduler.grow(number)
@@ -265,8 +267,7 @@ class ServedEngine:
     def _receive(self, turn: Turn) -> None:
         """Wait for what a turn has brought, and deliver it."""
         jax.block_until_ready(turn.chunk)
-        if turn.first is not None:
-            job, begun, chosen = turn.first
+        for job, begun, chosen in turn.first:
             token, logprobs = jax.device_get(chosen)
             if turn.still(job, begun):
                 self._deliver(job, token, np.array([job.depth]), logprobs)

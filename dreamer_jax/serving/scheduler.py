@@ -5,8 +5,9 @@ What keeps everybody going:
 - Requests are admitted in the order of their arrival, but that one for which no row of its group is free lets those of
   other groups pass. Nobody passes one that waits for pages. So the oldest waits for rows and pages only, and both come
   free when rows end.
-- One prompt is computed at a time, chunk by chunk, and between two chunks every group that has rows gets a turn at
-  most; between two turns there is one chunk at most. So neither prompts nor rows wait for more than one of the other.
+- One prompt is computed at a time, chunk by chunk. Between two turns there is one chunk, and up to `MORE` further ones
+  as far as the rows that it is for are free, since a turn of few rows takes as long as one of many. So prompts wait for
+  one turn at most, and rows for a bounded number of chunks.
 - Groups take turns in a circle.
 - Where a row needs a page and none is left, the youngest request gives its pages back and waits again, in its own
   place by arrival. The oldest never does, so it ends some time, and then the next one is the oldest.
@@ -20,6 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dreamer_jax.serving.pages import Pages
+
+MORE = 4
+"""Chunks beside the first between two turns, where all rows are free."""
 
 
 @dataclass(eq=False)
@@ -138,6 +142,14 @@ class Scheduler:
         job.pages = shared + own
         job.shared = job.computed = len(shared) * self.pages.size
         return True
+
+    def chunks(self) -> int:
+        """How many chunks may be computed before the next turn."""
+        job = self.admit()
+        if job is None:
+            return 0
+        rows = self.rows[job.group]
+        return 1 + MORE * rows.count(None) // len(rows)
 
     def chunk(self) -> tuple[Job, int] | None:
         """The next chunk of a prompt: whose, and where it starts. With its last one the request has joined its rows."""

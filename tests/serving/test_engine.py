@@ -18,8 +18,10 @@ from dreamer_jax.inference.model import through_depths
 from dreamer_jax.inference.samplers.contract import Choosing
 from dreamer_jax.serving import engine as served_engine
 from dreamer_jax.serving import programs
+from dreamer_jax.serving.answers import Turn
 from dreamer_jax.serving.contract import Closed, QueueFull, Request, TooLong
 from dreamer_jax.serving.engine import ServedEngine
+from dreamer_jax.serving.scheduler import Job
 from tests.inference.test_samplers import model_of
 from tests.serving.cases import FORCING, OPTIONS, Taken, alone, drawn_request, served, until, wide
 
@@ -237,6 +239,29 @@ def test_one_who_fails_to_take_an_answer_loses_it_alone(dreamer):
     assert other.wait().tokens == alone("dreamer", Request((1, 2), 10))[0]
     until(lambda: not any(dreamer.view().rows))
     assert len(broken.tokens) < 10
+
+
+def test_a_row_that_is_gone_takes_no_more_steps(dreamer):
+    """After a cancellation the places of the steps are taken by those who are left, and by nobody else."""
+    first, gone = Taken(), Taken(lambda its: its.finish or dreamer.cancel(dreamer._numbers))
+    for most, its in ((12, first), (31, gone)):
+        dreamer.submit(Request((4,), most), its)
+    assert gone.wait().finish == "cancelled" and len(gone.tokens) < 31  # it had the second place
+    first.wait()
+    until(lambda: not any(dreamer.view().rows))
+    before, taken = dreamer.view(), Taken()
+    dreamer.submit(Request((5, 6), 12), taken)
+    assert len(taken.wait().tokens) == 12  # the first comes of the prompt
+    until(lambda: not any(dreamer.view().rows))
+    assert dreamer.view().busy_row_steps - before.busy_row_steps == 11 * dreamer.model.total_depth
+
+
+def test_what_was_computed_before_a_request_began_anew_is_not_its():
+    """A turn knows how often a request had begun when it was handed to the device."""
+    job = Job(1, (1,), 4, 3, 0, row=0, begun=2)
+    assert Turn.still(job, 2) and not Turn.still(job, 1)
+    job.row = None
+    assert not Turn.still(job, 2)
 
 
 def test_the_view_shows_rows_and_their_flight(dreamer):

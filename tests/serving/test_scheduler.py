@@ -160,6 +160,18 @@ def test_the_youngest_waits_again_and_the_oldest_never():
     assert world.ended == [0, 1, 2, 3] and jobs[0].begun == 1 and jobs[2].begun > 1
 
 
+def test_more_chunks_come_between_turns_while_rows_are_free():
+    """All of them while nobody is there, one when the rows are full, none without a prompt."""
+    world, counts = World(100, [Group(4, 1), Group(1, 1)]), []
+    assert world.scheduler.chunks() == 0
+    for number in range(5):
+        world.scheduler.wait(Job(number, (1,), 9, 1, 0))
+    while count := world.scheduler.chunks():
+        counts.append(count)
+        world.compute_chunk()
+    assert counts == [4, 3, 2, 1]
+
+
 def test_groups_and_prompts_take_turns():
     """With two groups that always have rows, each gets every second turn, and a chunk goes between."""
     world = World(100, [Group(1, 1), Group(1, 1)])
