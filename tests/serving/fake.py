@@ -10,8 +10,18 @@ from dataclasses import dataclass, field
 
 from dreamer_jax.data.tokenizers import ByteTokenizer
 from dreamer_jax.errors import UserError
-from dreamer_jax.serving.contract import Closed, Deliver, Finish, QueueFull, Request, RowView, Token, TooLong, Update
-from dreamer_jax.serving.contract import View as View
+from dreamer_jax.serving.contract import (
+    Closed,
+    Deliver,
+    Finish,
+    QueueFull,
+    Request,
+    RowView,
+    Token,
+    TooLong,
+    Update,
+    View,
+)
 
 TOKENIZER = ByteTokenizer()
 LIKELIEST = ((65, -0.25), (0xC3, -2.0), (TOKENIZER.eos, -3.5))
@@ -46,7 +56,6 @@ class FakeEngine:
         pace: seconds of a step.
         block: tokens of a row in a step.
         fails_at: tokens after which an answer fails; None for never.
-        slowest: whether a step takes as long as its deepest row needs, as engines do that wait for it.
     """
 
     def __init__(
@@ -59,9 +68,8 @@ class FakeEngine:
         pace: float = 0.0005,
         block: int = 1,
         fails_at: int | None = None,
-        slowest: bool = False,
     ):
-        self.says, self.pace, self.block, self.fails_at, self.slowest = says, pace, block, fails_at, slowest
+        self.says, self.pace, self.block, self.fails_at = says, pace, block, fails_at
         self.context, self.depth, self.most_waiting = context, depth, queue
         self.ready, self.submitted, self.cancelled = True, list[Request](), list[int]()
         self._rows: list[Row | None] = [None] * rows

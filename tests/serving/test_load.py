@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -179,3 +180,31 @@ def test_replayed_depths_on_the_engine_itself():
     assert [line.finish for line in lines] == ["length"] * 4
     wanted = engine.view().depth + sum((1, 3)[position % 2] for position in range(4, 11))
     assert [line.depths for line in lines] == [wanted] * 4
+
+
+def test_a_run_in_three_modes(monkeypatch, tmp_path, capsys):
+    """The command: recorded depths where the lengths have them, the sampler of its options otherwise."""
+    from tests.inference.test_samplers import model_of
+
+    engines: list[FakeEngine] = []
+
+    def engine_for(mode: str, model: Any, sampler: Any, rows: int, context: int, queue: int) -> FakeEngine:
+        assert (rows, context, queue) == (4, 5 if len(engines) > 2 else 9, 6)
+        engines.append(FakeEngine(rows=rows, queue=queue))
+        return engines[-1]
+
+    config = SimpleNamespace(model=SimpleNamespace(vocab_size=23))
+    loaded = SimpleNamespace(family=model_of("dreamer").family, config=config)
+    monkeypatch.setattr("dreamer_jax.model.load", lambda run: loaded)
+    monkeypatch.setattr(bench_serve, "engine_for", engine_for)
+    path = tmp_path / "lengths.jsonl"
+    path.write_text('{"prompt_tokens": 4, "answer_tokens": 5, "depths": [3, 9]}\n')
+    words = ["bench", "serve", "runs/x", "--requests", "6", "--rows", "4", "--json"]
+    assert main([*words, "--lengths", str(path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["modes"]) == list(MODES) and found["modes"]["depth batching"]["mean_depth"] == pytest.approx(5.4)
+    assert engines[0].submitted[0].sampler == Replayed((3, 9))
+    words += ["--prompt-tokens", "3", "--answer-tokens", "2", "--sampler", "adaptive"]
+    assert main(words) == 0
+    assert engines[3].submitted[0].sampler == Adaptive() and engines[5].submitted[0].sampler == Static()
+    assert json.loads(capsys.readouterr().out)["speedup"]["slowest row"] > 0
