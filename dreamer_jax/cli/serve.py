@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dreamer_jax.cli.arguments import Parser, natural, positive, say
 from dreamer_jax.cli.inference_options import CACHE, RUN, prompt_template
 from dreamer_jax.errors import UserError, how_to_install
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dreamer_jax.inference.samplers import Sampler
     from dreamer_jax.model import Model
     from dreamer_jax.serving.contract import ServingEngine
+
+EXAMPLE = '{"name": "diffusion-forcing", "wavefront": 16}'
+OFFER = f"a sampler beside static, adaptive and lossless: a name, or JSON as {EXAMPLE}; may be given several times"
 
 
 def run(arguments: list[str]) -> int:
@@ -32,6 +39,7 @@ def run(arguments: list[str]) -> int:
     from dreamer_jax.serving.prompts import Prompts, chat_template_of
     from dreamer_jax.serving.server import Served, Server
 
+    further = [offered(word) for word in options.offer]
     keys = None if options.api_key_file is None else read_keys(options.api_key_file)
     taken = process.open_port(options.host, options.port)
     model = load(options.run, **{name: getattr(options, name) for name in ("average", "dtype", "cache", "tokenizer")})
@@ -44,12 +52,34 @@ def run(arguments: list[str]) -> int:
         say(f"--host {options.host} without --api-key-file: everybody who reaches this machine may ask")
     served = Served(name_of(options.run), prompts, context, keys, loopback, options.log_text)
     _log_to_stderr()
-    engine = engine_for(model, options.rows, context, options.queue, options.depth)
+    engine = engine_for(model, options.rows, context, options.queue, options.depth, further)
     process.serve(Server(engine, served), taken, options.grace, say)
     return 0
 
 
-def engine_for(model: Model, rows: int, context: int, queue: int, depth: int | None) -> ServingEngine:
+def offered(word: str) -> Sampler:
+    """A sampler as `--offer` has it: a name, or JSON as a request's `sampler`.
+
+    Raises:
+        UserError: it isn't one.
+    """
+    from dreamer_jax.inference.samplers.by_name import as_written, sampler_of
+
+    settings: Any = {"name": word}
+    if word.startswith("{"):
+        try:
+            settings = json.loads(word)
+        except ValueError:
+            raise UserError(f"--offer {word}: isn't JSON; as {EXAMPLE}") from None
+    name = settings.pop("name", None)
+    if not isinstance(name, str):
+        raise UserError(f"--offer {word}: has no name; as {EXAMPLE}")
+    return sampler_of(name, as_written(settings), "--offer ")
+
+
+def engine_for(
+    model: Model, rows: int, context: int, queue: int, depth: int | None, further: Sequence[Sampler] = ()
+) -> ServingEngine:
     """The engine that computes what a server is asked.
 
     Args:
@@ -58,11 +88,14 @@ def engine_for(model: Model, rows: int, context: int, queue: int, depth: int | N
         context: most tokens of a prompt and its answer.
         queue: most requests that wait.
         depth: L; None for the trained one.
+        further: samplers beside static, adaptive and lossless.
     """
-    from dreamer_jax.serving.engine import ServedEngine
+    from dreamer_jax.serving.engine import ServedEngine, samplers_for
     from dreamer_jax.serving.options import Options
 
-    return ServedEngine(model.folded(depth), options=Options(rows=rows, context=context, queue=queue), report=say)
+    folded = model.folded(depth)
+    samplers = [*samplers_for(folded), *further]
+    return ServedEngine(folded, samplers, options=Options(rows=rows, context=context, queue=queue), report=say)
 
 
 def _log_to_stderr() -> None:
@@ -97,6 +130,7 @@ def _parser() -> Parser:
     add("--rows", type=positive, default=16, metavar="N", help="requests that are computed at once (16)")
     add("--context", type=positive, metavar="N", help="tokens of a prompt and its answer (a row's in training)")
     add("--queue", type=positive, default=64, metavar="N", help="requests that wait; more are refused with 429 (64)")
+    add("--offer", action="append", default=[], metavar="SAMPLER", help=OFFER)
     add("--depth", type=positive, metavar="L", help="depths to apply; a recurrent model takes any (as trained)")
     add("--grace", type=_seconds, default=30.0, metavar="SECONDS", help="for what was admitted, after SIGTERM (30)")
     add("--log-text", action="store_true", help="write prompts and answers to the log, which otherwise has none")

@@ -6,7 +6,7 @@ engine's thread, so whoever takes it must not wait there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -140,6 +140,11 @@ class ServingEngine(Protocol):
     @property
     def ready(self) -> bool:
         """Whether its programs are compiled and it takes requests."""
+        ...
+
+    @property
+    def samplers(self) -> Mapping[str, Sampler]:
+        """Those that it serves, by name; of several with one name the one that the name alone stands for."""
         ...
 
     def submit(self, request: Request, deliver: Deliver) -> int:

@@ -86,7 +86,11 @@ class ServedEngine:
         report: Callable[[str], None] = lambda line: None,
     ):
         self.model, self.options, self._report = model, options or Options(), report
-        self.programs = programs_of(model, samplers_for(model) if samplers is None else samplers)
+        chosen = samplers_for(model) if samplers is None else samplers
+        self.samplers: dict[str, Sampler] = {}
+        for its in chosen:
+            self.samplers.setdefault(its.name, its)
+        self.programs = programs_of(model, chosen)
         its = self.options
         self._pages = Pages(its.all_pages, its.page, its.chunk)
         self._pool = programs.beside(model, programs.pool(model, its.all_pages, its.page))

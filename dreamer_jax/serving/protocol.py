@@ -12,12 +12,14 @@ import difflib
 import json
 import math
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from dreamer_jax.errors import UserError
 from dreamer_jax.inference.samplers import Adaptive, Sampler, Static
-from dreamer_jax.inference.samplers.by_name import sampler_of
+from dreamer_jax.inference.samplers.by_name import as_written, sampler_of
 from dreamer_jax.inference.sampling import Sampling
 
 MOST_ANSWERS = 128
@@ -171,8 +173,8 @@ class Fields:
             raise Refused(400, f"unknown field '{self._within}{name}'; {fix}", name, "unknown_parameter")
 
 
-def parse(body: bytes, chat: bool) -> Asked:
-    """Read a body.
+def parse(body: bytes, chat: bool, offered: Mapping[str, Sampler] = MappingProxyType({})) -> Asked:
+    """Read a body; a sampler's name alone means the one that is offered under it.
 
     Raises:
         Refused: with status 400.
@@ -187,7 +189,7 @@ def parse(body: bytes, chat: bool) -> Asked:
     if not isinstance(values, dict):
         raise Refused(400, "the body must be a JSON object")
     try:
-        return _asked(Fields(values), chat)
+        return _asked(Fields(values), chat, offered)
     except UserError as error:
         raise Refused(400, str(error)) from None
 
@@ -196,7 +198,7 @@ def _no_number(name: str) -> NoReturn:
     raise ValueError(name)
 
 
-def _asked(fields: Fields, chat: bool) -> Asked:
+def _asked(fields: Fields, chat: bool, offered: Mapping[str, Sampler]) -> Asked:
     stream = bool(fields.take("stream", bool))
     options = fields.take("stream_options", dict)
     include_usage = False
@@ -215,7 +217,7 @@ def _asked(fields: Fields, chat: bool) -> Asked:
         max_tokens=_max_tokens(fields, chat),
         stop=_stop(fields),
         sampling=_sampling(fields),
-        sampler=_sampler(fields),
+        sampler=_sampler(fields, offered),
         depth=fields.integer("depth", 1),
         logprobs=_logprobs(fields, chat),
         stream=stream,
@@ -316,9 +318,11 @@ def _sampling(fields: Fields) -> Sampling:
     )
 
 
-def _sampler(fields: Fields) -> Sampler:
+def _sampler(fields: Fields, offered: Mapping[str, Sampler]) -> Sampler:
     value, exits = fields.take("sampler", str, dict), fields.take("exit", dict)
     min_depth = fields.integer("min_depth", 1)
+    if isinstance(value, str) and value in offered and exits is None and min_depth is None:
+        return offered[value]
     if exits is not None:
         if value is not None:
             fields.refuse("exit", "is sampler adaptive; give one of exit and sampler")
@@ -339,8 +343,7 @@ def _sampler(fields: Fields) -> Sampler:
     for key, setting in settings.items():
         if isinstance(setting, (dict, list)) or setting is None:
             fields.refuse(f"{within}{key}", "must be a string, a number, or true or false")
-    written = {key: each if isinstance(each, str) else json.dumps(each) for key, each in settings.items()}
-    return sampler_of(name, written, within)
+    return sampler_of(name, as_written(settings), within)
 
 
 def _logprobs(fields: Fields, chat: bool) -> int | None:

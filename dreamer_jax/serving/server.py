@@ -176,6 +176,7 @@ class Server:
             "owned_by": "dreamer-jax",
             "context": self.served.context,
             "depth": self.engine.view().depth,
+            "samplers": list(self.engine.samplers),
         }
 
     def _named(self, name: str | None) -> None:
@@ -247,7 +248,7 @@ class Server:
             break_off(scope, at_once=True)
 
     def _read(self, body: bytes, chat: bool) -> tuple[Asked, list[tuple[int, ...]]]:
-        asked = parse(body, chat)
+        asked = parse(body, chat, self.engine.samplers)
         self._named(asked.model)
         prompts = self.served.prompts
         if asked.messages is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from dreamer_jax.data.tokenizers import ByteTokenizer
 from dreamer_jax.errors import UserError
+from dreamer_jax.inference.samplers import Adaptive, Lossless, Static
 from dreamer_jax.serving.contract import (
     Closed,
     Deliver,
@@ -71,6 +72,7 @@ class FakeEngine:
     ):
         self.says, self.pace, self.block, self.fails_at = says, pace, block, fails_at
         self.context, self.depth, self.most_waiting = context, depth, queue
+        self.samplers = {its.name: its for its in (Static(), Adaptive(), Lossless())}
         self.ready, self.submitted, self.cancelled = True, list[Request](), list[int]()
         self._rows: list[Row | None] = [None] * rows
         self._queue: list[Row] = []

@@ -9,7 +9,7 @@ import pytest
 
 from dreamer_jax.data.json_tokenizer import JsonTokenizer
 from dreamer_jax.data.tokenizers import ByteTokenizer
-from dreamer_jax.inference.samplers import Adaptive, DiffusionForcing, Static
+from dreamer_jax.inference.samplers import Adaptive, DiffusionForcing, Lossless, Static
 from dreamer_jax.serving.keys import Keys, read_keys
 from dreamer_jax.serving.prompts import Prompts, chat_template_of
 from dreamer_jax.serving.protocol import Message, Refused, parse
@@ -180,3 +180,16 @@ def test_keys(tmp_path):
     with pytest.raises(UserError, match="can't be read"):
         read_keys(str(tmp_path))
     assert isinstance(keys, Keys)
+
+
+def test_a_name_alone_means_what_is_offered_under_it():
+    """With settings, or by `exit`, it is a sampler of its own."""
+    offered = {"adaptive": Adaptive(threshold=0.5), "static": Static()}
+
+    def sampler(**fields):
+        return parse(json.dumps({"prompt": "a", **fields}).encode(), False, offered).sampler
+
+    assert sampler(sampler="adaptive") == Adaptive(threshold=0.5)
+    assert sampler(sampler={"name": "adaptive"}) == sampler(exit={}) == Adaptive()
+    assert sampler(sampler="adaptive", min_depth=2) == Adaptive(min_depth=2)
+    assert sampler() == sampler(sampler="static") == Static() and sampler(sampler="lossless") == Lossless()

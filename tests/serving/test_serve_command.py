@@ -18,6 +18,7 @@ pytest.importorskip("uvicorn", reason="extra `serve`")
 import dreamer_jax.model
 from dreamer_jax.cli import serve
 from dreamer_jax.cli.main import main
+from dreamer_jax.inference import Adaptive, DiffusionForcing
 from dreamer_jax.serving import process
 from dreamer_jax.serving.connections import is_loopback
 from tests.serving.asking import get, post, until
@@ -61,20 +62,39 @@ def test_defaults(started, capsys):
     assert main(["serve", "runs/x", "--port", "0"]) == 0
     served = started["server"].served
     assert (served.name, served.context, served.keys, served.loopback, served.log_text) == ("x", 96, None, True, False)
-    assert started["sizes"] == (16, 96, 64, None) and started["grace"] == 30 and started["address"][0] == "127.0.0.1"
+    assert (
+        started["sizes"] == (16, 96, 64, None, []) and started["grace"] == 30 and started["address"][0] == "127.0.0.1"
+    )
     assert served.prompts.text("a") == (256, 97) and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("wavy", "none of that name; one of static"),
+        ('{"name": "adaptive", "treshold": 1}', "did you mean '--offer threshold'"),
+        ('{"name": "adaptive", "threshold": [1]}', "threshold must be a string, a number"),
+        ('{"wavefront": 3}', "has no name; as {"),
+        ('{"name"', "isn't JSON; as {"),
+    ],
+)
+def test_offers_that_are_none(started, word, said, capsys):
+    assert main(["serve", "runs/x", "--port", "0", "--offer", word]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_options(started, tmp_path, capsys):
     keys = tmp_path / "keys"
     keys.write_text("0123456789abcdef\n")
     words = ["--rows", "3", "--context", "50", "--queue", "7", "--depth", "5", "--grace", "1.5", "--log-text"]
-    words += ["--host", "0.0.0.0", "--port", "0", "--dtype", "bfloat16"]
+    words += ["--host", "0.0.0.0", "--port", "0", "--dtype", "bfloat16", "--offer", "diffusion-forcing"]
+    words += ["--offer", '{"name": "adaptive", "criterion": "kl", "every": 2}']
     assert main(["serve", "runs/x/checkpoints/500", *words, "--api-key-file", str(keys)]) == 0
     served = started["server"].served
     assert (served.name, served.context, served.loopback, served.log_text) == ("x-500", 50, False, True)
     assert served.keys.open("Bearer 0123456789abcdef") and capsys.readouterr().err == ""
-    assert started["sizes"] == (3, 50, 7, 5) and started["grace"] == 1.5
+    offered = [DiffusionForcing(), Adaptive("kl", every=2)]
+    assert started["sizes"] == (3, 50, 7, 5, offered) and started["grace"] == 1.5
     assert started["options"] == {"average": 1, "dtype": "bfloat16", "cache": None, "tokenizer": None}
     assert main(["serve", "runs/x", *words]) == 0
     assert "without --api-key-file: everybody who reaches this machine may ask" in capsys.readouterr().err

@@ -137,6 +137,7 @@ def test_a_conversation(plain):
 
 def test_models(plain):
     (model,) = client(plain[0]).models.list().data
+    assert model.samplers == ["static", "adaptive", "lossless"]
     assert (model.id, model.context, model.depth) == (NAME, 512, 12)
     assert client(plain[0]).models.retrieve(NAME).id == NAME
     with pytest.raises(openai.NotFoundError, match="this server has 'fake'"):

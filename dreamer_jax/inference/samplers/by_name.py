@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Mapping
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from dreamer_jax.config.keys import convert
 from dreamer_jax.errors import ConfigError, UserError
 from dreamer_jax.inference.samplers import SAMPLERS
 from dreamer_jax.inference.samplers.contract import Sampler
+
+
+def as_written(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Settings from JSON as a person writes them.
+
+    Raises:
+        UserError: one isn't a string, a number, or true or false.
+    """
+    for key, each in settings.items():
+        if isinstance(each, (dict, list)) or each is None:
+            raise UserError(f"{key} must be a string, a number, or true or false")
+    return {key: each if isinstance(each, str) else json.dumps(each) for key, each in settings.items()}
 
 
 def sampler_of(name: str, settings: Mapping[str, str], prefix: str) -> Sampler:
