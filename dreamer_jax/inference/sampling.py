@@ -139,7 +139,10 @@ def keep(logits: jax.Array, numbers: SamplingNumbers, ranks: bool) -> jax.Array:
         likelihood = jax.nn.softmax(ordered, axis=-1)
         before = jnp.cumsum(likelihood, axis=-1) - likelihood
         # The likeliest always stays: nothing comes before it.
-        inside = (before < by_row(numbers.top_p, logits)) & (ordered > -jnp.inf)
+        top_p = by_row(numbers.top_p, logits)
+        inside = ((before < top_p) | (top_p >= 1)) & (
+            ordered > -jnp.inf
+        )  # 1 is all, also where the sum is rounded to 1
         border = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits >= border, logits, -jnp.inf)
     least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(by_row(numbers.min_p, logits))  # log(0) leaves all

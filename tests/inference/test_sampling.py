@@ -51,6 +51,13 @@ def test_filters_keep_what_their_definitions_keep(seed, top_k, top_p, min_p):
     assert np.array_equal(found[found > -np.inf], logits[found > -np.inf])
 
 
+def test_a_row_without_filters_loses_nothing_where_another_has_some():
+    """Rows that are ranked together: the first one wants all tokens, also those behind a sum that is rounded to 1."""
+    logits = jnp.array([[0.0, -20.0, -40.0, -60.0]] * 2)
+    numbers = Sampling(1.0).numbers()._replace(top_p=jnp.array([1.0, 0.9]), top_k=jnp.array([0.0, 0.0]))
+    assert (np.asarray(kept(logits, numbers)) > -np.inf).tolist() == [[True] * 4, [True, False, False, False]]
+
+
 def test_draws_have_the_frequencies_of_the_distribution_at_the_temperature():
     count, logits = 20_000, np.array([0.0, 1.0, 2.0, -1.0], np.float32)
     rows = jnp.arange(count)
