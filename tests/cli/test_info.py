@@ -82,7 +82,7 @@ def test_an_extra_of_a_dependency_counts_by_what_it_adds(monkeypatch: pytest.Mon
 def test_the_extras_a_person_is_promised() -> None:
     declared = configparser.ConfigParser()
     declared.read(ROOT / "setup.cfg")
-    assert {"tpu", "cuda", "data", "eval", "export", "bench", "docs", "gcs", "test"} == set(
+    assert {"tpu", "cuda", "data", "eval", "export", "bench", "docs", "gcs", "serve", "test"} == set(
         declared["options.extras_require"]
     )
 
