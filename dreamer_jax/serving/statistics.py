@@ -51,7 +51,9 @@ class Statistics:
         allow a speed-up of (F0 + L Fr) / (F0 + r Fr). A step costs Fr for every place, whether a position is in it or
         not, so with s places a token, (F0 + L Fr) / (F0 + s Fr) is reached. The share is their quotient,
         (F0 + r Fr) / (F0 + s Fr): 1 where every place of every step takes a token further that is delivered. Places
-        that nobody has, positions that were thrown away, and tokens that were computed twice make it less.
+        that nobody has, positions that were thrown away, and tokens that were computed twice make it less. It counts
+        steps, not time: what lies outside of the depths is taken to cost F0 a token, though it is computed for every
+        place whenever one row needs it.
         """
         if not self._decoded:
             return None

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from dataclasses import dataclass
-from typing import ClassVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dreamer_jax.benchmarks.serving import Replayed
 from dreamer_jax.budget.analytic import average_context, flops_by_depth
-from dreamer_jax.inference import Sampler
-from dreamer_jax.inference.samplers import one_by_one
 from dreamer_jax.inference.samplers.contract import Choosing
 from dreamer_jax.serving.contract import Request, View
 from dreamer_jax.serving.engine import ServedEngine
@@ -32,30 +27,8 @@ def float64():
         yield
 
 
-@dataclass(frozen=True)
-class Replayed(Sampler):
-    """Tokens stop at recorded depths, which their positions decide: L / 2 on average."""
-
-    name: ClassVar[str] = "replayed"
-
-    def _rule(self) -> one_by_one.Rule:
-        recorded = jnp.asarray(np.random.default_rng(0).permutation(np.tile(np.arange(1, DEPTH), 64)), jnp.int32)
-
-        def start(model, flight):
-            return jnp.zeros(len(jax.tree.leaves(flight.state)[0]), jnp.int32)
-
-        def check(model, flight, positions, slots, before):
-            return before + 1 >= recorded[positions[:, 0] % len(recorded)], before + 1
-
-        return one_by_one.Rule(start, check)
-
-    def carry(self, model, rows):
-        """Nothing is on its way."""
-        return one_by_one.carry(model, rows, self._rule())
-
-    def decode(self, choosing, model, progress, slots, carried, asked):
-        """At the recorded depths."""
-        return one_by_one.decode(choosing, model, progress, slots, carried, asked, self._rule())
+RECORDED = Replayed(tuple(np.random.default_rng(0).permutation(np.tile(np.arange(1, DEPTH), 64)).tolist()))
+"""Depths of L / 2 on average."""
 
 
 def replay(count: int, tokens: int, monkeypatch: pytest.MonkeyPatch, **changes: int) -> tuple[View, View]:
@@ -64,7 +37,7 @@ def replay(count: int, tokens: int, monkeypatch: pytest.MonkeyPatch, **changes: 
     monkeypatch.setattr("dreamer_jax.serving.engine.choosings", lambda likeliest: (Choosing(False, False, likeliest),))
     options = Options(rows=ROWS, context=tokens * 2 + 16, chunk=16, steps=4, logprobs=0, queue=count)
     options = dataclasses.replace(options, **changes)
-    engine = ServedEngine(model_of("ouro").replace(total_depth=DEPTH), [Replayed()], options)
+    engine = ServedEngine(model_of("ouro").replace(total_depth=DEPTH), [RECORDED], options)
     until(lambda: engine.ready or not engine._thread.is_alive())
     rng, views = np.random.default_rng(1), []
     started = time.perf_counter()
@@ -77,7 +50,7 @@ def replay(count: int, tokens: int, monkeypatch: pytest.MonkeyPatch, **changes: 
     lengths = rng.integers(tokens // 2, tokens * 3 // 2, count).tolist()
     for its, most in zip(taken, lengths, strict=True):
         prompt = tuple(rng.integers(0, 23, rng.integers(1, 16)).tolist())
-        engine.submit(Request(prompt, most, sampler=Replayed()), its)
+        engine.submit(Request(prompt, most, sampler=RECORDED), its)
     assert [len(its.wait().tokens) for its in taken] == lengths
     engine.close(0)
     print(f"{engine.view().tokens} tokens in {time.perf_counter() - started:.1f} s, {changes}")
