@@ -49,6 +49,7 @@ class Attention(Block):
         rope_base: of the rotation, over positions or depths.
         std, out_std: of the initial matrices.
         router: of the attention MoE; None for plain matrices.
+        shared_expert: whether the MoE has a shared expert, Eq. 7's second term.
         observe: whether to return what analysis wants to know.
     """
 
@@ -61,6 +62,7 @@ class Attention(Block):
     std: float
     out_std: float
     router: Router | None = None
+    shared_expert: bool = True
     observe: bool = False
 
     @nn.nowrap
@@ -69,7 +71,8 @@ class Attention(Block):
         qkv_size, out_size = (self.heads + 2 * self.kv_heads) * self.head_size, self.heads * self.head_size
         router = self.router and self.router.clone(parent=None, name=None)
         sizes = self.hidden_size, qkv_size, out_size
-        return Projections(self.operations, *sizes, self.std, self.out_std, router, self.observe, **place)
+        std, mixture = (self.std, self.out_std), (router, self.shared_expert)
+        return Projections(self.operations, *sizes, *std, *mixture, self.observe, **place)
 
     @nn.nowrap
     def split(self, qkv: jax.Array) -> list[jax.Array]:
@@ -101,7 +104,7 @@ class Attention(Block):
     @nn.nowrap
     def matmul_flops(self, reach: Reach, folded: bool = True) -> float:
         """Projections, scores and values; with an unfolded shared expert (Eq. 7), projections twice."""
-        branches = 1 if folded or self.router is None else 2
+        branches = 2 if self._shared and not folded else 1
         scores_and_values = 2 * self.keys_met(reach) * self.heads * self.head_size
         return 2 * (branches * self._weights + scores_and_values)
 
@@ -109,14 +112,14 @@ class Attention(Block):
     def elementwise_flops(self, reach: Reach, folded: bool = True) -> float:
         """Norm and rotation of q and k; softmax; the score times both maps' outputs."""
         mixture = 0
-        if self.router:  # unfolded twice, and the sum of both branches
-            mixture = (1 if folded else 3) * (self._qkv_size + self.hidden_size)
+        if self.router:  # with an unfolded shared expert twice, and the sum of both branches
+            mixture = (3 if self._shared and not folded else 1) * (self._qkv_size + self.hidden_size)
         return 2 * self._rotated + self.keys_met(reach) * self.heads + mixture
 
     @nn.nowrap
     def extra_training_flops(self) -> float:
         """The gradient of a folded projection takes a third product: the router's may not see the shared expert."""
-        return 2 * self._weights if self.router else 0.0
+        return 2 * self._weights if self._shared else 0.0
 
     @nn.nowrap
     def intermediate_elements(self) -> int:
@@ -127,6 +130,10 @@ class Attention(Block):
     def kept_elements(self) -> int:
         """q, k and v, and the attended heads."""
         return 2 * self._rotated
+
+    @property
+    def _shared(self) -> bool:
+        return self.router is not None and self.shared_expert
 
     @property
     def _qkv_size(self) -> int:
@@ -152,7 +159,7 @@ class Attention(Block):
         product = 2 * rows * self.hidden_size * columns
         weights = max(1, experts) * self._weights
         moved = rows * (2 * self.hidden_size + inner + outer) * BFLOAT16_BYTES  # the inputs and outputs of both
-        shared = 2 * on.tokens * self.hidden_size * columns if experts else 0  # Eq. 7's second branch
+        shared = 2 * on.tokens * self.hidden_size * columns if self._shared else 0  # Eq. 7's second branch
         totals = weights * FLOAT32_BYTES * (2 if experts else 1)
         again = 1 + on.again.products
         traffic = (moved + weights * BFLOAT16_BYTES) * again + 2 * moved + weights * BFLOAT16_BYTES + totals

@@ -175,10 +175,24 @@ def for_kernels(memory: Any, operations: Operations) -> Any:
         wanted = its is not None and operations.sequence_attention.interleaves(*kept.keys.shape[3:], kept.keys.dtype)
         return its() if its is not None and wanted else kept
 
-    return jax.tree.map(packed, memory, is_leaf=lambda kept: hasattr(kept, "paged"))
+    return jax.tree.map(packed, memory, is_leaf=_in_rows)
 
 
 def in_pages(memory: Any, table: jax.Array | None) -> Any:
     """A family's memory of rows that grow, whose rows from now on are pages of the rows of a table [B, M]; with None
     they are rows again. It has the same arrays."""
-    return jax.tree.map(lambda kept: kept.paged(table), memory, is_leaf=lambda kept: hasattr(kept, "paged"))
+    return jax.tree.map(lambda kept: kept.paged(table), memory, is_leaf=_in_rows)
+
+
+def pages_of_rows(memory: Any, rows: jax.Array) -> Any:
+    """A memory in pages, of which only these rows [b] int32 are left; it has the same arrays."""
+    return jax.tree.map(lambda kept: kept.paged(kept.table[rows]), memory, is_leaf=_in_rows)
+
+
+def pages_like(memory: Any, other: Any) -> Any:
+    """A memory in pages, with the rows of another one."""
+    return jax.tree.map(lambda kept, like: kept.paged(like.table), memory, other, is_leaf=_in_rows)
+
+
+def _in_rows(kept: Any) -> bool:
+    return hasattr(kept, "paged")

@@ -31,15 +31,16 @@ class Choice(NamedTuple):
 
 
 class ProjectionTapes(flax.struct.PyTreeNode, Tape):
-    """The tapes of both maps."""
+    """The tapes of both maps, and whether there are shared experts."""
 
     qkv: LinearTape
     out: LinearTape
+    shared: bool = flax.struct.field(pytree_node=False)
 
     def gradients(self) -> dict[str, Any]:
-        """Every expert's, and their sum for the shared one, which every expert sees."""
+        """Every expert's, and their sum for the shared one, which all tokens see."""
         totals = {"qkv": self.qkv.totals, "out": self.out.totals}
-        shared = {f"{name}_shared": jnp.sum(total, axis=0) for name, total in totals.items()}
+        shared = {f"{name}_shared": jnp.sum(total, axis=0) for name, total in totals.items()} if self.shared else {}
         return {"projections": {**totals, **shared}}
 
 
@@ -56,6 +57,7 @@ class Projections(Block):
         out_size: n d, rows of the output projection.
         std, out_std: of the initial matrices.
         router: of the mixture; None for plain matrices.
+        shared_expert: whether a mixture has a shared expert, Eq. 7's second term.
         observe: whether `route` also returns what analysis wants to know.
     """
 
@@ -66,6 +68,7 @@ class Projections(Block):
     std: float
     out_std: float
     router: Router | None = None
+    shared_expert: bool = True
     observe: bool = False
 
     def setup(self) -> None:
@@ -79,9 +82,14 @@ class Projections(Block):
         self.qkv_weight = matrix("qkv", self.std, experts + inward, ("hidden", "heads"))
         self.out_weight = matrix("out", self.out_std, experts + outward, ("heads", "hidden"))
         self.qkv_shared = self.out_shared = None
-        if self.router and not self.folded("qkv_shared"):
+        if self.has_shared and not self.folded("qkv_shared"):
             self.qkv_shared = matrix("qkv_shared", self.std, inward, ("hidden", "heads"))
             self.out_shared = matrix("out_shared", self.out_std, outward, ("heads", "hidden"))
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether there is a shared expert, folded or not."""
+        return self.router is not None and self.shared_expert
 
     def route(self, x: jax.Array, depth: Depth, bias: Any, real: jax.Array) -> tuple[Choice | None, Any, Any]:
         """The choice of each token, [T, h] -> (choice, counts [G] int32, what was observed); None without experts."""
@@ -123,7 +131,7 @@ class Projections(Block):
             return None
         linear = self.operations.expert_linear
         qkv, out = (linear.start_tape(tokens, weights[name].shape, dtype) for name in ("qkv", "out"))
-        return ProjectionTapes(qkv, out) if qkv is not None and out is not None else None
+        return ProjectionTapes(qkv, out, self.has_shared) if qkv is not None and out is not None else None
 
     @nn.nowrap
     def fold(self, weights: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -131,9 +139,11 @@ class Projections(Block):
         folded = {}
         for name in ("qkv", "out"):
             matrix = weights[name]
-            if self.router is not None:
+            if self.has_shared:
                 matrix = matrix + weights[f"{name}_shared"]
-            folded[name] = self.operations.expert_linear.arrange(matrix.astype(dtype))
+            matrix = matrix.astype(dtype)
+            several = matrix.ndim > 2  # one matrix for all depths isn't looked up
+            folded[name] = self.operations.expert_linear.arrange(matrix) if several else matrix
         if self.router is not None:
             folded["router"] = self.router.fold(weights["router"], dtype)
         return folded
@@ -141,5 +151,6 @@ class Projections(Block):
     @nn.nowrap
     def parameters(self, folded: bool = False) -> int:
         """Every expert's two matrices, and the shared expert's unless it is folded; the router counts itself."""
-        copies = self.router.num_experts + (not folded) if self.router else 1
+        copies = self.router.num_experts if self.router else 1
+        copies += self.has_shared and not folded
         return copies * self.hidden_size * (self.qkv_size + self.out_size)

@@ -25,14 +25,14 @@ HIGHEST = 6
 
 
 class Router(Block):
-    """Attention logits of tokens over experts: depth-encoded low-rank queries, learned keys (section 3.5).
+    """Attention logits of tokens over experts: low-rank queries, encoded by depth, and learned keys (section 3.5).
 
     Attributes:
         hidden_size: h.
         num_experts: E.
         size: r, of queries and keys; divisible by 4.
         selected: k, experts that a token selects; for counting.
-        depth_base: RoPE base over the depths.
+        depth_base: RoPE base over the depths; None: queries aren't encoded by depth.
         std: of the initial matrices.
     """
 
@@ -40,7 +40,7 @@ class Router(Block):
     num_experts: int
     size: int
     selected: int
-    depth_base: float
+    depth_base: float | None
     std: float
 
     @nn.compact
@@ -53,7 +53,8 @@ class Router(Block):
 
         # Routing is float32: the product of compute-dtype factors is accumulated and kept in float32.
         query = RMSNorm(name="query_norm")(_project(x, query_weight))
-        query = depth_rope(query, depth, self.depth_base)
+        if self.depth_base is not None:
+            query = depth_rope(query, depth, self.depth_base)
         if not self.folded("keys_norm"):
             keys = RMSNorm(name="keys_norm")(keys)
         letters = "tr,ter->te" if keys.ndim == 3 else "tr,er->te"
@@ -83,7 +84,8 @@ class Router(Block):
         Norms of the keys belong to no token and aren't counted.
         """
         normalise = 2 * self.selected if self.selected > 1 else 0
-        return 2 * self.size + (2 + self.selected) * self.num_experts + normalise
+        query = self.size if self.depth_base is None else 2 * self.size
+        return query + (2 + self.selected) * self.num_experts + normalise
 
     @nn.nowrap
     def intermediate_elements(self) -> int:

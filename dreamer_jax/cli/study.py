@@ -58,7 +58,7 @@ def _parser() -> Parser:
         epilog="What a file says: docs/studies.md. A setting on the command line is one of all runs.",
         allow_abbrev=False,
     )
-    parser.add_argument("study", metavar="STUDY", help="a YAML file, or a study of the package: zoo")
+    parser.add_argument("study", metavar="STUDY", help="a YAML file, or a study of the package: section37, zoo")
     parser.add_argument("--out", metavar="DIR", help="the folder of the study (runs/studies/NAME)")
     parser.add_argument(
         "--jobs", type=positive, default=1, help="runs at once; each has its share of the cores, or its device (1)"

@@ -75,8 +75,8 @@ class DreamerForm(Form):
     model_file = "modeling_dreamer.py"
 
     def has_shared(self, model: DreamerConfig) -> bool:
-        """Recurrent models have."""
-        return model.recurrent
+        """Attention MoEs have, unless `model.shared_expert` is off."""
+        return model.shared_experts
 
     # config.json
 
@@ -195,7 +195,7 @@ class DreamerForm(Form):
 A causal language model of the Dreamer family (depth-recurrent attention mixtures), written by `dreamer export`.
 Variant {model.variant}: {_KINDS[model.variant]}. Hidden size {model.hidden_size}, vocabulary {model.vocab_size},
 {model.num_experts} experts{"" if model.recurrent else " a layer"} of {model.expert_size} with
-{model.experts_per_token} active, mixing order `{model.mixing}`.
+{model.experts_per_token} active, mixing order `{model.mixing}`{"".join(f", no `{name}`" for name in model.left_out)}.
 
 Matrices are {description.dtype}; norms, router keys and balancing biases are float32. Shared experts are
 {_shared(description)}""",
@@ -208,7 +208,7 @@ def _tensor(stored: StoredModel, name: Name, code: str, description: Description
     leaf = stored.leaf(name.item, name.leaf)
     scope, _, last = name.leaf.rpartition(".")
     shared = None
-    if last in FOLDED and description.model.recurrent and not description.keep_shared:
+    if last in FOLDED and description.model.shared_experts and not description.keep_shared:
         shared = stored.leaf(name.item, f"{scope}.{FOLDED[last]}")
     shape = leaf.shape if name.layer is None else leaf.shape[1:]
 
@@ -248,8 +248,8 @@ def _trace(dreamer: Any, tokens: np.ndarray) -> Trace:
 
 
 def _shared(description: Description) -> str:
-    if not description.model.recurrent:
-        return "not part of this variant."
+    if not description.model.shared_experts:
+        return "not part of this model."
     if description.keep_shared:
         return "kept apart, as in training."
     return (

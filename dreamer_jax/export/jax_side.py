@@ -71,7 +71,7 @@ class JaxSide:
             for name in ("DA", "SA", "EA", "residual"):
                 if name in outputs:
                     parts.append((f"depth {l}: {name}", np.asarray(outputs[name], np.float32)))
-        if not config.recurrent:
+        if not config.normalised_stream:
             x = rms_norm(x, jnp.asarray(self._global("final_norm.scale")))
         clean = ~np.logical_or.accumulate(tied.reshape(tokens.shape), axis=1)
         return Trace(parts, self._logits(x), clean)

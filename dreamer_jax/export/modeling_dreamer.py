@@ -9,8 +9,9 @@ With it: `AutoModelForCausalLM.from_pretrained("folder", trust_remote_code=True)
 
 A token passes L depths. At each it attends to earlier tokens (SA), to what it was at earlier depths (DA), and to MLP
 experts (EA). In the variants DR and DR+DA one layer serves every depth, and the projections of SA and DA are linear
-experts, one selected a token; in LA and LA+DA every depth has its own layer. A DR model may run at any depth
-(`depth=...`), an LA model at no more than it has. In comments, B batch, S sequence, T = B·S tokens, h hidden size,
+experts, one selected a token; in LA and LA+DA every depth has its own layer. Four settings leave out a part each:
+attention_experts, shared_expert, residual_norm, router_depth_code. A DR model may run at any depth (`depth=...`), an LA
+model at no more than it has. In comments, B batch, S sequence, T = B·S tokens, h hidden size,
 V vocabulary, E experts, F expert size, k active experts, r router size, n heads, kv key/value heads, d head size.
 
 Router queries, softmaxes, norms and logits are float32 whatever the weights are. Matrices are stored [in, out], but
@@ -70,6 +71,10 @@ class DreamerConfig(PretrainedConfig):
         da_kv_heads=1,
         da_head_size=32,
         depth_rope_base=500.0,
+        attention_experts=True,
+        shared_expert=True,
+        residual_norm=True,
+        router_depth_code=True,
         num_experts=64,
         experts_per_token=4,
         expert_size=64,
@@ -99,6 +104,16 @@ class DreamerConfig(PretrainedConfig):
     def depth_attention(self) -> bool:
         """Whether tokens attend to their own earlier depths."""
         return self.variant.endswith("+DA")
+
+    @property
+    def attention_moes(self) -> bool:
+        """Whether the projections of SA and DA are linear experts."""
+        return self.recurrent and self.attention_experts
+
+    @property
+    def normalised_stream(self) -> bool:
+        """Whether every depth ends with a norm; if not, there is one final norm."""
+        return self.recurrent and self.residual_norm
 
 
 class Cache:
@@ -217,6 +232,7 @@ class Router(Weights):
     def __init__(self, config: DreamerConfig, experts: int, active: int, rate: float):
         super().__init__()
         self.experts, self.active, self.rate, self.rule = experts, active, rate, config.balancing
+        self.depth_code = config.router_depth_code
         self.matrix("query", config.hidden_size, config.router_size, deviation=input_deviation(config))
         self.matrix("keys", experts, config.router_size, deviation=input_deviation(config))
         self.query_norm, self.keys_norm = RMSNorm(config.router_size), RMSNorm(config.router_size)
@@ -236,12 +252,16 @@ class Router(Weights):
         return indices, logits.gather(-1, indices).sigmoid(), counts
 
     def rotated_keys(self, step: Step) -> Tensor:
-        """[E, r] float32: scaled for the product, and turned back by the depth in place of turning queries forward."""
+        """[E, r] float32: scaled for the product, and turned back by the depth in place of turning queries forward.
+
+        Without a depth code they are the same at every depth."""
         kept = None if step.cache is None or torch.is_grad_enabled() else step.cache.router_keys
         if kept is not None and (id(self), step.depth) in kept:
             return kept[id(self), step.depth]
         cos, sin = step.router_rotation
-        keys = rotate_by_depth(self.keys_norm(self.keys.float()), (cos, -sin))
+        keys = self.keys_norm(self.keys.float())
+        if self.depth_code:
+            keys = rotate_by_depth(keys, (cos, -sin))
         keys = keys * self.query_norm.weight.float() * keys.shape[1] ** -0.5
         if kept is not None:
             kept[id(self), step.depth] = keys
@@ -327,23 +347,24 @@ class Projections(Weights):
     """The fused q/k/v projection and the output projection of one attention.
 
     In DR both are linear experts, as many as the trained depth, with one selection and one score s a token:
-    s·xW_e + stop_gradient(s)·xW_shared. The shared expert is usually folded into W_e already.
+    s·xW_e + stop_gradient(s)·xW_shared. The shared expert is usually folded into W_e already. In LA, and in DR without
+    attention_experts, both are plain matrices.
     """
 
     def __init__(self, config: DreamerConfig, qkv_size: int, out_size: int):
         super().__init__()
-        hidden, lead = config.hidden_size, (config.depth,) if config.recurrent else ()
+        hidden, lead = config.hidden_size, (config.depth,) if config.attention_moes else ()
         self.matrix("qkv", *lead, hidden, qkv_size, deviation=input_deviation(config))
         self.matrix("out", *lead, out_size, hidden, deviation=output_deviation(config))
-        self.router = Router(config, config.depth, 1, config.attention_bias_rate) if config.recurrent else None
-        if config.recurrent and config.keep_shared:
+        self.router = Router(config, config.depth, 1, config.attention_bias_rate) if config.attention_moes else None
+        if config.attention_moes and config.shared_expert and config.keep_shared:
             self.matrix("qkv_shared", hidden, qkv_size, deviation=input_deviation(config))
             self.matrix("out_shared", out_size, hidden, deviation=output_deviation(config))
         else:
             self.qkv_shared = self.out_shared = None
 
     def route(self, x: Tensor, step: Step):
-        """[T, h] -> ((expert [T, 1], score [T, 1]) and selections), None in LA."""
+        """[T, h] -> ((expert [T, 1], score [T, 1]) and selections), None for plain matrices."""
         if self.router is None:
             return None, None
         indices, scores, counts = self.router(x, step)
@@ -454,7 +475,7 @@ class Layer(nn.Module):
         if config.depth_attention:
             self.depth_attention = DepthAttention(config, config.da_heads, config.da_kv_heads, config.da_head_size)
             self.depth_norm = RMSNorm(hidden)
-        if config.recurrent:
+        if config.normalised_stream:
             self.residual_norm = RMSNorm(hidden)
 
     def forward(self, x: Tensor, step: Step):
@@ -501,7 +522,7 @@ class Dreamer(nn.Module):
         for module in (self.embedding, self.head):
             nn.init.normal_(module.weight, std=input_deviation(config))
         self.layers = nn.ModuleList(Layer(config) for _ in range(1 if config.recurrent else config.depth))
-        self.final_norm = nn.Identity() if config.recurrent else RMSNorm(config.hidden_size)
+        self.final_norm = nn.Identity() if config.normalised_stream else RMSNorm(config.hidden_size)
 
     @classmethod
     def load(cls, folder: str | Path, device: str | torch.device = "cpu") -> Dreamer:

@@ -99,7 +99,7 @@ def _entries(config: DreamerConfig, keep_shared: bool) -> Iterator[Entry]:
         yield tensor, "params", leaf, None, "embedding"
     for index in range(1 if config.recurrent else config.depth):
         yield from _layer(config, keep_shared, index)
-    for leaf, tensor in () if config.recurrent else FINAL_NORM:
+    for leaf, tensor in () if config.normalised_stream else FINAL_NORM:
         yield tensor, "params", leaf, None, "final norm"
     for leaf, tensor in GLOBAL[1:]:
         yield tensor, "params", leaf, None, "head"
@@ -116,7 +116,7 @@ def _layer(config: DreamerConfig, keep_shared: bool, index: int) -> Iterator[Ent
         return f"model.layers.{index}.{prefix}{BIAS}", "balancing", router, layer, part + where
 
     parts = {"sequence": "SA", "depth": "DA", "expert": "EA", "residual": "residual norm"}
-    absent = {"depth": not config.depth_attention, "residual": not config.recurrent}
+    absent = {"depth": not config.depth_attention, "residual": not config.normalised_stream}
     for leaf, tensor in NORMS:
         kind = leaf.partition("_")[0]
         if not absent.get(kind):
@@ -125,8 +125,8 @@ def _layer(config: DreamerConfig, keep_shared: bool, index: int) -> Iterator[Ent
         attention, prefix = f"{kind}_attention", "projections."
         if absent.get(kind):
             continue
-        moe = [(f"{prefix}{leaf}", f"{prefix}{tensor}") for leaf, tensor in ROUTER] if config.recurrent else []
-        for leaf, tensor in (*ATTENTION, *(SHARED if moe and keep_shared else ()), *moe):
+        moe = [(f"{prefix}{leaf}", f"{prefix}{tensor}") for leaf, tensor in ROUTER] if config.attention_moes else []
+        for leaf, tensor in (*ATTENTION, *(SHARED if config.shared_experts and keep_shared else ()), *moe):
             yield name(f"{attention}.{leaf}", f"{attention}.{tensor}", parts[kind])
         if moe:
             yield bias(attention, f"{attention}.{prefix}", parts[kind])

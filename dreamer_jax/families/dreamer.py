@@ -37,14 +37,14 @@ class Layer(nn.Module):
     Attributes:
         sequence_attention, depth_attention, expert_attention: SA, DA (or None), EA.
         mixing: how they are combined.
-        recurrent: DR, whose residual stream is normalised.
+        normalised: whether the residual stream is, as in DR.
     """
 
     sequence_attention: SequenceAttention
     depth_attention: DepthAttention | None
     expert_attention: ExpertAttention
     mixing: str
-    recurrent: bool
+    normalised: bool
 
     @nn.compact
     def __call__(
@@ -104,7 +104,7 @@ class Layer(nn.Module):
         else:  # Eq. 6
             y = x + da(x) + sa(x) + ea(x)
 
-        if self.recurrent:  # section 3.7: x_{l+1} = Norm(y_l), so that scales agree across depths
+        if self.normalised:  # section 3.7: x_{l+1} = Norm(y_l), so that scales agree across depths
             y = RMSNorm(name="residual_norm")(keep(y))
         return y, Memory(sequence, depths), _present(counts), _present(seen)
 
@@ -124,14 +124,15 @@ class _Parameters(Block):
             self.param("layer", self.family.init_layer)
         else:
             self.param("layers", self.family.init_stack)
+        if not config.normalised_stream:
             RMSNorm(name="final_norm")(jnp.zeros(config.hidden_size))
 
 
 class Dreamer(Family):
     """A model of the family, sizes and variant by its configuration (dreamer_jax/config/models/dreamer.py).
 
-    Parameters: `embedding`, `head`, and `layer` or, in LA, `layers`, stacked, and `final_norm`. Its state: `balancing`,
-    router name -> b ([E], in LA [L, E]).
+    Parameters: `embedding`, `head`, and `layer` or, in LA, `layers`, stacked; `final_norm`, unless every depth ends
+    with a norm. Its state: `balancing`, router name -> b ([E], in LA [L, E]).
     """
 
     parts = ("embedding", "SA", "DA", "EA", "routers", "residual", "head")
@@ -170,11 +171,13 @@ class Dreamer(Family):
 
         def router(experts: int, selected: int) -> Router:
             sizes = hidden, experts, config.router_size, selected
-            return Router(*sizes, config.depth_rope_base, std, parent=None)
+            base = config.depth_rope_base if config.router_depth_code else None
+            return Router(*sizes, base, std, parent=None)
 
         def attention(kind: type, *sizes: Any) -> Any:
-            mixture = router(config.depth, 1) if config.recurrent else None  # as many linear experts as depths
-            return kind(self.operations, hidden, *sizes, std, out_std, mixture, self.observe, parent=None)
+            router_of = router(config.depth, 1) if config.attention_moes else None  # as many linear experts as depths
+            mixture = router_of, config.shared_expert
+            return kind(self.operations, hidden, *sizes, std, out_std, *mixture, self.observe, parent=None)
 
         sa = config.sa_heads, config.sa_kv_heads, config.sa_head_size, config.sa_rope_base
         da = config.da_heads, config.da_kv_heads, config.da_head_size, config.depth_rope_base
@@ -186,7 +189,7 @@ class Dreamer(Family):
                 self.operations, hidden, config.expert_size, experts, std, out_std, self.observe, parent=None
             ),
             mixing=config.mixing,
-            recurrent=config.recurrent,
+            normalised=config.normalised_stream,
             parent=None,
         )
 
@@ -268,8 +271,8 @@ class Dreamer(Family):
         return tape
 
     def readout(self, params: Any, state: jax.Array, memory: Memory, context: Context) -> tuple[jax.Array, Memory]:
-        """DR's stream is normalised already; LA has one final norm."""
-        return (state if self.config.recurrent else rms_norm(state, params["final_norm"]["scale"])), memory
+        """DR's stream is normalised already; LA, and DR without that, have one final norm."""
+        return (state if self.config.normalised_stream else rms_norm(state, params["final_norm"]["scale"])), memory
 
     # Memories.
 
@@ -320,7 +323,7 @@ class Dreamer(Family):
             attentions.append(layer.depth_attention)
             da = [Share("DA", layer.depth_attention, copies, depths), Share("DA", norm, copies, depths)]
         rotated = sum((each.heads + each.kv_heads) * each.head_size for each in attentions)
-        residual = Residual(hidden, len(attentions) + 1, len(attentions) + 2, rotated)
+        residual = Residual(hidden, len(attentions) + 1, len(attentions) + 1 + config.residual_norm, rotated)
         return [
             Share("embedding", Embedding(config.vocab_size, hidden), 1, 1, outside=True),
             Share("SA", layer.sequence_attention, copies, depths),
@@ -330,7 +333,7 @@ class Dreamer(Family):
             Share("EA", norm, copies, depths),
             *(Share("routers", router, copies, depths) for router in self.routers.values()),
             Share("residual", residual, 0, depths),
-            Share("residual", norm, 1, depths if config.recurrent else 1),
+            Share("residual", norm, 1, depths if config.normalised_stream else 1),
             Share("head", Head(config.vocab_size, hidden), 1, 1, outside=True),
         ]
 

@@ -77,6 +77,31 @@ def test_flops_by_hand() -> None:
     assert analytic.total(analytic.matmul_flops(small("DR+DA"), context)) == 2 * (3 * layer + 8 * 11)
 
 
+def test_what_leaving_out_a_part_of_section_3_7_saves() -> None:
+    """By hand: parameters, matrix products, elementwise work and what a train step executes beyond three forwards."""
+
+    def counts(**changes) -> tuple[float, float, float, float]:
+        model = small("DR+DA", **changes)
+        each = (analytic.parameters(model), analytic.matmul_flops(model, 10), analytic.elementwise_flops(model, 10))
+        parameters, products, elementwise = map(analytic.total, each)
+        extra = analytic.executed_training_flops(model, 20, remat=False)[0] - analytic.training_flops(model, 20)[0]
+        return parameters, products, elementwise, extra
+
+    def saved(**changes) -> tuple[float, ...]:
+        return tuple(before - after for before, after in zip(counts(), counts(**changes), strict=True))
+
+    both, router = SA_WEIGHTS + DA_WEIGHTS, 8 * 4 + 3 * 4 + 2 * 4
+    third = 2 * 3 * both  # the third product of a folded projection's gradient, at three depths
+    assert counts()[3] == third
+    scaled = (4 + 2 * 2) * 6 + 8 + (2 + 2 * 1) * 12 + 8  # outputs of the four maps, times the score
+    routing = 2 * 4 + (2 + 1) * 3  # norm and rotation of the query; sigmoid, bias and comparison of 3 experts
+    products, elementwise = 3 * 2 * 2 * (8 + 3) * 4, 3 * (scaled + 2 * routing)
+    assert saved(attention_experts=False) == (3 * both + 2 * router, products, elementwise, third)
+    assert saved(shared_expert=False) == (both, 0, 0, third)
+    assert saved(residual_norm=False) == (0, 0, 2 * 8, 0)  # one norm in place of three
+    assert saved(router_depth_code=False) == (0, 0, 3 * 3 * 4, 0)  # three rotated queries at three depths
+
+
 def test_folding_removes_one_expert_and_one_product() -> None:
     model = small("DR+DA")
     stored, folded = (analytic.total(analytic.parameters(model, folded=each)) for each in (False, True))
@@ -84,8 +109,7 @@ def test_folding_removes_one_expert_and_one_product() -> None:
     branches, product = (analytic.total(analytic.matmul_flops(model, 10, folded=each)) for each in (False, True))
     assert branches - product == 2 * 3 * (SA_WEIGHTS + DA_WEIGHTS)
     assert analytic.elementwise_flops(model, 10, folded=False)["SA"] > analytic.elementwise_flops(model, 10)["SA"]
-    for variant in ("LA", "LA+DA"):
-        model = small(variant)
+    for model in (small("LA"), small("LA+DA"), small("DR", shared_expert=False), small("DR", attention_experts=False)):
         assert analytic.parameters(model) == analytic.parameters(model, folded=True)
         assert analytic.matmul_flops(model, 10) == analytic.matmul_flops(model, 10, folded=False)
 

@@ -66,6 +66,15 @@ def test_program_and_arithmetic_agree(variant: Variant, data: st.DataObject) -> 
     assert found.flops_per_token == pytest.approx(expected.flops_per_token, rel=1e-3)
 
 
+@pytest.mark.parametrize("part", ["attention_experts", "shared_expert", "residual_norm", "router_depth_code"])
+def test_program_and_arithmetic_agree_without_a_part_of_section_3_7(part: str) -> None:
+    sizes = {"depth": 3, "hidden_size": 24, "num_experts": 8, "expert_size": 16}
+    whole, without = DreamerConfig(**sizes), DreamerConfig(**sizes, **{part: False})
+    assert program.count(without, 6) == program.expected(without, 6)
+    same = part in ("residual_norm", "router_depth_code")  # a norm of the stream once or at each depth is one scale
+    assert (program.expected(without, 6).parameters == program.expected(whole, 6).parameters) == same
+
+
 @pytest.mark.parametrize("variant", ["LA", "DR+DA"])
 def test_the_count_is_the_same_over_a_mesh(variant: Variant) -> None:
     model = DreamerConfig(variant=variant, depth=3, hidden_size=24, num_experts=8, expert_size=16)

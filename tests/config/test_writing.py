@@ -21,6 +21,8 @@ KEYS = key_types(DreamerConfig)
 def value_strategy(annotation: Any) -> st.SearchStrategy:
     if get_origin(annotation) is Literal:
         return st.sampled_from(get_args(annotation))
+    if annotation is bool:
+        return st.booleans()
     if annotation is int:
         return st.sampled_from([1, 2, 4, 8, 64, 128, 4096]) | st.integers(0, 10**9)
     if annotation is float:

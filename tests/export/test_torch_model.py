@@ -23,6 +23,7 @@ from tests.families.cases import (
     relative_error,
     small_config,
 )
+from tests.families.numpy_reference import forward
 
 torch = pytest.importorskip("torch", reason=WHY_SKIPPED)
 
@@ -61,6 +62,22 @@ def test_logits_of_packed_rows_at_trained_and_other_depths(variant: str, mixing:
             assert relative_error(actual[REAL], np.asarray(expected)[REAL]) < TOLERANCE
             again = logits_of(dreamer, tokens, SEGMENT_IDS, POSITIONS, depth=depth)
             np.testing.assert_array_equal(again[REAL], actual[REAL])
+
+
+@pytest.mark.parametrize("part", ["attention_experts", "shared_expert", "residual_norm", "router_depth_code"])
+def test_without_a_part_of_section_3_7(part: str) -> None:
+    """Against NumPy, with the shared experts apart and folded, where there are any; and greedily continued."""
+    config = small_config(**{part: False})
+    params, bias = random_weights(config)
+    expected = forward(config, params, bias, TOKENS, SEGMENT_IDS, POSITIONS)
+    for keep_shared in (False, True)[: 1 + config.shared_experts]:
+        dreamer = torch_model(config, keep_shared)
+        found = logits_of(dreamer, TOKENS, SEGMENT_IDS)
+        assert relative_error(found[REAL], expected.logits[REAL]) < TOLERANCE
+        prompt = torch.tensor(TOKENS[:1, :4])
+        written = dreamer.generate(prompt, 3)
+        for length in (4, 5, 6):  # the caches give what a pass over the whole row gives
+            assert written[0, length] == dreamer(written[:, :length])[0, -1].argmax()
 
 
 def test_deeper_than_trained() -> None:

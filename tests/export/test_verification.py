@@ -37,11 +37,18 @@ def compare(folder: Path, run: Path) -> verification.Finding:
 
 
 @pytest.mark.parametrize(
-    ("variant", "dtype", "keep_shared"),
-    [("DR", "float32", True), ("LA+DA", "bfloat16", False)],
+    ("variant", "dtype", "keep_shared", "left_out"),
+    [
+        ("DR", "float32", True, ()),
+        ("LA+DA", "bfloat16", False, ()),
+        ("DR+DA", "float32", False, ("attention_experts", "residual_norm")),
+        ("DR", "bfloat16", True, ("shared_expert", "router_depth_code")),
+    ],
 )
-def test_right_folders_pass(tmp_path: Path, variant: str, dtype: str, keep_shared: bool) -> None:
-    run = make_run(tmp_path / "run", variant, mixing="sequential")
+def test_right_folders_pass(
+    tmp_path: Path, variant: str, dtype: str, keep_shared: bool, left_out: tuple[str, ...]
+) -> None:
+    run = make_run(tmp_path / "run", variant, mixing="sequential", **dict.fromkeys(left_out, False))
     found = []
     model = open_model(run)
     export(model, tmp_path / "out", dtype, keep_shared, lambda path: found.append(verification.verify(path, model)))

@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dreamer_jax.config.models.algoformer import AlgoformerConfig
 from dreamer_jax.config.models.cotformer import CotformerConfig
@@ -28,7 +29,13 @@ from dreamer_jax.inference.samplers import adaptive, one_by_one
 from dreamer_jax.inference.samplers.contract import Asked, Choosing, Progress
 from dreamer_jax.inference.sampling import Sampling
 
-VARIANTS = ("LA", "LA+DA", "DR", "DR+DA")
+VARIANTS = [
+    "LA",
+    "DR+DA",
+    pytest.param("LA+DA", marks=pytest.mark.slow),
+    pytest.param("DR", marks=pytest.mark.slow),
+]
+"""Of tests that compile each: LA and DR+DA have every part of the other two."""
 MIXINGS = ("sequential", "parallel_attention", "parallel")
 
 # One row a list of document lengths, negative for padding: several documents, single ones, padding on every side.
@@ -217,7 +224,9 @@ def until_stopped(
     progress = Progress(last, places[:, 0], none > 0, none, none + OUTSIDE, none + model.total_depth)
     asked = Asked(jnp.int32(1), jnp.array([-1]), Sampling().numbers(), ())
     carried = one_by_one.carry(model, rows, its)
-    block = one_by_one.decode(Choosing(logprobs=vocabulary), model, progress, slots, carried, asked, its)
+    block = one_by_one.decode(
+        Choosing(logprobs=vocabulary), model, progress, slots, carried, asked, lambda settings: its
+    )
     logs = jnp.zeros((rows, vocabulary)).at[jnp.arange(rows)[:, None], block.logprobs.ids[:, 0]]
     return logs.set(block.logprobs.values[:, 0]), block.slots, block.depths[:, 0]
 

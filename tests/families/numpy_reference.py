@@ -69,6 +69,7 @@ class Pass:
         self.config, self.params, self.bias, self.depth = config, params, bias, depth
         self.counts = {name: np.zeros((depth, b.shape[-1]), int) for name, b in bias.items()}
         self.margin = np.inf
+        self.norms_each_depth = config.recurrent and config.residual_norm
 
     def document(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Hidden states before the head, [n, h], of one document's embeddings [n, h]."""
@@ -77,8 +78,8 @@ class Pass:
         for l in range(self.depth):
             layer = self.layer(l)
             y = self.mixture(layer, x, positions, l)
-            x = rms_norm(y, layer["residual_norm"]["scale"]) if self.config.recurrent else y
-        return x if self.config.recurrent else rms_norm(x, self.params["final_norm"]["scale"])
+            x = rms_norm(y, layer["residual_norm"]["scale"]) if self.norms_each_depth else y
+        return x if self.norms_each_depth else rms_norm(x, self.params["final_norm"]["scale"])
 
     def layer(self, l: int) -> Tree:
         """The weights applied at depth l."""
@@ -152,22 +153,22 @@ class Pass:
         return y
 
     def choose_projection(self, name: str, projections: Tree, x: np.ndarray, l: int) -> list[tuple[int, float]]:
-        """Expert and score of every token in an attention MoE; in LA there is one expert with score 1."""
-        if "router" not in projections:
+        """Expert and score of every token in an attention MoE; plain matrices are one expert with score 1."""
+        if not (self.config.recurrent and self.config.attention_experts):
             return [(0, 1.0)] * len(x)
         logits = self.router_logits(projections["router"], x, l)
         chosen = [self.select(name, row, l, 1)[0] for row in logits]
         return [(expert, float(sigmoid(row[expert]))) for expert, row in zip(chosen, logits, strict=True)]
 
     def project(self, projections: Tree, name: str, choice: list[tuple[int, float]], x: np.ndarray) -> np.ndarray:
-        """Eq. 7: s * x W_e + s * x W_shared; x W in LA."""
-        if "router" not in projections:
+        """Eq. 7: s * x W_e + s * x W_shared, or its first term alone; x W of plain matrices."""
+        if not (self.config.recurrent and self.config.attention_experts):
             return x @ projections[name]
-        rows = [
-            score * (row @ projections[name][expert]) + score * (row @ projections[f"{name}_shared"])
-            for (expert, score), row in zip(choice, x, strict=True)
-        ]
-        return np.stack(rows)
+        pairs = list(zip(choice, x, strict=True))
+        routed = np.stack([score * (row @ projections[name][expert]) for (expert, score), row in pairs])
+        if not self.config.shared_expert:
+            return routed
+        return routed + np.stack([score * (row @ projections[f"{name}_shared"]) for (_, score), row in pairs])
 
     def heads(
         self, weights: Tree, choice: list[tuple[int, float]], x: np.ndarray, heads: int, kv_heads: int, size: int
@@ -180,8 +181,10 @@ class Pass:
         return q, k, v.reshape(len(x), kv_heads, size)
 
     def router_logits(self, router: Tree, x: np.ndarray, l: int) -> np.ndarray:
-        """[n, E]: depth-rotated queries against unrotated keys."""
-        queries = self.depth_rope(rms_norm(x @ router["query"], router["query_norm"]["scale"]), l)
+        """[n, E]: queries, rotated by depth unless that is left out, against unrotated keys."""
+        queries = rms_norm(x @ router["query"], router["query_norm"]["scale"])
+        if self.config.router_depth_code:
+            queries = self.depth_rope(queries, l)
         keys = rms_norm(router["keys"], router["keys_norm"]["scale"])
         return queries @ keys.T / np.sqrt(self.config.router_size)
 

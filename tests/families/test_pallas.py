@@ -102,3 +102,28 @@ def test_expert_maps_of_moeut_on_the_tape():
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=TOLERANCE * float(jnp.abs(b).max())), gradient, wanted
     )
+
+
+@pytest.mark.slow  # kernels are interpreted
+def test_linear_experts_without_a_shared_one_on_the_tape():
+    """The tape has gradients of the parameters that there are, and no others."""
+    sizes = {"depth": 2, "hidden_size": 128, "sa_heads": 1, "sa_kv_heads": 1, "sa_head_size": 128}
+    config = small_config("DR", shared_expert=False, **sizes)
+    params, bias = random_weights(config)
+    tokens = random_tokens(config, shape=(1, 32))
+    kernels = dataclasses.replace(XLA, expert_linear=ExpertLinear("pallas"))
+    family = build(config, kernels)
+    assert "projections" in family.start_tape(family.weights(params), 32, 2)["sequence_attention"]
+
+    def found(operations):
+        def loss(params):
+            logits = apply(config, params, bias, tokens, operations=operations).logits
+            return cross_entropy(logits, jnp.roll(tokens, -1, axis=1), jnp.ones(tokens.shape))
+
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    (loss, gradient), (wanted_loss, wanted) = found(kernels), found(XLA)
+    assert float(loss) == pytest.approx(float(wanted_loss), rel=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=TOLERANCE * float(jnp.abs(b).max())), gradient, wanted
+    )

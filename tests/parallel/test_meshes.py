@@ -122,6 +122,15 @@ def test_loss_and_gradients_are_those_of_one_device(variant, mesh):
     assert_close(loss_and_gradients(*case(variant, 11), MESHES[mesh]), expected(variant, 11, None))
 
 
+@pytest.mark.slow  # eight CPU seconds each; tests/families/test_dreamer_parts.py has them without a mesh
+@pytest.mark.parametrize("left_out", [("attention_experts", "residual_norm"), ("shared_expert", "router_depth_code")])
+def test_a_model_without_a_part_of_section_3_7(left_out):
+    config = tiny_config(**{f"model__{name}": False for name in left_out}, model__num_experts=11)
+    state = jax.device_get(create_state(config, make_mesh(config.mesh)))
+    wanted = loss_and_gradients(config, state, MeshConfig())
+    assert_close(loss_and_gradients(config, state, MESHES["mixed"]), wanted)
+
+
 @pytest.mark.parametrize("mesh", ["expert", "mixed"])
 def test_an_expert_with_everything_and_one_with_nothing(mesh):
     (_, (counts, _)), _ = wanted = expected("DR+DA", 11, 10)

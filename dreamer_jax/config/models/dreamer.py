@@ -9,6 +9,7 @@ from dreamer_jax.config.values import Balancing, Implementation, require, requir
 
 Variant = Literal["LA", "LA+DA", "DR", "DR+DA"]
 Mixing = Literal["sequential", "parallel_attention", "parallel"]
+_RECURRENT_PARTS = ("attention_experts", "shared_expert", "residual_norm")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,16 @@ class DreamerConfig:
     """d of the depth attention; divisible by 4 (two RoPE halves)."""
     depth_rope_base: float = 500.0
     """RoPE base over the depths, in depth attention and in every router."""
+    attention_experts: bool = True
+    """DR: every projection of the attentions is a mixture of linear experts (section 3.7). False: one matrix that all
+    depths reuse."""
+    shared_expert: bool = True
+    """DR: each attention MoE has an expert that is always active (Eq. 7). False: Eq. 7 without its second term."""
+    residual_norm: bool = True
+    """DR: the residual stream is normalised after every depth (section 3.7). False: a plain sum and one final norm, as
+    in LA."""
+    router_depth_code: bool = True
+    """The queries of all routers are rotated by depth (section 3.5). False: routers see the state alone."""
     num_experts: int = 64
     """E: experts of the expert attention (of each layer in LA)."""
     experts_per_token: int = 4
@@ -80,6 +91,26 @@ class DreamerConfig:
         return self.variant.endswith("+DA")
 
     @property
+    def attention_moes(self) -> bool:
+        """Whether the attentions' projections are mixtures of linear experts."""
+        return self.recurrent and self.attention_experts
+
+    @property
+    def shared_experts(self) -> bool:
+        """Whether those mixtures have a shared expert."""
+        return self.attention_moes and self.shared_expert
+
+    @property
+    def normalised_stream(self) -> bool:
+        """Whether every depth ends with a norm; if not, there is one final norm."""
+        return self.recurrent and self.residual_norm
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The parts of sections 3.5 and 3.7 that settings leave out."""
+        return tuple(name for name in (*_RECURRENT_PARTS, "router_depth_code") if not getattr(self, name))
+
+    @property
     def experts(self) -> int:
         """E: the experts that devices can divide among them."""
         return self.num_experts
@@ -91,6 +122,7 @@ class DreamerConfig:
         return (
             f"{self.variant}, depth {self.depth}, hidden size {self.hidden_size}, vocabulary {self.vocab_size}, "
             f"{experts} of {self.expert_size}, {self.experts_per_token} active"
+            + "".join(f", no {name}" for name in self.left_out)
         )
 
     def __post_init__(self) -> None:
@@ -117,6 +149,17 @@ class DreamerConfig:
                 f"model.{name}",
                 f"{value} is not divisible by 4; depth RoPE rotates pairs in two halves",
             )
+        for name in _RECURRENT_PARTS:
+            require(
+                self.recurrent or getattr(self, name),
+                f"model.{name}",
+                f"false is for DR and DR+DA; {self.variant} has nothing to leave out, so leave the setting out",
+            )
+        require(
+            self.attention_experts or self.shared_expert,
+            "model.shared_expert",
+            "false has no meaning without attention MoEs; set only one of it and model.attention_experts to false",
+        )
         require(
             self.experts_per_token <= self.num_experts,
             "model.experts_per_token",
