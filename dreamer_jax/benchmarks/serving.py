@@ -8,10 +8,9 @@ arrivals are a Poisson process.
 from __future__ import annotations
 
 import json
-import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -22,11 +21,13 @@ import numpy as np
 from dreamer_jax.errors import UserError
 from dreamer_jax.inference.samplers import Sampler, Static, one_by_one
 from dreamer_jax.inference.samplers.contract import Asked, Block, Carried, Choosing, Progress
-from dreamer_jax.serving.contract import Closed, QueueFull, Request, ServingEngine, TooLong, Update
+from dreamer_jax.serving.contract import Closed, QueueFull, Request, ServingEngine, TooLong, Update, View
 
 MODES = ("depth batching", "slowest row", "full depth")
 """Rows at depths of their own; rows that wait for the deepest one at each token; all tokens through all depths."""
 PERCENTILES = (50, 90, 99)
+LOOK = 0.05
+"""Seconds between two looks at an engine."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Replayed(Sampler):
 
     name: ClassVar[str] = "replayed"
     early: ClassVar[bool] = True
+    rows_apart: ClassVar[bool] = True
 
     depths: tuple[int, ...] = (1,)
     """The record."""
@@ -57,7 +59,7 @@ class Replayed(Sampler):
 
     def decode(self, choosing: Choosing, model, progress: Progress, slots, carried: Carried, asked: Asked) -> Block:
         """One token after another."""
-        return one_by_one.decode(choosing, model, progress, slots, carried, asked, self._rule())
+        return one_by_one.decode(choosing, model, progress, slots, carried, asked, lambda settings: self._rule())
 
 
 class Lengths(NamedTuple):
@@ -151,8 +153,8 @@ def arrivals(lengths: Sequence[Lengths], count: int, rate: float, seed: int) -> 
 
 def drive(
     engine: ServingEngine, plan: Sequence[Arrival], sampler: Sampler, vocabulary: int, seed: int
-) -> tuple[list[Timeline], float]:
-    """Hand requests of random tokens to an engine as they arrive; (what became of them, seconds until the last ended).
+) -> tuple[list[Timeline], float, list[tuple[float, View]]]:
+    """Hand requests of random tokens to an engine as they arrive.
 
     Args:
         engine: that is ready.
@@ -160,11 +162,15 @@ def drive(
         sampler: of all.
         vocabulary: of the model.
         seed: of the tokens.
+
+    Returns:
+        What became of them, seconds until the last ended, and how the engine looked in between, at seconds since the
+        first moment.
     """
     rng = np.random.default_rng(seed)
     prompts = [tuple(rng.integers(0, vocabulary, each.lengths.prompt).tolist()) for each in plan]
     lines = [Timeline(each.seconds) for each in plan]
-    left, ended = threading.Semaphore(0), 0
+    left, ended, looks = threading.Semaphore(0), 0, []
     begin = time.perf_counter()
 
     def deliver_to(line: Timeline) -> Callable[[Update], None]:
@@ -185,9 +191,47 @@ def drive(
         except (QueueFull, TooLong, Closed) as error:
             line.finish = f"refused: {type(error).__name__}"
             ended += 1
-    for _ in range(len(plan) - ended):
-        left.acquire()
-    return lines, time.perf_counter() - begin
+    while ended < len(plan):
+        looks.append((time.perf_counter() - begin, engine.view()))
+        ended += left.acquire(timeout=LOOK)
+    return lines, time.perf_counter() - begin, looks
+
+
+def steady(
+    looks: Sequence[tuple[float, View]], costs: Mapping[str, tuple[float, float]]
+) -> dict[str, float | None] | None:
+    """What an engine does while requests wait and no place is free, without the time when it fills and when it runs
+    empty. None if there was no such time.
+
+    Args:
+        looks: of `drive`.
+        costs: see `bench_serving`.
+
+    Returns:
+        Tokens a second, of all the time and of that which wasn't spent on prompts; mean depth; places in steps and
+        outside of the depths that a token took; and what it would have cost if all places were used, over what it did
+        cost, in FLOPs.
+    """
+    full = [look for look in looks if look[1].queue and None not in look[1].rows]
+    if not full or full[0][1].decode_seconds == full[-1][1].decode_seconds:
+        return None
+    (begin, a), (end, b) = full[0], full[-1]
+    decoded, seconds = b.decoded - a.decoded, b.decode_seconds - a.decode_seconds
+    mean, steps = ((getattr(b, name) - getattr(a, name)) / decoded for name in ("decoded_depths", "row_steps"))
+    borders = (b.border_rows - a.border_rows) / decoded
+
+    def cost(unit: str, outside: float, depths: float) -> float:
+        return outside * costs[unit][0] + depths * costs[unit][1]
+
+    return {
+        "seconds": end - begin,
+        "tokens_per_second": (b.tokens - a.tokens) / (end - begin),
+        "decoded_per_second": decoded / seconds,
+        "mean_depth": mean,
+        "steps_a_token": steps,
+        "borders_a_token": borders,
+        "share_of_bound": cost("flops", 1, mean) / cost("flops", borders, steps),
+    }
 
 
 def summary(lines: Sequence[Timeline], seconds: float, share_of_bound: float | None) -> dict[str, Any]:
@@ -225,7 +269,7 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
     return {str(percent): float(value) for percent, value in zip(PERCENTILES, found, strict=True)}
 
 
-def bound(outside: float, inside: float, depth: int, mean_depth: float) -> float:
+def bound(outside: float, inside: float, depth: float, mean_depth: float) -> float:
     """The speed-up over full depth that exit depths allow: (F0 + r_max Fr) / (F0 + mean depth Fr), of arXiv 2608.09444.
 
     Args:
@@ -242,7 +286,7 @@ def bench_serving(
     sampler: Sampler,
     vocabulary: int,
     seed: int,
-    costs: tuple[float, float],
+    costs: Mapping[str, tuple[float, float]],
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """The same load on an engine in each of the modes, one after the other.
@@ -251,11 +295,14 @@ def bench_serving(
         engine_for: makes the engine of a mode; it is closed here.
         plan, vocabulary, seed: as of `drive`.
         sampler: how tokens go through the depths, but at full depth.
-        costs: F0 and Fr, see `bound`.
+        costs: F0 and Fr, see `bound`; by what they are counted in, "flops" and perhaps "seconds".
         say: gets a line of progress now and then.
 
     Returns:
-        `modes`: the `summary` of each; `bound` of the depths that tokens took; `speedup` of throughput over full depth.
+        `modes`: the `summary` of each, with `steady`; `allowed`: the `bound` of the depths that tokens took over full
+        depth, and the same over rows that wait for the slowest, by what costs are counted in; `speedup` of throughput
+        over both, of all the time and of the steady one without prompts; `by_the_clock`: the latter over what is
+        allowed, with costs in FLOPs.
     """
     modes: dict[str, Any] = {}
     depth = 0
@@ -266,20 +313,42 @@ def bench_serving(
             time.sleep(0.01)
         say(f"{mode}: ready after {time.perf_counter() - began:.1f} s")
         try:
-            lines, seconds = drive(engine, plan, Static() if mode == "full depth" else sampler, vocabulary, seed)
+            lines, seconds, looks = drive(engine, plan, Static() if mode == "full depth" else sampler, vocabulary, seed)
             seen = engine.view()
         finally:
             engine.close(0)
-        modes[mode] = summary(lines, seconds, seen.share_of_bound)
+        modes[mode] = summary(lines, seconds, seen.share_of_bound) | {"steady": steady(looks, costs)}
         depth = seen.depth
-    full, batched = modes["full depth"], modes["depth batching"]
-    mean = batched["mean_depth"]
+    whole = speedups({mode: found["tokens_per_second"] for mode, found in modes.items()})
+    rates = {mode: found["steady"] and found["steady"]["decoded_per_second"] for mode, found in modes.items()}
+    limits, decoding = {unit: allowed(modes, its, depth) for unit, its in costs.items()}, speedups(rates)
     return {
         "modes": modes,
         "depth": depth,
-        "bound": None if mean is None else bound(*costs, depth, mean),
-        "speedup": {
-            mode: found["tokens_per_second"] / full["tokens_per_second"] if full["tokens"] else math.nan
-            for mode, found in modes.items()
-        },
+        "costs": {unit: dict(zip(("outside", "depth"), its, strict=True)) for unit, its in costs.items()},
+        "allowed": limits,
+        "speedup": {"whole": whole, "decoding": decoding},
+        "by_the_clock": shares(decoding, limits["flops"]),
     }
+
+
+def allowed(modes: Mapping[str, Any], costs: tuple[float, float], depth: int) -> dict[str, float | None]:
+    """The speed-up of depth batching over each of the other modes that the depths of the tokens allow. Rows that wait
+    for the slowest take as many steps a token as they were seen to take."""
+    batched, waiting = modes["depth batching"], modes["slowest row"]["steady"]
+    mean = (batched["steady"] or batched)["mean_depth"]
+    return {
+        "slowest row": None if mean is None or waiting is None else bound(*costs, waiting["steps_a_token"], mean),
+        "full depth": None if mean is None else bound(*costs, depth, mean),
+    }
+
+
+def speedups(rates: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Of depth batching over each of the other modes."""
+    best = rates["depth batching"]
+    return {mode: best / rate if best and rate else None for mode, rate in rates.items() if mode != "depth batching"}
+
+
+def shares(reached: Mapping[str, float | None], limits: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Of the speed-ups that are allowed, over each of the other modes."""
+    return {mode: times / limit if times and (limit := limits[mode]) else None for mode, times in reached.items()}

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from dreamer_jax.model import Model
     from dreamer_jax.serving.contract import ServingEngine
 
+_STEADY = (
+    "  while requests wait: {tokens_per_second:,.1f} tokens/s, prompts apart {decoded_per_second:,.1f}; "
+    "share of the bound, by steps: {share_of_bound:.3f}"
+)
 KEY = "OPENAI_API_KEY"
 """The environment variable with the key of a server."""
 
@@ -63,13 +67,17 @@ def _in_process(
     options: argparse.Namespace, sampler: Sampler, depths: tuple[int, ...], plan: list[Arrival]
 ) -> dict[str, Any]:
     from dreamer_jax.benchmarks.serving import Replayed, bench_serving
+    from dreamer_jax.benchmarks.step_costs import step_costs
     from dreamer_jax.budget.analytic import average_context, flops_by_depth
     from dreamer_jax.model import load
 
     model = load(options.run)
     own = Replayed(depths) if depths else sampler
     context = max(each.lengths.prompt + each.lengths.answer for each in plan)
-    costs = flops_by_depth(model.family, average_context(context))
+    costs = {
+        "flops": flops_by_depth(model.family, average_context(context)),
+        "seconds": step_costs(model.folded(), options.rows, context),
+    }
     vocabulary = model.config.model.vocab_size
 
     def engine(mode: str) -> ServingEngine:
@@ -91,8 +99,8 @@ def engine_for(mode: str, model: Model, sampler: Sampler, rows: int, context: in
     from dreamer_jax.serving.engine import ServedEngine
     from dreamer_jax.serving.options import Options
 
-    collect = rows if mode == "slowest row" else 1  # nothing is read off before all rows have arrived
-    options = Options(rows=rows, context=context, queue=queue, logprobs=0, collect=collect)
+    sizes = Options(rows=rows, context=context, queue=queue, logprobs=0)
+    options = sizes if mode == "depth batching" else dataclasses.replace(sizes, places=rows, collect=1.0)
     return ServedEngine(model.folded(), [Static() if mode == "full depth" else sampler], options, say)
 
 
@@ -104,17 +112,25 @@ def text(found: Mapping[str, Any]) -> str:
         lines.append(f"{mode}: {its['requests']} requests in {its['seconds']:.1f} s ({ends})")
         mean = "" if its["mean_depth"] is None else f"; mean depth {its['mean_depth']:.2f}"
         lines.append(f"  {its['tokens_per_second']:,.1f} tokens/s{mean}")
+        if its.get("steady") is not None:
+            lines.append(_STEADY.format(**its["steady"]))
         for name, key in (("first token", "first_token_ms"), ("between tokens", "between_tokens_ms")):
             if its[key] is not None:
                 lines.append(f"  {name}: " + ", ".join(f"{p} % within {ms:,.1f} ms" for p, ms in its[key].items()))
         if its["share_of_bound"] is not None:
             lines.append(f"  share of the bound: {its['share_of_bound']:.3f}")
-    if found.get("bound") is not None:
-        lines.append(f"speed-up that the exit depths allow over full depth: {found['bound']:.2f}")
-    if "speedup" in found:
-        reached = ", ".join(f"{mode} {times:.2f}" for mode, times in found["speedup"].items())
-        lines.append(f"throughput over full depth: {reached}")
+    for unit, its in found.get("allowed", {}).items():
+        lines.append(f"speed-up that the exit depths allow, F0 and Fr in {unit}: over {_over(its)}")
+    for part, name in (("whole", "reached"), ("decoding", "reached while requests wait, prompts apart")):
+        if "speedup" in found:
+            lines.append(f"{name}: over {_over(found['speedup'][part])}")
+    if "by_the_clock" in found:
+        lines.append(f"share of the bound by the clock, while requests wait: over {_over(found['by_the_clock'])}")
     return "\n".join(lines)
+
+
+def _over(speedups: Mapping[str, float | None]) -> str:
+    return ", ".join(f"{mode} {'-' if times is None else f'{times:.2f}'}" for mode, times in speedups.items())
 
 
 def _parser() -> Parser:
@@ -134,7 +150,7 @@ def _parser() -> Parser:
         "recorded exit depths in a list depths are replayed")  # fmt: skip
     add("--prompt-tokens", type=_bounds, default=(16, 64), metavar="A-B", help="without --lengths: evenly (16-64)")
     add("--answer-tokens", type=_bounds, default=(16, 64), metavar="A-B", help="without --lengths: evenly (16-64)")
-    add("--rows", type=positive, default=16, metavar="N", help="with RUN: requests that are computed at once (16)")
+    add("--rows", type=positive, default=16, metavar="N", help="with RUN: requests that a step computes (16)")
     add("--seed", type=natural, default=0, help="of arrivals, lengths and tokens (0)")
     add("--json", action="store_true", help="print the numbers as JSON")
     add_sampler(parser)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from dreamer_jax.cli.arguments import Parser, natural, positive
-from dreamer_jax.cli.inference_options import CACHE, add_sampling, sampling_of
+from dreamer_jax.cli.inference_options import CACHE, add_mesh, add_sampling, mesh_of, sampling_of
 from dreamer_jax.cli.sampler_options import add_sampler, parse
-from dreamer_jax.errors import UserError
 
 
 def run(arguments: list[str]) -> int:
@@ -35,7 +33,7 @@ def run(arguments: list[str]) -> int:
         sampler=sampler,
         sampling=sampling,
         cache=options.cache,
-        mesh=_mesh(options.mesh_data, options.mesh_expert),
+        mesh=mesh_of(options.mesh_data, options.mesh_expert),
     )
     settings = Settings(
         data=options.data,
@@ -62,20 +60,6 @@ def run(arguments: list[str]) -> int:
     )
     print(json.dumps(results, indent=1) if options.json else f"\n{table(results)}\n\nrecords {folder}")
     return 0
-
-
-def _mesh(data: int, expert: int) -> Any:
-    """The devices that are asked for; None for one."""
-    if data * expert == 1:
-        return None
-    import jax
-
-    from dreamer_jax.config.sections import MeshConfig
-    from dreamer_jax.parallel import make_mesh
-
-    if data * expert > jax.device_count():
-        raise UserError(f"{data} x {expert} devices are asked for, and jax sees {jax.device_count()}")
-    return make_mesh(MeshConfig(data=(data,), expert=expert), jax.devices()[: data * expert])
 
 
 def _parser() -> Parser:
@@ -105,8 +89,7 @@ def _parser() -> Parser:
     add("--tokenizer", help="where the run's tokenizer is now, if it was moved")
     add_sampling(parser)
     add_sampler(parser)
-    add("--mesh.data", dest="mesh_data", type=positive, default=1, help="devices that share the rows of a batch (1)")
-    add("--mesh.expert", dest="mesh_expert", type=positive, default=1, help="devices that share the experts (1)")
+    add_mesh(parser)
     add("--out", metavar="DIR", help="folder of records and results (RUN/evaluation/step-N)")
     add("--fresh", action="store_true", help="discard earlier records")
     add("--json", action="store_true", help="print the results as JSON")

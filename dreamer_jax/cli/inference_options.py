@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from dreamer_jax.cli.arguments import Parser
+from dreamer_jax.cli.arguments import Parser, positive
 from dreamer_jax.cli.sampler_options import add_sampler
 from dreamer_jax.errors import UserError
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from dreamer_jax.config import Config
     from dreamer_jax.inference import LanguageModel, Sampler, Sampling
 
@@ -30,8 +32,7 @@ def add_options(parser: Parser) -> None:
     add("--cache", metavar="RULE", help=CACHE)
     add("--tokenizer", metavar="FILE", help="where the run's tokenizer is now, if it was moved")
     add_sampler(parser)
-    add("--mesh.data", dest="data", type=int, default=1, metavar="N", help="devices that share the rows of a batch (1)")
-    add("--mesh.expert", dest="expert", type=int, default=1, metavar="N", help="devices that share the experts (1)")
+    add_mesh(parser)
 
 
 def add_sampling(parser: Parser) -> None:
@@ -42,6 +43,41 @@ def add_sampling(parser: Parser) -> None:
     add("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest that reach this probability (1)")
     add("--min-p", type=float, default=0.0, metavar="P", help="only those this fraction as likely as the likeliest (0)")
     add("--seed", type=int, default=0, help="of the draws (0)")
+
+
+def add_mesh(parser: Parser, every: bool = False) -> None:
+    """The options of the devices: of one, unless it is of every one that there is."""
+    add, rows = parser.add_argument, "devices that share the rows"
+    said = f"{rows}, beside those along --mesh.expert (all that there are)" if every else f"{rows} of a batch (1)"
+    add("--mesh.data", dest="mesh_data", type=positive, default=None if every else 1, metavar="N", help=said)
+    experts = "devices that share the experts (1)"
+    add("--mesh.expert", dest="mesh_expert", type=positive, default=1, metavar="N", help=experts)
+
+
+def mesh_of(data: int | None, expert: int) -> Mesh | None:
+    """The devices that those options ask for; None for one.
+
+    Args:
+        data: None for as many as there are.
+        expert: along the axis of the experts.
+
+    Raises:
+        UserError: there aren't so many.
+    """
+    import jax
+
+    from dreamer_jax.config.sections import MeshConfig
+    from dreamer_jax.parallel import make_mesh
+
+    count = jax.device_count()
+    if data is None:
+        data, rest = divmod(count, expert)
+        if rest:
+            raise UserError(f"--mesh.expert {expert}: jax sees {count} devices; give --mesh.data, too, to take fewer")
+    wanted = data * expert
+    if wanted > count:
+        raise UserError(f"--mesh.data {data} x --mesh.expert {expert} is {wanted} devices; jax sees {count}")
+    return None if wanted == 1 else make_mesh(MeshConfig(data=(data,), expert=expert), jax.devices()[:wanted])
 
 
 def sampling_of(options: argparse.Namespace) -> Sampling:
@@ -63,22 +99,11 @@ def open_model(options: argparse.Namespace, sampler: Sampler) -> tuple[LanguageM
         UserError: no model, another tokenizer, an impossible depth, a sampler that the model can't be used with, or too
             few devices.
     """
-    import jax
-
-    from dreamer_jax.config.sections import MeshConfig
     from dreamer_jax.model import load
-    from dreamer_jax.parallel import make_mesh
 
     if options.max_tokens < 1:
         raise UserError(f"--max-tokens {options.max_tokens}: must be 1 or more")
-    wanted, mesh = options.data * options.expert, None
-    if wanted != 1:
-        if wanted < 1 or wanted > jax.device_count():
-            raise UserError(
-                f"--mesh.data {options.data} x --mesh.expert {options.expert} is {wanted} devices; "
-                f"jax sees {jax.device_count()}"
-            )
-        mesh = make_mesh(MeshConfig(data=(options.data,), expert=options.expert), jax.devices()[:wanted])
+    mesh = mesh_of(options.mesh_data, options.mesh_expert)
     names = ("average", "dtype", "cache", "tokenizer")
     model = load(options.run, **{name: getattr(options, name) for name in names}, mesh=mesh)
     return model.texts(options.depth, sampler, options.batch_size), model.config

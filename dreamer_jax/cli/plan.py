@@ -71,7 +71,7 @@ def _parser() -> Parser:
     parser.add_argument("--sweep", action="store_true", help="try meshes, microbatches and remat policies; rank them")
     parser.add_argument("--compile", type=positive, default=3, help="candidates of a sweep to compile that fit (3)")
     parser.add_argument("--serve", action="store_true", help="plan `dreamer serve` there instead of training")
-    parser.add_argument("--rows", type=positive, help=f"--serve: requests at once in each group of chips ({ROWS})")
+    parser.add_argument("--rows", type=positive, help=f"--serve: requests that a step of each chip computes ({ROWS})")
     parser.add_argument("--context", type=positive, help=f"--serve: positions of a request ({CONTEXT})")
     parser.add_argument("--page", type=positive, help=f"--serve: positions of a page ({PAGE})")
     parser.add_argument("--mean-depth", type=float, help="--serve: depths of a token on average (all)")

@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dreamer_jax.cli.arguments import Parser, natural, positive, say
-from dreamer_jax.cli.inference_options import CACHE, RUN, prompt_template
+from dreamer_jax.cli.inference_options import CACHE, RUN, add_mesh, mesh_of, prompt_template
 from dreamer_jax.errors import UserError, how_to_install
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from jax.sharding import Mesh
+
     from dreamer_jax.inference.samplers import Sampler
     from dreamer_jax.model import Model
     from dreamer_jax.serving.contract import ServingEngine
 
+ROWS = "requests that a step computes (16), or the next number above that the devices divide"
 EXAMPLE = '{"name": "diffusion-forcing", "wavefront": 16}'
 OFFER = f"a sampler beside static, adaptive and lossless: a name, or JSON as {EXAMPLE}; may be given several times"
 
@@ -39,7 +42,7 @@ def run(arguments: list[str]) -> int:
     from dreamer_jax.serving.prompts import Prompts, chat_template_of
     from dreamer_jax.serving.server import Served, Server
 
-    further = [offered(word) for word in options.offer]
+    further, mesh = [offered(word) for word in options.offer], mesh_of(options.mesh_data, options.mesh_expert)
     keys = None if options.api_key_file is None else read_keys(options.api_key_file)
     taken = process.open_port(options.host, options.port)
     model = load(options.run, **{name: getattr(options, name) for name in ("average", "dtype", "cache", "tokenizer")})
@@ -52,7 +55,7 @@ def run(arguments: list[str]) -> int:
         say(f"--host {options.host} without --api-key-file: everybody who reaches this machine may ask")
     served = Served(name_of(options.run), prompts, context, keys, loopback, options.log_text)
     _log_to_stderr()
-    engine = engine_for(model, options.rows, context, options.queue, options.depth, further)
+    engine = engine_for(model, options.rows, context, options.queue, options.depth, further, mesh)
     process.serve(Server(engine, served), taken, options.grace, say)
     return 0
 
@@ -78,24 +81,32 @@ def offered(word: str) -> Sampler:
 
 
 def engine_for(
-    model: Model, rows: int, context: int, queue: int, depth: int | None, further: Sequence[Sampler] = ()
+    model: Model,
+    rows: int,
+    context: int,
+    queue: int,
+    depth: int | None,
+    further: Sequence[Sampler] = (),
+    mesh: Mesh | None = None,
 ) -> ServingEngine:
     """The engine that computes what a server is asked.
 
     Args:
         model: a trained one.
-        rows: requests at once.
+        rows: requests that a step computes.
         context: most tokens of a prompt and its answer.
         queue: most requests that wait.
         depth: L; None for the trained one.
         further: samplers beside static, adaptive and lossless.
+        mesh: None for one device.
     """
     from dreamer_jax.serving.engine import ServedEngine, samplers_for
     from dreamer_jax.serving.options import Options
 
     folded = model.folded(depth)
     samplers = [*samplers_for(folded), *further]
-    return ServedEngine(folded, samplers, options=Options(rows=rows, context=context, queue=queue), report=say)
+    options = Options(rows=rows, context=context, queue=queue)
+    return ServedEngine(folded, samplers, options, say, mesh)
 
 
 def _log_to_stderr() -> None:
@@ -127,11 +138,12 @@ def _parser() -> Parser:
     add("--port", type=natural, default=8000, metavar="N", help="where it listens; 0 takes any that is free (8000)")
     add("--host", default="127.0.0.1", metavar="HOST", help="0.0.0.0 lets other machines reach it (127.0.0.1)")
     add("--api-key-file", metavar="FILE", help="keys, one a line: whoever asks needs one of them (nobody does)")
-    add("--rows", type=positive, default=16, metavar="N", help="requests that are computed at once (16)")
+    add("--rows", type=positive, default=16, metavar="N", help=ROWS)
     add("--context", type=positive, metavar="N", help="tokens of a prompt and its answer (a row's in training)")
     add("--queue", type=positive, default=64, metavar="N", help="requests that wait; more are refused with 429 (64)")
     add("--offer", action="append", default=[], metavar="SAMPLER", help=OFFER)
     add("--depth", type=positive, metavar="L", help="depths to apply; a recurrent model takes any (as trained)")
+    add_mesh(parser, every=True)
     add("--grace", type=_seconds, default=30.0, metavar="SECONDS", help="for what was admitted, after SIGTERM (30)")
     add("--log-text", action="store_true", help="write prompts and answers to the log, which otherwise has none")
     add("--average", type=positive, default=1, metavar="N", help="the mean of the last N checkpoints' weights (1)")

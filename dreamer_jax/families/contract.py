@@ -332,7 +332,8 @@ class Family(abc.ABC):
 
     def refill(self, params: PyTree, state: PyTree, memory: Any, depths: jax.Array, positions: jax.Array) -> Any:
         """Slots that are filled at the depths which positions [B] didn't go through. By default the latest that was
-        computed stands in for the deeper ones.
+        computed stands in for the deeper ones. It asks for no experts and no feed-forward networks: how much there is
+        to fill differs from device to device.
 
         Args:
             params: as `fold` made them.

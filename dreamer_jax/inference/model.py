@@ -51,12 +51,15 @@ class FoldedModel(flax.struct.PyTreeNode):
         state: the model's own, such as balancing biases.
         family: the model.
         total_depth: L of this model's passes, which may differ from the trained one.
+        exchange: the mesh axis whose devices have rows of their own and exchange them inside of the model, so that
+            they have to go through it together; None where each device computes for itself.
     """
 
     params: PyTree
     state: dict[str, PyTree]
     family: Family = flax.struct.field(pytree_node=False)
     total_depth: int = flax.struct.field(pytree_node=False)
+    exchange: str | None = flax.struct.field(pytree_node=False, default=None, kw_only=True)
 
     @property
     def config(self) -> Any:
@@ -119,6 +122,18 @@ class FoldedModel(flax.struct.PyTreeNode):
         memory, context = Memory(slots, flight.depths), self._context(positions)
         hidden, memory = self.family.readout(self.params, flight.state, memory, context)
         return hidden, memory.sequence
+
+    def largest(self, number: jax.Array) -> jax.Array:
+        """Of a number of each device that this one exchanges rows with, the largest."""
+        return number if self.exchange is None else jax.lax.pmax(number, self.exchange)
+
+    def anywhere(self, flags: jax.Array) -> jax.Array:
+        """Whether a flag of any row is true, on any device that this one exchanges rows with.
+
+        What decides whether the model is called has to be decided in this way: a device that left the call out would
+        keep the others waiting for its part of an exchange.
+        """
+        return self.largest(jnp.any(flags).astype(jnp.int32)) > 0
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., h] -> logits [..., V] float32 of the token after each position."""

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from dreamer_jax.inference.model import FoldedModel, PyTree, through_depths
 from dreamer_jax.inference.samplers import Sampler, Static
 from dreamer_jax.inference.samplers.contract import Asked, Block, Carried, Choosing, Progress
-from dreamer_jax.inference.sharding import ModelSharding, is_spec
+from dreamer_jax.inference.sharding import ModelSharding, jitted
 
 LOGITS = 1 << 24
 """Logits that are held at once when scoring."""
@@ -122,29 +122,19 @@ class Programs:
             model, rows, slots = sharding.model, sharding.rows, sharding.slots
         self._sharding = sharding
         progress, carried = rows, Carried(rows, slots)
-        self.prefill = self._jit(prefill, (model, rows, rows, rows, slots, rows), (rows, slots), donate=(5, 6))
-        self.first = self._jit(first, (model, rows, rows, rows, rows, same), (progress, rows))
-        block = Block(rows, rows, progress, slots, carried, rows, rows, same)
-        self.decode = self._jit(decode, (model, progress, slots, carried, same), block, donate=(3, 4))
-        self.score = self._jit(score, (model, rows, rows, same, slots), (rows, rows, slots), donate=(5,))
+        inputs = model, rows, rows, rows, slots, rows
+        self.prefill = jitted(prefill, sharding, 1, inputs, (rows, slots), donate=(5, 6))
+        self.first = jitted(first, sharding, 1, (model, rows, rows, rows, rows, same), (progress, rows))
+        block = Block(rows, rows, progress, slots, carried, rows, rows, same, same)
+        self.decode = jitted(decode, sharding, 1, (model, progress, slots, carried, same), block, donate=(3, 4))
+        self.score = jitted(score, sharding, 1, (model, rows, rows, same, slots), (rows, rows, slots), donate=(5,))
         self.empty_slots: Any = self._made(FoldedModel.empty_slots, slots)
         self.carry: Any = self._made(lambda model, sampler, rows: sampler.carry(model, rows), carried)
 
     def _made(self, function: Callable[..., Any], specs: Any) -> Any:
         """A program (model, two that are static) that makes arrays with these specs."""
-        own = None if self._sharding is None else self._sharding.mesh
-        where = own and jax.tree.map(lambda spec: NamedSharding(own, spec), specs, is_leaf=is_spec)
+        where = None if self._sharding is None else self._sharding.named(specs)
         return jax.jit(function, static_argnums=(1, 2), out_shardings=where)
-
-    def _jit(self, function: Callable[..., Any], inputs: Any, outputs: Any, donate: tuple[int, ...] = ()) -> Any:
-        def spread(kinds: Kinds, *arguments: Any) -> Any:
-            body = functools.partial(function, kinds)
-            if self._sharding is None:
-                return body(*arguments)
-            mesh = self._sharding.mesh
-            return jax.shard_map(body, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)(*arguments)
-
-        return jax.jit(spread, static_argnums=0, donate_argnums=donate)
 
 
 @functools.cache

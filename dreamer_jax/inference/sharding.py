@@ -1,13 +1,17 @@
 """A model and its sequences on a mesh: rows over the data axes, experts over the `expert` axis.
 
-Every device group along `expert` holds all experts between its members and works on the same rows; groups never talk
-to each other. What isn't an expert is copied to every device.
+Every device group along `expert` holds all experts between its members; groups never talk to each other. What isn't an
+expert is copied to every device. The members of a group work on the same rows, each on what its experts have to say;
+or rows are divided over them too (`apart`), and visit all of them where they meet experts. The first divides the work
+of few rows. The second divides keys and values, attention and the head as well, and is for many rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +22,7 @@ from dreamer_jax.config.values import experts_of
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import build
 from dreamer_jax.inference.model import FoldedModel
-from dreamer_jax.parallel.expert_parallel import SharedNeurons, SharedRows
+from dreamer_jax.parallel.expert_parallel import SharedNeurons, SharedRows, parallel_operations
 from dreamer_jax.parallel.mesh import EXPERT
 
 
@@ -27,14 +31,16 @@ class ModelSharding:
     """How a model and its rows are divided.
 
     Attributes:
-        mesh: any mesh; its axis `expert`, where there is one, shares the experts, and all others share the rows.
+        mesh: any mesh; its axis `expert`, where there is one, shares the experts.
         specs, structure: of each weight, its PartitionSpec, and the tree they are leaves of, which is a prefix of the
             sharded model's; apart, because a sharding is a key of compiled programs.
+        row_axes: axes over which rows are divided.
     """
 
     mesh: Mesh
     specs: tuple[PartitionSpec, ...]
     structure: Any
+    row_axes: tuple[str, ...]
 
     @property
     def model(self) -> Any:
@@ -42,14 +48,9 @@ class ModelSharding:
         return jax.tree.unflatten(self.structure, self.specs)
 
     @property
-    def row_axes(self) -> tuple[str, ...]:
-        """Axes over which rows are divided."""
-        return tuple(name for name in self.mesh.axis_names if name != EXPERT)
-
-    @property
     def row_shards(self) -> int:
         """Devices over which rows are divided; B must be a multiple."""
-        return self.mesh.size // self.mesh.shape.get(EXPERT, 1)
+        return math.prod(self.mesh.shape[name] for name in self.row_axes)
 
     @property
     def rows(self) -> PartitionSpec:
@@ -61,29 +62,83 @@ class ModelSharding:
         """Of arrays [L, B, ...]."""
         return PartitionSpec(None, self.row_axes)
 
+    def named(self, specs: Any) -> Any:
+        """A tree of PartitionSpecs as shardings of arrays."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
 
-def shard(model: FoldedModel, mesh: Mesh) -> tuple[FoldedModel, ModelSharding]:
+
+def shard(model: FoldedModel, mesh: Mesh, apart: bool = False) -> tuple[FoldedModel, ModelSharding]:
     """The model with its weights on the devices of the mesh.
+
+    Args:
+        model: see `fold`.
+        mesh: the devices.
+        apart: whether rows are divided over the axis `expert`, too. Programs then have to see to it that its devices
+            call the model equally often (`FoldedModel.anywhere`).
 
     Raises:
         UserError: the mesh reaches over several processes.
     """
     if jax.process_count() > 1:
         raise UserError("generation runs in one process; start it on one host, with that host's devices")
+    model, sharding = divided(model, mesh, apart)
+    return jax.device_put(model, sharding.named(sharding.model)), sharding
+
+
+def divided(model: FoldedModel, mesh: Mesh, apart: bool = False) -> tuple[FoldedModel, ModelSharding]:
+    """The model that `shard` puts on the devices, where its weights are now."""
     # Without experts every device has everything, and computes the same.
     shards = mesh.shape.get(EXPERT, 1) if experts_of(model.config) else 1
     params, specs = _divided(model.params, model.family.boxed, shards)
     everywhere: Any = PartitionSpec()
     if shards > 1:
         operations = model.family.operations
-        experts = SharedRows(operations.expert_mlp, EXPERT, shards)
-        neurons = SharedNeurons(operations.feed_forward, EXPERT)
-        family = build(model.config, dataclasses.replace(operations, expert_mlp=experts, feed_forward=neurons))
-        model = model.replace(family=family)
+        if apart:
+            operations = parallel_operations(operations, "gather", shards)
+        else:
+            experts = SharedRows(operations.expert_mlp, EXPERT, shards)
+            neurons = SharedNeurons(operations.feed_forward, EXPERT)
+            operations = dataclasses.replace(operations, expert_mlp=experts, feed_forward=neurons)
+        model = model.replace(family=build(model.config, operations), exchange=EXPERT if apart else None)
     model = model.replace(params=params)
     leaves, structure = jax.tree.flatten(model.replace(params=specs, state=everywhere), is_leaf=is_spec)
-    shardings = structure.unflatten([NamedSharding(mesh, spec) for spec in leaves])
-    return jax.device_put(model, shardings), ModelSharding(mesh, tuple(leaves), structure)
+    axes = tuple(name for name in mesh.axis_names if apart or name != EXPERT)
+    return model, ModelSharding(mesh, tuple(leaves), structure, axes)
+
+
+def jitted(
+    function: Callable[..., Any],
+    sharding: ModelSharding | None,
+    static: int,
+    inputs: Sequence[Any],
+    outputs: Any,
+    donate: Sequence[int] = (),
+) -> Any:
+    """A program, which each device of a mesh runs with its share of the arrays.
+
+    Args:
+        function: of one device.
+        sharding: None for one device.
+        static: how many of the first arguments decide its code.
+        inputs: PartitionSpecs of the other arguments, or trees of such, which may be prefixes of theirs. A number for
+            all rows is the same everywhere.
+        outputs: of what it returns.
+        donate: arguments whose arrays it may write over.
+    """
+
+    def spread(*arguments: Any) -> Any:
+        body, arrays = functools.partial(function, *arguments[:static]), arguments[static:]
+        if sharding is None:
+            return body(*arrays)
+
+        def of(spec: PartitionSpec, part: Any) -> Any:
+            return jax.tree.map(lambda leaf: spec if jnp.ndim(leaf) else PartitionSpec(), part)
+
+        specs = jax.tree.map(of, tuple(inputs), arrays, is_leaf=is_spec)
+        return jax.shard_map(body, mesh=sharding.mesh, in_specs=specs, out_specs=outputs, check_vma=False)(*arrays)
+
+    spread.__name__ = function.__name__
+    return jax.jit(spread, static_argnums=range(static), donate_argnums=donate)
 
 
 def _divided(params: Any, boxed: Any, shards: int) -> tuple[Any, Any]:

@@ -1,12 +1,13 @@
 """A served model on a slice: what its weights and the pages of its requests take, and how many tokens a second at best.
 
-Rows are divided over all mesh axes but `expert`; the chips along that axis hold the experts between them and work on
-the same rows, so each of them has the keys and values of all these rows. Everything else is on every chip.
+As `dreamer serve` has it: rows are divided over all chips, each with pages of its own. Chips along the axis `expert`
+hold the experts between them, which the rows of all of them visit. Everything else is on every chip.
 
 The bound is that of decoding, memory or matrix units, whichever takes longer, for one depth and for what lies outside
-of the loop: weights are read once for all rows of a chip, keys and values once a row. R rows are taken to meet
-different experts, as far as there are enough; rows that choose alike read less. Not counted: prompts, wires, latencies,
-and in models with weights of their own for every depth that rows at different depths read different ones.
+of the loop: weights are read once for all rows of a chip, keys and values once a row, and experts are as busy on one
+chip as on another. Rows that visit the same experts are taken to choose different ones, as far as there are enough; if
+they choose alike, less is read. Not counted: prompts, what chips send each other, latencies, and in models with weights
+of their own for every depth that rows at different depths read different ones.
 """
 
 from __future__ import annotations
@@ -32,14 +33,18 @@ SPARE = 0.1
 GIB = 1 << 30
 
 
+BEGUN = 2
+"""Requests that have begun for each that a step computes, as `dreamer serve` has it where nothing else is said."""
+
+
 @dataclass(frozen=True)
 class ServingPlan:
     """What `dreamer plan --serve` finds, of one chip where nothing else is said.
 
     Attributes:
         topology: its name.
-        chips, groups: in all; that share their rows.
-        rows: R, requests that are computed at once by a group.
+        chips, expert: in all; that share their experts.
+        rows: R, requests that a step of a chip computes.
         context: positions of a request; on average half of them are seen.
         mean_depth: depths that a token takes on average.
         page_size: positions of a page.
@@ -50,7 +55,7 @@ class ServingPlan:
 
     topology: str
     chips: int
-    groups: int
+    expert: int
     rows: int
     context: int
     mean_depth: float
@@ -63,23 +68,28 @@ class ServingPlan:
     depth_seconds: float
 
     @property
+    def requests(self) -> int:
+        """That have begun; a step computes R of them."""
+        return BEGUN * self.rows
+
+    @property
     def pages(self) -> int:
         """That fit beside the weights; less than 1 if these don't fit."""
-        return math.floor((self.memory * (1 - SPARE) - self.weights - self.rows * self.flight) / self.page)
+        return math.floor((self.memory * (1 - SPARE) - self.weights - self.requests * self.flight) / self.page)
 
     @property
     def pages_wanted(self) -> int:
-        """Of R requests that use the whole context."""
-        return self.rows * math.ceil(self.context / self.page_size)
+        """Of requests that use the whole context."""
+        return self.requests * math.ceil(self.context / self.page_size)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all groups, at most."""
-        return self.groups * self.rows / (self.outside_seconds + self.mean_depth * self.depth_seconds)
+        """Of all chips, at most."""
+        return self.chips * self.rows / (self.outside_seconds + self.mean_depth * self.depth_seconds)
 
     @property
     def fits(self) -> bool:
-        """Whether R requests of the whole context do."""
+        """Whether so many requests of the whole context do."""
         return self.pages >= self.pages_wanted
 
 
@@ -91,7 +101,7 @@ def plan_serving(
     Args:
         config: of its training; `mesh` says how chips are divided, `model.dtype` the type of weights and caches.
         topology: the chips.
-        rows: requests at once in each group of chips.
+        rows: requests that a step of each chip computes.
         context: positions of a request, prompt and answer.
         page_size: positions of a page.
         mean_depth: depths of a token on average; None for all.
@@ -112,7 +122,7 @@ def plan_serving(
     return ServingPlan(
         topology.name,
         topology.chips,
-        topology.chips // config.mesh.expert,
+        config.mesh.expert,
         rows,
         context,
         depth,
@@ -141,8 +151,8 @@ def _seconds(family: Family, config: Config, topology: Topology, rows: int, cont
             continue
         block, group = share.block, config.mesh.expert if share.experts else 1
         kept = share.depths if share.cached is None else min(share.cached, share.depths)
-        flops += share.depths * rows * block.matmul_flops(reach) / group
-        read += share.depths * block.active_parameters(rows) / group * size
+        flops += share.depths * rows * block.matmul_flops(reach)  # of a group's rows a chip has its share
+        read += share.depths * block.active_parameters(rows * group) / group * size
         own_depths = share.depths * reach.depths * block.flight_elements()
         read += rows * size * (kept * seen * block.cache_elements() + own_depths)
     return max(flops / chip.peak_flops, read / chip.bandwidth)
@@ -164,10 +174,14 @@ def render(plan: ServingPlan) -> str:
         ["weights", f"{plan.weights / GIB:.2f} GiB", ""],
         ["a page", f"{plan.page / (1 << 20):.2f} MiB", f"{plan.page_size} positions at all depths"],
         ["pages that fit", f"{max(0, plan.pages):,}", f"{max(0, plan.pages) * plan.page_size:,} positions"],
-        ["pages wanted", f"{plan.pages_wanted:,}", f"{plan.rows} requests of {plan.context:,} positions"],
+        [
+            "pages wanted",
+            f"{plan.pages_wanted:,}",
+            f"{plan.requests} requests of {plan.context:,} positions, of which a step computes {plan.rows}",
+        ],
     ]
-    per_group = f"{plan.groups} group{'s' * (plan.groups > 1)} of {plan.chips // plan.groups}"
-    most = f"at most, of {plan.chips} chips in {per_group}; no two rows choose the same expert"
+    shared = f", of which {plan.expert} share experts" if plan.expert > 1 else ""
+    most = f"at most, of {plan.chips} chips{shared}; no two rows choose the same expert"
     speed = [
         ["outside of the loop", f"{plan.outside_seconds * 1e6:,.0f} us", f"{plan.rows} tokens, at least"],
         ["a depth", f"{plan.depth_seconds * 1e6:,.0f} us", f"{plan.mean_depth:g} of them a token"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,17 +78,20 @@ class Turn:
 
     Attributes:
         chunk: something of the last chunk of a prompt to wait for; () without one.
-        first: requests that have joined their rows, how often each had begun, and its first token.
+        first: of each group that rows have joined: of each device the request and how often it had begun, and their
+            first tokens.
         brought: of the tick.
         group: whose tick it was.
         owners: place -> request, and how often it had begun.
+        begun: when, in seconds of `time.perf_counter`.
     """
 
     chunk: Any = ()
-    first: list[tuple[Job, int, Any]] = field(default_factory=list)
+    first: list[tuple[dict[int, tuple[Job, int]], Any]] = field(default_factory=list)
     brought: Brought | None = None
     group: int = 0
     owners: dict[int, tuple[Job, int]] = field(default_factory=dict)
+    begun: float = field(default_factory=time.perf_counter)
 
     @staticmethod
     def still(job: Job, begun: int) -> bool:

@@ -116,6 +116,9 @@ class View(NamedTuple):
         finished: answers by how they ended.
         share_of_bound: of the speed-up that exit depths allow, what the engine has reached (docs/serving.md); None
             before there is something to divide by.
+        decoded, decoded_depths: those of the tokens that didn't come of a prompt, and their depths, added up.
+        border_rows: places for which prelude, coda and head were computed.
+        prompt_seconds, decode_seconds: that the device took for prompts, and for everything behind them.
     """
 
     rows: tuple[RowView | None, ...]
@@ -132,6 +135,11 @@ class View(NamedTuple):
     busy_row_steps: int
     finished: dict[str, int]
     share_of_bound: float | None
+    decoded: int = 0
+    decoded_depths: int = 0
+    border_rows: int = 0
+    prompt_seconds: float = 0.0
+    decode_seconds: float = 0.0
 
 
 class ServingEngine(Protocol):

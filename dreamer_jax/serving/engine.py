@@ -9,6 +9,7 @@ whoever shares its programs changes nothing of it.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -17,19 +18,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from dreamer_jax.errors import UserError
 from dreamer_jax.inference.model import FoldedModel
 from dreamer_jax.inference.samplers import Adaptive, Lossless, Sampler, Static
 from dreamer_jax.inference.samplers.contract import Choosing
-from dreamer_jax.serving import programs
+from dreamer_jax.inference.sharding import shard
 from dreamer_jax.serving.answers import Answer, Turn
 from dreamer_jax.serving.contract import Closed, Deliver, Finish, QueueFull, Request, TooLong, Update, View
-from dreamer_jax.serving.groups import Group, group_of, programs_of
+from dreamer_jax.serving.groups import Group, Joining, group_of, programs_of, put
 from dreamer_jax.serving.options import Options
 from dreamer_jax.serving.pages import Pages
+from dreamer_jax.serving.programs import programs_for
 from dreamer_jax.serving.scheduler import Job, Scheduler
 from dreamer_jax.serving.statistics import Statistics
 
@@ -71,7 +73,9 @@ class ServedEngine:
     Args:
         model: at the largest depth that is served.
         samplers: whose programs are compiled; by default `samplers_for` the model.
-        options: sizes.
+        options: sizes. On a mesh rows and pages are rounded up to what all devices have alike.
+        mesh: devices to share the rows, and along an axis `expert` the experts (see `inference.sharding`); None for
+            one.
         report: takes a line about what is being prepared.
 
     Raises:
@@ -84,30 +88,38 @@ class ServedEngine:
         samplers: Sequence[Sampler] | None = None,
         options: Options | None = None,
         report: Callable[[str], None] = lambda line: None,
+        mesh: Mesh | None = None,
     ):
-        self.model, self.options, self._report = model, options or Options(), report
+        sharding = None
+        if mesh is not None and mesh.size > 1:
+            model, sharding = shard(model, mesh, apart=True)
+        self._shards = 1 if sharding is None else sharding.row_shards
+        its = options or Options()
+        rows, places = -(-its.rows // self._shards), -(-its.all_places // self._shards)  # of each device
+        self.options = its = dataclasses.replace(its, rows=rows * self._shards, places=places * self._shards)
+        self.model, self._report, self._programs = model, report, programs_for(sharding)
         chosen = samplers_for(model) if samplers is None else samplers
         self.samplers: dict[str, Sampler] = {}
-        for its in chosen:
-            self.samplers.setdefault(its.name, its)
+        for sampler in chosen:
+            self.samplers.setdefault(sampler.name, sampler)
         self.programs = programs_of(model, chosen)
-        its = self.options
-        self._pages = Pages(its.all_pages, its.page, its.chunk)
-        self._pool = programs.beside(model, programs.pool(model, its.all_pages, its.page))
+        pages = -(-its.all_pages // self._shards)
+        self._pages = [Pages(pages, its.page, its.chunk) for _ in range(self._shards)]
+        self._pool = self._programs.fixed(model, self._programs.pool(pages, its.page, model))
         if not all(hasattr(kept, "paged") for kept in jax.tree.leaves(self._pool, is_leaf=_is_memory)):
             raise UserError(f"what this model ({model.family.headline()}) keeps of a text can't lie in pages")
         likeliest = min(its.logprobs, model.config.vocab_size)
-        sizes = its.rows, its.steps or model.total_depth, choosings(likeliest), its.stop_ids
-        self._groups = [Group(model, program, *sizes) for program in self.programs]
+        sizes = rows, places, self._shards, its.steps or model.total_depth, choosings(likeliest), its.stop_ids
+        self._groups = [Group(self._programs, model, program, *sizes) for program in self.programs]
         self._scheduler = Scheduler([group.plan for group in self._groups], self._pages)
         self._statistics = Statistics(model.family, its.context, model.total_depth)
-        self._hidden = self._nothing = programs.beside(model, self._no_hidden())
 
         self._changed = threading.Condition()  # guards what follows
         self._commands: deque[tuple[str, Any]] = deque()
         self._numbers, self._queued = 0, 0
         self._state = "starting"
         self._deadline: float | None = None
+        self._free = 0.0  # when the device was last seen to have done what it was given
         self._jobs: dict[int, Job] = {}  # the engine's thread only, as all else
         self._view = self._look()
         self._thread = threading.Thread(target=self._run, name="served-engine", daemon=True)
@@ -171,7 +183,7 @@ class ServedEngine:
             raise UserError(f"logprobs {request.logprobs}: must be from 0 to {most}")
         length = len(request.prompt) + request.max_tokens
         if length > its.context or not self._scheduler.fits(length):
-            most = min(its.context, self._pages.count * its.page)
+            most = min(its.context, self._pages[0].count * its.page)
             raise TooLong(f"{len(request.prompt)} prompt tokens and {request.max_tokens} more: {most} fit together")
 
     # The engine's thread.
@@ -222,34 +234,38 @@ class ServedEngine:
         chunks = self._scheduler.chunks()
         for _ in range(chunks):
             found = self._scheduler.chunk()
-            if found is not None:
-                self._dispatch_chunk(turn, *found)
+            if found:
+                self._dispatch_chunk(turn, found)
         group = self._scheduler.turn()
         if group is not None:
             self._dispatch_tick(turn, group)
         return turn if chunks or group is not None else None
 
-    def _dispatch_chunk(self, turn: Turn, job: Job, start: int) -> None:
-        answer: Answer = job.of
-        if start == job.shared:
-            self._hidden = self._nothing
-            if job.begun == 1:
+    def _dispatch_chunk(self, turn: Turn, found: Sequence[tuple[Job, int]]) -> None:
+        tokens, *numbers = self._no_prompts()
+        for job, start in found:
+            if start == job.shared and job.begun == 1:
                 self._leaves_queue()
                 self._statistics.prompt_tokens += len(job.prompt)
                 self._statistics.shared_tokens += job.shared
-        tokens = np.zeros((1, self.options.chunk), np.int32)
-        own = job.prompt[start : start + self.options.chunk]
-        tokens[0, : len(own)] = own
-        numbers = np.int32(start), np.int32(len(job.prompt)), np.int32(job.depth)
-        self._hidden, self._pool = programs.chunk(
-            self.model, self._pool, self._table(1, {0: job}), tokens, *numbers, self._hidden
-        )
-        turn.chunk = self._hidden
-        if job.joined:
-            assert job.row is not None
-            group = self._groups[job.group]
-            chosen = group.join(self.model, self._hidden, job.row, answer.request, job.depth, answer.settings)
-            turn.first.append((job, job.begun, chosen))
+            own = job.prompt[start : start + self.options.chunk]
+            tokens[job.shard, : len(own)] = own
+            put(numbers, (start, len(job.prompt), job.depth), job.shard)
+        table = self._table(self._shards, {job.shard: job for job, _ in found})
+        turn.chunk, self._pool = self._programs.chunk(self.model, self._pool, table, tokens, *numbers)
+        joined = [job for job, _ in found if job.joined]
+        for number in sorted({job.group for job in joined}):
+            own = [job for job in joined if job.group == number]
+            joining = {
+                job.row: Joining(job.of.request, job.depth, job.of.settings) for job in own if job.row is not None
+            }
+            chosen = self._groups[number].join(self.model, turn.chunk, joining)
+            turn.first.append(({job.shard: (job, job.begun) for job in own}, chosen))
+
+    def _no_prompts(self) -> list[np.ndarray]:
+        """Of each device what a chunk gets where no prompt is computed: tokens, start, length and depth."""
+        tokens = np.zeros((self._shards, self.options.chunk), np.int32)
+        return [tokens, *(np.full(self._shards, number, np.int32) for number in (0, 1, 1))]
 
     def _dispatch_tick(self, turn: Turn, number: int) -> None:
         self._scheduler.grow(number)
@@ -263,24 +279,35 @@ class ServedEngine:
         turn.group, turn.owners = number, {row: (job, job.begun) for row, job in jobs.items()}
 
     def _table(self, rows: int, jobs: dict[int, Job]) -> np.ndarray:
-        table = np.full((rows, self.options.pages_per_row), self._pages.count, np.int32)
+        table = np.full((rows, self.options.pages_per_row), self._pages[0].count, np.int32)
         for row, job in jobs.items():
             table[row, : len(job.pages)] = job.pages
         return table
 
     def _receive(self, turn: Turn) -> None:
         """Wait for what a turn has brought, and deliver it."""
-        jax.block_until_ready(turn.chunk)
-        for job, begun, chosen in turn.first:
+        begun = max(turn.begun, self._free)
+        jax.block_until_ready((turn.chunk, [chosen for _, chosen in turn.first]))
+        self._free = time.perf_counter()
+        self._statistics.prompt_seconds += self._free - begun
+        for owners, chosen in turn.first:
             token, logprobs = jax.device_get(chosen)
-            if turn.still(job, begun):
-                self._deliver(job, token, np.array([job.depth]), logprobs)
+            for number, (job, begun) in owners.items():
+                if turn.still(job, begun):
+                    own = slice(number, number + 1)
+                    logs = jax.tree.map(lambda each, own=own: each[own], logprobs)
+                    self._deliver(job, token[own], np.array([job.depth]), logs)
         if turn.brought is None:
             return
-        brought = jax.device_get(turn.brought)
+        begun, brought = self._free, jax.device_get(turn.brought)
+        self._free = time.perf_counter()
+        self._statistics.decode_seconds += self._free - begun
         group = self._groups[turn.group]
-        steps = int(brought.rounds) * group.steps_a_round
-        self._statistics.count(steps, group.rows * group.lanes, int(brought.work))
+        steps = int(brought.rounds.max()) * group.steps_a_round  # who has done sooner waits for the others
+        # A sampler whose rows go together is taken to compute what lies outside of the depths once a token.
+        apart, at_once = group.sampler.rows_apart, group.at_once * self._shards
+        borders = int(brought.borders.max()) * at_once if apart else np.sum(brought.tokens >= 0)
+        self._statistics.count(steps, at_once * group.lanes, int(brought.work.sum()), int(borders))
         for row, (job, begun) in turn.owners.items():
             if turn.still(job, begun):
                 job.of.in_flight = tuple(depth for depth in brought.in_flight[row].tolist() if depth >= 0)
@@ -305,33 +332,24 @@ class ServedEngine:
         self._statistics.finished[finish] += 1
         job.of.deliver(Update(tokens, finish))
 
-    def _no_hidden(self) -> jax.Array:
-        """Zeros of the type that a readout has, which may be wider than the model's."""
-        shape, none = (1, self.model.family.readout_size), np.int32(0)
-        narrow = jnp.zeros(shape, self.model.config.dtype)
-        tokens = np.zeros((1, self.options.chunk), np.int32)
-        given = self.model, self._pool, self._table(1, {}), tokens, none, none, none, narrow
-        return jnp.zeros(shape, jax.eval_shape(programs.chunk, *given)[0].dtype)
-
     def _leaves_queue(self) -> None:
         with self._changed:
             self._queued -= 1
 
     def _look(self) -> View:
         rows = [None if job is None else job.of.view(job) for rows in self._scheduler.rows for job in rows]
-        return self._statistics.view(
-            tuple(rows), len(self._scheduler.waiting), self._pages.count, self._pages.available
-        )
+        pages, free = (sum(each) for each in zip(*((its.count, its.available) for its in self._pages), strict=True))
+        return self._statistics.view(tuple(rows), len(self._scheduler.waiting), pages, free)
 
     def _warm_up(self) -> None:
         """Compile every program by letting it do nothing."""
         begun, its = time.monotonic(), self.options
         count = 1 + sum(2 * len(group.choosings) for group in self._groups)
         names = ", ".join(group.sampler.name for group in self._groups)
-        self._report(f"compiling {count} programs for {its.rows} rows each of {names}")
-        tokens, numbers = np.zeros((1, its.chunk), np.int32), [np.int32(n) for n in (0, 1, 1)]
-        nobody = self._table(1, {})
-        hidden, self._pool = programs.chunk(self.model, self._pool, nobody, tokens, *numbers, self._nothing)
+        devices = f" on {self._shards} devices" if self._shards > 1 else ""
+        self._report(f"compiling {count} programs for {its.rows} rows each of {names}{devices}")
+        nobody = self._table(self._shards, {})
+        hidden, self._pool = self._programs.chunk(self.model, self._pool, nobody, *self._no_prompts())
         for group in self._groups:
             if self._state == "starting":
                 self._pool = group.warm_up(self.model, self._pool, hidden, self._table(group.rows, {}), its.collect)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,18 +15,29 @@ from dreamer_jax.inference.samplers import Adaptive, DiffusionForcing, Lossless,
 from dreamer_jax.inference.samplers.contract import DECODE_BLOCK, Choosing, Chosen
 from dreamer_jax.inference.samplers.criteria import CRITERIA
 from dreamer_jax.inference.sampling import Sampling
-from dreamer_jax.serving import programs, scheduler
+from dreamer_jax.serving import scheduler
 from dreamer_jax.serving.contract import Request
-from dreamer_jax.serving.programs import Brought, OneByOne, Row, Rows
+from dreamer_jax.serving.programs import Brought, OneByOne, Programs, Row, Rows, in_flight
+
+
+class Joining(NamedTuple):
+    """A row that takes a place: its request, L of its passes, its sampler's settings."""
+
+    request: Request
+    depth: int
+    settings: Any
 
 
 class Group:
     """B places for rows of one sampler's program: their state on the device, and what the host knows of them.
 
     Args:
+        programs: that are compiled.
         model: at the largest depth that is served.
         sampler: whose program; what isn't a number of each row is a number of all of them, as this one has it.
-        rows: B.
+        rows: that a step takes, of each device.
+        places: of each device, where rows don't wait for each other; elsewhere there are as many as `rows`.
+        shards: devices; B counts the places of all of them.
         steps: depth steps of a tick.
         choosings: programs that are compiled, each fit for what those before it are fit for.
         stops: tokens that may end a row, at most.
@@ -34,17 +45,22 @@ class Group:
 
     def __init__(
         self,
+        programs: Programs,
         model: FoldedModel,
         sampler: Sampler,
         rows: int,
+        places: int,
+        shards: int,
         steps: int,
         choosings: Sequence[Choosing],
         stops: int,
     ):
-        self.sampler, self.rows, self.choosings = sampler.program, rows, tuple(choosings)
-        carried = jax.jit(sampler.carry, static_argnums=1)(model, rows)
-        self._progress, self._carried = programs.beside(model, (programs.nobody(rows), carried))
-        flying = jax.eval_shape(programs.in_flight, self._carried.by_row, self._progress)
+        self.sampler, self.choosings, self.at_once = sampler.program, tuple(choosings), rows
+        self._programs, self._shards = programs, shards
+        self._own = places if sampler.rows_apart else rows
+        self.rows = rows = self._own * shards
+        self._progress, self._carried = programs.fixed(model, programs.places(sampler, self._own, model))
+        flying = jax.eval_shape(in_flight, self._carried.by_row, self._progress)
         self.lanes = max(1, flying.shape[1])
         inner = sampler.inner_recurrences if isinstance(sampler, DiffusionForcing) else 1
         self.steps_a_round, self.rounds = inner, max(1, steps // inner)
@@ -61,28 +77,36 @@ class Group:
     @property
     def plan(self) -> scheduler.Group:
         """For the scheduler: two ticks may be on their way before what they bring is known."""
-        return scheduler.Group(self.rows, 2 * self.advance + self.lanes)
+        return scheduler.Group(self._own, 2 * self.advance + self.lanes)
 
-    def join(self, model: FoldedModel, hidden: Any, place: int, request: Request, depth: int, settings: Any) -> Chosen:
-        """A row after its prompt takes a place; its first token [1]."""
-        stops = request.stop_ids[: self._stop_ids.shape[1]]  # the host looks at all of them
-        self._stop_ids[place] = (*stops, *[-1] * (self._stop_ids.shape[1] - len(stops)))
-        put(self._sampling, request.sampling.numbers(), place)
-        put(self._settings, settings, place)
-        length = len(request.prompt)
-        numbers = place, length, request.number, length + request.max_tokens - 1, depth
-        row = Row(*(np.int32(each) for each in numbers))
-        own = slice(place, place + 1)
-        sampling = jax.tree.map(lambda each: each[own].copy(), self._sampling)
-        self._progress, self._carried, chosen = programs.join(
-            Kinds(self._choosing([request]), self.sampler),
+    def join(self, model: FoldedModel, hidden: Any, joining: Mapping[int, Joining]) -> Chosen:
+        """Rows after their prompts take places, at most one of each device; the first tokens [devices].
+
+        Args:
+            model: that the programs get.
+            hidden: of the devices' last chunks.
+            joining: by place.
+        """
+        row = Row(*(np.full(self._shards, each, np.int32) for each in (self._own, 1, 0, 0, 1)))
+        places = np.arange(self._shards) * self._own
+        for place, its in joining.items():
+            request, length, shard = its.request, len(its.request.prompt), place // self._own
+            stops = request.stop_ids[: self._stop_ids.shape[1]]  # the host looks at all of them
+            self._stop_ids[place] = (*stops, *[-1] * (self._stop_ids.shape[1] - len(stops)))
+            put(self._sampling, request.sampling.numbers(), place)
+            put(self._settings, its.settings, place)
+            places[shard] = place
+            numbers = place % self._own, length, request.number, length + request.max_tokens - 1, its.depth
+            put(row, Row(*numbers), shard)
+        self._progress, self._carried, chosen = self._programs.join(
+            Kinds(self._choosing([its.request for its in joining.values()]), self.sampler),
             model,
             hidden,
             self._progress,
             self._carried,
             row,
-            sampling,
-            self._stop_ids[own].copy(),
+            jax.tree.map(lambda each: each[places], self._sampling),
+            self._stop_ids[places],
         )
         return chosen
 
@@ -92,14 +116,14 @@ class Group:
         pool: PyTree,
         table: np.ndarray,
         requests: dict[int, Request],
-        collect: int,
+        collect: float,
         choosing: Choosing | None = None,
     ) -> tuple[PyTree, Brought]:
         """A tick of the requests in these places, with their pages [B, M]; the pool.
 
         Args:
             model, pool: that the programs get.
-            table: of the pages.
+            table: of the pages, by their numbers on their devices.
             requests: by place.
             collect: see `Options`.
             choosing: the program; by default the first that is fit for the requests.
@@ -107,19 +131,19 @@ class Group:
         alive = np.isin(np.arange(self.rows), list(requests))
         # The arrays change while the program may still read them.
         stop_ids, sampling, settings = jax.tree.map(np.copy, (self._stop_ids, self._sampling, self._settings))
-        rows = Rows(table, alive, stop_ids, sampling, settings, np.int32(self.rounds), np.int32(collect))
+        rows = Rows(table, alive, stop_ids, sampling, settings, np.int32(self.rounds), np.float32(collect))
         kinds = Kinds(choosing or self._choosing(requests.values()), self.sampler)
-        pool, self._progress, self._carried, brought = programs.tick(
-            kinds, model, pool, self._progress, self._carried, rows, self._limit
+        pool, self._progress, self._carried, brought = self._programs.tick(
+            kinds, self._limit, self.at_once, model, pool, self._progress, self._carried, rows
         )
         return pool, brought
 
-    def warm_up(self, model: FoldedModel, pool: PyTree, hidden: Any, table: np.ndarray, collect: int) -> PyTree:
+    def warm_up(self, model: FoldedModel, pool: PyTree, hidden: Any, table: np.ndarray, collect: float) -> PyTree:
         """Compile every program by letting it do nothing; the pool."""
         for choosing in self.choosings:
             sampling = Sampling(float(choosing.draws), top_k=int(choosing.ranks))
             request = Request((0,), 1, sampling, logprobs=choosing.logprobs)
-            self.join(model, hidden, 0, request, 1, self.sampler.numbers())
+            self.join(model, hidden, {0: Joining(request, 1, self.sampler.numbers())})
             pool, _ = self.tick(model, pool, table, {}, collect, choosing)
         return pool
 

@@ -47,8 +47,8 @@ class Metrics:
 
         gauge("ready", "Whether requests are taken.", float(ready))
         gauge("queue", "Requests that wait.", view.queue)
-        gauge("rows", "Requests that can be computed at once.", len(view.rows))
-        gauge("rows_busy", "Requests that are being computed.", sum(row is not None for row in view.rows))
+        gauge("rows", "Requests that can have begun.", len(view.rows))
+        gauge("rows_busy", "Requests that have begun.", sum(row is not None for row in view.rows))
         gauge("pages", "Pages of keys and values.", view.pages)
         gauge("pages_free", "Pages that are free, or hold prefixes that nothing uses now.", view.free_pages)
         gauge("depth", "Depths of a pass.", view.depth)

@@ -4,6 +4,9 @@ Keys and values of all rows lie in one pool of pages, which every program gets, 
 have their places in its arrays for good; whoever has a place is the host's business, which hands in what belongs to
 it with every tick: its pages, its settings, and whether anybody has it at all. What only the device knows, where each
 row is and what is on its way, stays there from tick to tick, so that nothing waits for the host.
+
+On a mesh every device runs them with places and a pool of its own: B below is then of one device, and a table has
+numbers of the device's own pages. What the host hands in has all devices' one behind the other.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from dreamer_jax.blocks.memory import for_kernels, in_pages
-from dreamer_jax.inference.model import FoldedModel, PyTree
+from dreamer_jax.blocks.memory import NOWHERE, for_kernels, in_pages
+from dreamer_jax.inference.model import Flight, FoldedModel, PyTree
 from dreamer_jax.inference.programs import Kinds
 from dreamer_jax.inference.samplers import adaptive, lossless, one_by_one, wavefront
 from dreamer_jax.inference.samplers.contract import (
@@ -31,6 +35,7 @@ from dreamer_jax.inference.samplers.contract import (
 )
 from dreamer_jax.inference.samplers.criteria import Name
 from dreamer_jax.inference.sampling import SamplingNumbers
+from dreamer_jax.inference.sharding import ModelSharding, jitted
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class OneByOne(Sampler):
     """
 
     name: ClassVar[str] = "one-by-one"
+    rows_apart: ClassVar[bool] = True
 
     criterion: Name | None = None
 
@@ -52,22 +58,21 @@ class OneByOne(Sampler):
 
     def carry(self, model: FoldedModel, rows: int) -> Carried:
         """Nothing is on its way."""
-        return one_by_one.carry(model, rows, self._rule(self.numbers()))
+        return one_by_one.carry(model, rows, self._rule_for(self.numbers()))
 
     def decode(self, choosing: Choosing, model, progress: Progress, slots, carried: Carried, asked: Asked) -> Block:
         """Depth steps of all rows."""
-        rule = self._rule(asked.settings)
-        return one_by_one.decode(choosing, model, progress, slots, carried, asked, rule)
+        return one_by_one.decode(choosing, model, progress, slots, carried, asked, self._rule_for)
 
-    def _rule(self, numbers: Any) -> one_by_one.Rule:
+    def _rule_for(self, numbers: Any) -> one_by_one.Rule:
         return one_by_one.NEVER if self.criterion is None else adaptive.rule(self.criterion, *numbers)
 
 
 class Row(NamedTuple):
-    """What a row is from its beginning, int32 each.
+    """What a row is from its beginning, [1] int32 each, so that each device can get one of its own.
 
     Attributes:
-        place: in its group.
+        place: in its group; B where no row joins.
         length: of its prompt.
         number: of the text among those of its seed.
         limit: position of the last token that it may get.
@@ -107,8 +112,9 @@ class Brought(NamedTuple):
     """What a tick has brought, for the host.
 
     Attributes:
-        tokens, depths, logprobs, rounds: as of `Block`.
-        work: depth steps of all positions.
+        tokens, depths, logprobs: as of `Block`.
+        rounds, borders: [1], as of `Block`.
+        work: [1], depth steps of all positions.
         in_flight: [B, W] int32, depths that positions on their way have gone through, the oldest first; -1: none.
     """
 
@@ -116,17 +122,27 @@ class Brought(NamedTuple):
     depths: jax.Array
     logprobs: Any
     rounds: jax.Array
+    borders: jax.Array
     work: jax.Array
     in_flight: jax.Array
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def pool(model: FoldedModel, pages: int, size: int) -> PyTree:
+def pool(pages: int, size: int, model: FoldedModel) -> PyTree:
     """Empty pages of so many positions."""
     return for_kernels(model.empty_slots(pages, size), model.family.operations)
 
 
-@functools.partial(jax.jit, donate_argnums=1)
+def places(sampler: Sampler, rows: int, model: FoldedModel) -> tuple[Progress, Carried]:
+    """B places that nobody has."""
+    return nobody(rows), sampler.carry(model, rows)
+
+
+def nobody(rows: int) -> Progress:
+    """Of B rows of which none is there."""
+    none = jnp.zeros(rows, jnp.int32)
+    return Progress(none, none, none == 0, none, none, none + 1)
+
+
 def chunk(
     model: FoldedModel,
     pool: PyTree,
@@ -135,7 +151,6 @@ def chunk(
     start: jax.Array,
     length: jax.Array,
     depth: jax.Array,
-    hidden: jax.Array,
 ) -> tuple[jax.Array, PyTree]:
     """A chunk of one prompt through all its depths.
 
@@ -143,26 +158,27 @@ def chunk(
         table: [1, M] int32.
         tokens: [1, P] int32, at positions start .. start + P - 1. What lies at or after `length` is padding, and its
             slots are written again before anything looks at them.
-        depth: L of the prompt's passes.
-        hidden: [1, h], what the head will be applied to at the prompt's last position, as far as it has come.
+        start, length, depth: [1] int32, of the chunk; of the prompt; L of its passes.
 
     Returns:
-        `hidden` and the pool.
+        What the head will be applied to at the prompt's last position [1, h], if that is in this chunk; and the pool.
     """
-    positions = start + jnp.arange(tokens.shape[1])[None]
+    positions, own = start + jnp.arange(tokens.shape[1])[None], depth[0]
 
-    def deeper(l: jax.Array, carry: Any) -> Any:
-        return model.step(carry[0], positions, l, carry[1], depth)
+    def deeper(l: jax.Array, carry: tuple[Flight, PyTree]) -> tuple[Flight, PyTree]:
+        flight, slots = carry
+        moves = l < own  # prompts of other devices may go deeper
+        new, slots = model.step(flight, jnp.where(moves, positions, NOWHERE), l, slots, own)
+        state = jax.tree.map(lambda its, kept: jnp.where(moves, its, kept), new.state, flight.state)
+        return new._replace(state=state), slots
 
     entered = model.enter(tokens, positions, in_pages(pool, table))
-    flight, slots = jax.lax.fori_loop(0, depth, deeper, entered)
+    flight, slots = jax.lax.fori_loop(0, model.largest(own), deeper, entered)
     found, slots = model.leave(flight, positions, slots)
-    last = length - 1 - start
-    own = jax.lax.dynamic_index_in_dim(found, jnp.clip(last, 0, tokens.shape[1] - 1), 1, keepdims=False)
-    return jnp.where((last >= 0) & (last < tokens.shape[1]), own, hidden), in_pages(slots, None)
+    last = jnp.clip(length - 1 - start, 0, tokens.shape[1] - 1)
+    return jnp.take_along_axis(found, last[:, None, None], axis=1)[:, 0], in_pages(slots, None)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
 def join(
     kinds: Kinds,
     model: FoldedModel,
@@ -176,7 +192,7 @@ def join(
     """A row after its prompt, with the first token behind it, in a place of a group; nothing of it is on its way.
 
     Args:
-        hidden: [1, h], what `chunk` has found.
+        hidden: [1, h], what the last chunk has found.
         progress, carried: of the group.
         sampling, stop_ids: as of `Rows`, of this row: [1] each, [1, N].
 
@@ -184,15 +200,14 @@ def join(
         The group's, and the first token [1].
     """
     asked = Asked(jnp.int32(1), stop_ids, sampling, ())
-    length = jnp.reshape(row.length, 1)
-    chosen = asked.choose(kinds.choosing, model.logits(hidden), jnp.reshape(row.number, 1), length)
-    done = asked.ends(chosen.token) | (length >= row.limit)
-    own = Progress(chosen.token, length, done, *(jnp.reshape(each, 1) for each in (row.number, row.limit, row.depth)))
+    chosen = asked.choose(kinds.choosing, model.logits(hidden), row.number, row.length)
+    done = asked.ends(chosen.token) | (row.length >= row.limit)
+    own = Progress(chosen.token, row.length, done, row.number, row.limit, row.depth)
     fresh = kinds.sampler.carry(model, 1)
 
     def put(kept: jax.Array, new: jax.Array, axis: int) -> jax.Array:
-        start = row.place * new.shape[axis]
-        return jax.lax.dynamic_update_slice_in_dim(kept, new.astype(kept.dtype), start, axis)
+        where = row.place * new.shape[axis] + jnp.arange(new.shape[axis])
+        return kept.at[(slice(None),) * axis + (where,)].set(new.astype(kept.dtype), mode="drop")
 
     progress = jax.tree.map(functools.partial(put, axis=0), progress, own)
     by_row = jax.tree.map(functools.partial(put, axis=0), carried.by_row, fresh.by_row)
@@ -200,19 +215,27 @@ def join(
     return progress, Carried(by_row, by_slot), chosen
 
 
-@functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=(2, 4))
 def tick(
-    kinds: Kinds, model: FoldedModel, pool: PyTree, progress: Progress, carried: Carried, rows: Rows, limit: int
+    kinds: Kinds,
+    limit: int,
+    at_once: int,
+    model: FoldedModel,
+    pool: PyTree,
+    progress: Progress,
+    carried: Carried,
+    rows: Rows,
 ) -> tuple[PyTree, Progress, Carried, Brought]:
     """Some rounds of a group's sampler; a row gets at most about `limit` tokens. What is on its way at the end goes on
-    with the next tick."""
+    with the next tick. A round takes `at_once` rows further."""
     progress = progress._replace(done=progress.done | ~rows.alive)
-    asked = Asked(jnp.int32(limit), rows.stop_ids, rows.sampling, rows.settings, rows.rounds, rows.collect)
+    numbers = rows.stop_ids, rows.sampling, rows.settings, rows.rounds, rows.collect
+    asked = Asked(jnp.int32(limit), *numbers, at_once)
     slots = in_pages(pool, rows.table)
     block = kinds.sampler.decode(kinds.choosing, model, progress, slots, carried, asked)
     flying = in_flight(block.carried.by_row, block.progress)
-    work = jnp.sum(block.tally.work)
-    brought = Brought(block.tokens, block.depths, block.logprobs, block.rounds, work, flying)
+    rounds, borders = jnp.reshape(block.rounds, 1), jnp.reshape(block.borders, 1)
+    work = jnp.sum(block.tally.work, keepdims=True)
+    brought = Brought(block.tokens, block.depths, block.logprobs, rounds, borders, work, flying)
     return in_pages(block.slots, None), block.progress, block.carried, brought
 
 
@@ -229,17 +252,40 @@ def in_flight(carried: Any, progress: Progress) -> jax.Array:
     return jnp.zeros((len(progress.last), 0), jnp.int32)
 
 
-def nobody(rows: int) -> Progress:
-    """Of B rows of which none is there."""
-    none = jnp.zeros(rows, jnp.int32)
-    return Progress(none, none, none == 0, none, none, none + 1)
+class Programs:
+    """The functions above, jitted. Use `programs_for`.
 
-
-def beside(model: FoldedModel, arrays: PyTree) -> PyTree:
-    """The same arrays, fixed to the device of the model's weights.
-
-    Arrays that jax was told where to put (weights that were read from a checkpoint, and what is computed from them) and
-    arrays that it may put anywhere have programs of their own; what is fixed from the start has one program only.
+    Args:
+        sharding: None for one device.
     """
-    device, *others = jax.tree.leaves(model)[0].devices()
-    return arrays if others else jax.device_put(arrays, device)
+
+    def __init__(self, sharding: ModelSharding | None):
+        model: Any = PartitionSpec()
+        rows: Any = PartitionSpec()
+        slots: Any = PartitionSpec()
+        if sharding is not None:
+            model, rows, slots = sharding.model, sharding.rows, sharding.slots
+        group = rows, Carried(rows, slots)
+        self.pool = jitted(pool, sharding, 2, (model,), slots)
+        self.places = jitted(places, sharding, 2, (model,), group)
+        self.chunk = jitted(chunk, sharding, 0, (model, slots, *[rows] * 5), (rows, slots), donate=(1,))
+        self.join = jitted(join, sharding, 1, (model, rows, *group, *[rows] * 3), (*group, rows), donate=(4,))
+        self.tick = jitted(tick, sharding, 3, (model, slots, *group, rows), (slots, *group, rows), donate=(4, 6))
+        self._sharding = sharding
+
+    def fixed(self, model: FoldedModel, arrays: PyTree) -> PyTree:
+        """What a program has made, fixed to where the model's weights are.
+
+        Arrays that jax was told where to put (weights that were read from a checkpoint, and what is computed from them)
+        and arrays that it may put anywhere have programs of their own; what is fixed from the start has one only.
+        """
+        if self._sharding is not None:
+            return arrays
+        (device,) = jax.tree.leaves(model)[0].devices()
+        return jax.device_put(arrays, device)
+
+
+@functools.cache
+def programs_for(sharding: ModelSharding | None) -> Programs:
+    """The programs of a sharding; the same ones every time, so that nothing is compiled twice."""
+    return Programs(sharding)

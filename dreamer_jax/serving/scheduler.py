@@ -11,11 +11,17 @@ What keeps everybody going:
 - Groups take turns in a circle.
 - Where a row needs a page and none is left, the youngest request gives its pages back and waits again, in its own
   place by arrival. The oldest never does, so it ends some time, and then the next one is the oldest.
+
+On a mesh every device is a shard: it has its share of each group's rows, pages of its own, and a prompt of its own that
+is computed, all shards' at once. A request stays in its shard: that with the fewest requests of those where it can
+begin. Who waits for pages does so wherever a row is free, and nobody passes him; who gives pages back is the youngest
+of his shard. So every shard has an oldest request that never waits again, and all that was said holds in each of them.
 """
 
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +44,7 @@ class Job:
         group: its number among those of the scheduler.
         of: what belongs to it and is the engine's.
         row: of its group; None while it waits.
+        shard: that has the row.
         pages: that it has, in the order of positions.
         shared: tokens of the prompt whose keys were there already when it was admitted.
         computed: tokens of the prompt whose keys are there, or about to be.
@@ -54,6 +61,7 @@ class Job:
     group: int
     of: Any = None
     row: int | None = None
+    shard: int = 0
     pages: list[int] = field(default_factory=list)
     shared: int = 0
     computed: int = 0
@@ -73,7 +81,7 @@ class Group:
     """Rows that go through one program.
 
     Attributes:
-        rows: how many.
+        rows: how many, in each shard.
         ahead: positions behind the newest known token that may be written before the next one is known.
     """
 
@@ -86,14 +94,15 @@ class Scheduler:
 
     Args:
         groups: their sizes.
-        pages: for all of them.
+        pages: for all of them, of each shard; all have as many.
     """
 
-    def __init__(self, groups: Sequence[Group], pages: Pages):
+    def __init__(self, groups: Sequence[Group], pages: Sequence[Pages]):
         self.groups, self.pages = groups, pages
-        self.rows: list[list[Job | None]] = [[None] * group.rows for group in groups]
+        self.rows: list[list[Job | None]] = [[None for _ in range(group.rows * len(pages))] for group in groups]
         self.waiting: list[Job] = []
-        self.prompt: Job | None = None
+        self.prompts: list[Job | None] = [None] * len(pages)
+        """Of each shard the request whose prompt is computed now."""
         self._turn = 0
 
     @property
@@ -108,60 +117,67 @@ class Scheduler:
 
     def fits(self, positions: int) -> bool:
         """Whether a request that takes so many positions could be computed if it were alone."""
-        return self.pages.needed(positions) <= self.pages.count
+        return self.pages[0].needed(positions) <= self.pages[0].count
 
     def wait(self, job: Job) -> None:
         """Put a request in its place in the queue, by arrival."""
         bisect.insort(self.waiting, job, key=lambda other: other.number)
 
-    def admit(self) -> Job | None:
-        """The request whose prompt is computed now, if there is one; a new one if the last one's is done."""
-        if self.prompt is not None:
-            return self.prompt
-        for job in self.waiting:
+    def admit(self) -> list[Job]:
+        """The requests whose prompts are computed now, at most one of each shard; new ones where the last one's is
+        done."""
+        for job in list(self.waiting):
+            if None not in self.prompts:
+                break
             if None not in self.rows[job.group]:
                 continue
-            if not self._begins(job):
+            shards = self._shards(job)
+            if shards and not any(self._begins(job, shard) for shard in shards):
                 break
-            self.waiting.remove(job)
-            job.row = self.rows[job.group].index(None)
-            self.rows[job.group][job.row] = self.prompt = job
-            job.begun += 1
-            return job
-        return None
+        return [job for job in self.prompts if job is not None]
 
-    def _begins(self, job: Job) -> bool:
-        """Give a request the pages that it needs to begin, if there are so many: for its prompt, and for as much behind
-        it as it is likely to need before another one ends: what it has had before."""
-        positions = min(len(job.prompt) + job.delivered + self.groups[job.group].ahead, job.end)
-        shared = self.pages.share(job.depth, job.prompt)
-        own = self.pages.take(self.pages.needed(positions) - len(shared))
+    def _shards(self, job: Job) -> list[int]:
+        """Where a request could begin if there are pages: the shard with the fewest requests first."""
+        size = self.groups[job.group].rows
+        counts = Counter(other.shard for rows in self.rows for other in rows if other is not None)
+        free = {row // size for row, other in enumerate(self.rows[job.group]) if other is None}
+        return sorted((n for n in free if self.prompts[n] is None), key=lambda n: (counts[n], n))
+
+    def _begins(self, job: Job, shard: int) -> bool:
+        """Give a request a row of a shard and the pages that it needs to begin, if there are so many: for its prompt,
+        and for as much behind it as it is likely to need before another one ends: what it has had before."""
+        pages, group = self.pages[shard], self.groups[job.group]
+        positions = min(len(job.prompt) + job.delivered + group.ahead, job.end)
+        shared = pages.share(job.depth, job.prompt)
+        own = pages.take(pages.needed(positions) - len(shared))
         if own is None:
-            self.pages.give(shared)
+            pages.give(shared)
             return False
+        self.waiting.remove(job)
         job.pages = shared + own
-        job.shared = job.computed = len(shared) * self.pages.size
+        job.shared = job.computed = len(shared) * pages.size
+        job.shard, job.row = shard, self.rows[job.group].index(None, shard * group.rows)
+        self.rows[job.group][job.row] = self.prompts[shard] = job
+        job.begun += 1
         return True
 
     def chunks(self) -> int:
-        """How many chunks may be computed before the next turn."""
-        job = self.admit()
-        if job is None:
-            return 0
-        rows = self.rows[job.group]
-        return 1 + MORE * rows.count(None) // len(rows)
+        """How many chunks of each shard may be computed before the next turn."""
+        rows = [self.rows[job.group] for job in self.admit()]
+        return max((1 + MORE * its.count(None) // len(its) for its in rows), default=0)
 
-    def chunk(self) -> tuple[Job, int] | None:
-        """The next chunk of a prompt: whose, and where it starts. With its last one the request has joined its rows."""
-        job = self.admit()
-        if job is None:
-            return None
-        start = job.computed
-        job.computed = min(start + self.pages.chunk, len(job.prompt))
-        self.pages.keep(job.depth, job.prompt[: job.computed], job.pages)
-        if job.computed == len(job.prompt):
-            job.joined, self.prompt = True, None
-        return job, start
+    def chunk(self) -> list[tuple[Job, int]]:
+        """The next chunks of prompts, at most one of each shard: whose, and where it starts. With its last one a
+        request has joined its rows."""
+        found = []
+        for job in self.admit():
+            found.append((job, job.computed))
+            pages = self.pages[job.shard]
+            job.computed = min(job.computed + pages.chunk, len(job.prompt))
+            pages.keep(job.depth, job.prompt[: job.computed], job.pages)
+            if job.computed == len(job.prompt):
+                job.joined, self.prompts[job.shard] = True, None
+        return found
 
     def turn(self) -> int | None:
         """The group whose turn it is, of those with rows that go on; None if there are none."""
@@ -187,12 +203,13 @@ class Scheduler:
         for job in self.going(group):
             if job.row is None:  # it was among the youngest
                 continue
+            pages = self.pages[job.shard]
             positions = min(len(job.prompt) + job.tokens + self.groups[group].ahead, job.end)
-            missing = self.pages.needed(positions) - len(job.pages)
-            while missing > self.pages.available and job.row is not None:
-                ended.append(self._put_back(self.jobs[-1]))
+            missing = pages.needed(positions) - len(job.pages)
+            while missing > pages.available and job.row is not None:
+                ended.append(self._put_back([other for other in self.jobs if other.shard == job.shard][-1]))
             if missing > 0 and job.row is not None:
-                job.pages += self.pages.take(missing) or []
+                job.pages += pages.take(missing) or []
         return ended
 
     def _put_back(self, job: Job) -> Job:
@@ -209,7 +226,7 @@ class Scheduler:
             return
         self.rows[job.group][job.row] = None
         job.row = None
-        if self.prompt is job:
-            self.prompt = None
-        self.pages.give(job.pages)
+        if self.prompts[job.shard] is job:
+            self.prompts[job.shard] = None
+        self.pages[job.shard].give(job.pages)
         job.pages = []

@@ -1,81 +1,151 @@
-"""Compiles a served engine's programs for one chip of a topology and prints what was found; a process of its own."""
+"""Compiles a served engine's programs for a topology and prints what was found; a process of its own.
+
+python -m tests.aot.compile_serving v5e:2x2 dr_da_16       for one chip of it
+python -m tests.aot.compile_serving v5e:2x2 dr_da_16 4     for all of them, along `expert` four
+"""
 
 import json
+import math
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
 
 from dreamer_jax.config import load_config
 from dreamer_jax.families import build
 from dreamer_jax.inference.model import FoldedModel
 from dreamer_jax.inference.programs import Kinds
 from dreamer_jax.inference.samplers import Lossless, Sampler
-from dreamer_jax.inference.samplers.contract import Choosing
+from dreamer_jax.inference.samplers.contract import Carried, Choosing
 from dreamer_jax.inference.sampling import Sampling
+from dreamer_jax.inference.sharding import ModelSharding, divided
+from dreamer_jax.planning.collectives import find_collectives
+from dreamer_jax.planning.hlo import parse_program
 from dreamer_jax.planning.topology import devices_of, parse_topology
 from dreamer_jax.serving import programs
 
-ROWS, CONTEXT, PAGE, CHUNK, STOPS = 16, 2048, 16, 64, 8
-PAGES = ROWS * CONTEXT // PAGE
+ROWS, PLACES, CONTEXT, PAGE, CHUNK, STOPS = 16, 32, 2048, 16, 64, 8
+"""Rows and places of a chip."""
+PAGES = PLACES * CONTEXT // PAGE
+HUGINN = {"depth": 8, "hidden_size": 1024, "heads": 8, "kv_heads": 8, "head_size": 128, "mlp_size": 4096}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "huginn": ("huginn/tiny", HUGINN | {"vocab_size": 32768, "dtype": "bfloat16"})
+}
+"""Name -> a configuration of the package and what is different."""
 
 
 def model_of(name: str) -> FoldedModel:
-    """A model of the package in bfloat16, with shapes in place of arrays."""
-    family = build(load_config(name, []).config.model)
+    """A model in bfloat16, with shapes in place of arrays."""
+    base, changes = MODELS.get(name, (name, {}))
+    family = build(load_config(base, [f"--model.{key}={value}" for key, value in changes.items()]).config.model)
     params, state = nn.meta.unbox(family.shapes)
     return FoldedModel(jax.eval_shape(family.fold, params), state, family, family.depth)
 
 
-def shapes(sampler: Sampler, model: FoldedModel) -> dict[str, tuple[Any, ...]]:
-    """Program -> its arguments, without what is static."""
-    place = jax.ShapeDtypeStruct
-    pool = jax.eval_shape(lambda: programs.pool(model, PAGES, PAGE))
-    numbers = jax.tree.map(lambda leaf: place((ROWS, *leaf.shape), leaf.dtype), Sampling(1.0).numbers())
-    settings = jax.tree.map(lambda leaf: place((ROWS, *leaf.shape), leaf.dtype), sampler.numbers())
-    table, one = place((ROWS, CONTEXT // PAGE), jnp.int32), place((), jnp.int32)
-    rows = programs.Rows(table, place((ROWS,), bool), place((ROWS, STOPS), jnp.int32), numbers, settings, one, one)
-    progress, carried = jax.eval_shape(lambda: (programs.nobody(ROWS), sampler.carry(model, ROWS)))
-    hidden = place((1, model.family.readout_size), model.config.dtype)
-    prompt = place((1, CONTEXT // PAGE), jnp.int32), place((1, CHUNK), jnp.int32)
+def on_mesh(model: FoldedModel, mesh: Mesh) -> tuple[FoldedModel, ModelSharding]:
+    """The model as a mesh has it, and how it is divided."""
+    found: list[ModelSharding] = []
+
+    def divide(model: FoldedModel) -> FoldedModel:
+        model, sharding = divided(model, mesh, apart=True)
+        found.append(sharding)
+        return model
+
+    return jax.eval_shape(divide, model), found[0]
+
+
+def shapes(sampler: Sampler, model: FoldedModel, compiled: programs.Programs, chips: int) -> dict[str, tuple[Any, ...]]:
+    """Program -> its arrays, those of all chips."""
+    place, own = jax.ShapeDtypeStruct, PLACES if sampler.rows_apart else ROWS
+    rows = own * chips
+    pool = jax.eval_shape(lambda model: compiled.pool(PAGES, PAGE, model), model)
+    progress, carried = jax.eval_shape(lambda model: compiled.places(sampler, own, model), model)
+    numbers, settings = jax.tree.map(
+        lambda leaf: place((rows, *leaf.shape), leaf.dtype), (Sampling(1.0).numbers(), sampler.numbers())
+    )
+    table, one, each = place((rows, CONTEXT // PAGE), jnp.int32), place((), jnp.int32), place((chips,), jnp.int32)
+    stops, share = place((rows, STOPS), jnp.int32), place((), jnp.float32)
+    its = programs.Rows(table, place((rows,), bool), stops, numbers, settings, one, share)
+    prompts = place((chips, CONTEXT // PAGE), jnp.int32), place((chips, CHUNK), jnp.int32), each, each, each
+    return {"tick": (model, pool, progress, carried, its), "chunk": (model, pool, *prompts)}
+
+
+def placed(program: str, arrays: tuple[Any, ...], device: Any, sharding: ModelSharding | None) -> Any:
+    """Arrays with where they lie."""
+    if sharding is None:
+        only = SingleDeviceSharding(device)
+        return jax.tree.map(lambda its: jax.ShapeDtypeStruct(its.shape, its.dtype, sharding=only), arrays)
+    rows, slots = sharding.rows, sharding.slots
+    others = (rows, Carried(rows, slots), rows) if program == "tick" else (rows,) * 5
+
+    def of(where: Any, part: Any) -> Any:
+        same = sharding.named(PartitionSpec())
+        return jax.tree.map(
+            lambda its: jax.ShapeDtypeStruct(its.shape, its.dtype, sharding=where if its.ndim else same), part
+        )
+
+    specs = sharding.named((sharding.model, slots, *others))
+    return jax.tree.map(of, specs, arrays, is_leaf=lambda leaf: isinstance(leaf, jax.sharding.Sharding))
+
+
+def report(name: str, compiled: Any, pool: Any, mesh: Mesh, seconds: float) -> dict[str, Any]:
+    """What a compiled program is like on a chip."""
+    memory, text = compiled.memory_analysis(), str(compiled.as_text())
+    program = parse_program(text)
+    own = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pool)) // mesh.size
+    sizes = {math.prod(leaf.shape) // mesh.size for leaf in jax.tree.leaves(pool)}
+    copies = [
+        f"{instruction.name}: {array}"
+        for _, instruction, _ in program.visits()
+        for array in instruction.arrays
+        if instruction.opcode in ("copy", "copy-start", "transpose") and math.prod(array.dims) in sizes
+    ]
+    sent = Counter(
+        (its.kind, "+".join(its.axes), its.group, ", ".join(its.arrays), its.bytes, bool(its.loops))
+        for its in find_collectives(program, dict(mesh.shape))
+    )
+    fields = "kind", "axes", "group", "arrays", "bytes", "in_loop", "count"
     return {
-        "tick": (model, pool, progress, carried, rows),
-        "chunk": (model, pool, *prompt, one, one, one, hidden),
+        "program": name,
+        "seconds": round(seconds, 1),
+        "reads_pages": "ragged_paged_attention" in text,
+        "arguments": memory.argument_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+        "aliased": memory.alias_size_in_bytes,
+        "pool": own,
+        "copies": copies,
+        "collectives": [dict(zip(fields, (*key, count), strict=True)) for key, count in sorted(sent.items())],
     }
 
 
-def main(topology: str, name: str) -> None:
-    """Compile for one device of it."""
-    device = devices_of(parse_topology(topology))[0]
-    where, mesh = jax.sharding.SingleDeviceSharding(device), jax.sharding.Mesh(np.array([device]), ("chip",))
-    model = model_of(name)
+def main(topology: str, name: str, expert: str = "0") -> None:
+    """Compile for one chip of it, or for all with so many along `expert`."""
+    chips = list(devices_of(parse_topology(topology)))
+    model, sharding = model_of(name), None
+    mesh = Mesh(np.array(chips[:1]), ("chip",))
+    if int(expert):
+        mesh = Mesh(np.array(chips).reshape(-1, int(expert)), ("data0", "expert"))
+        model, sharding = on_mesh(model, mesh)
+    compiled = programs.programs_for(sharding)
     for sampler in (programs.OneByOne("latent-diff"), Lossless().at(model.total_depth)):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            for program, its in shapes(sampler, model).items():
-                its = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), its)
+            for program, arrays in shapes(sampler, model, compiled, mesh.size).items():
                 begun = time.monotonic()
+                its = placed(program, arrays, chips[0], sharding)
                 if program == "tick":
-                    kinds = Kinds(Choosing(True), sampler.program)
-                    lowered = programs.tick.lower(kinds, *its, 32)
+                    lowered = compiled.tick.lower(Kinds(Choosing(True), sampler.program), 32, ROWS, *its)
                 elif isinstance(sampler, Lossless):
                     continue  # prompts are the same for all
                 else:
-                    lowered = programs.chunk.lower(*its)
-                compiled = lowered.compile()
-                memory: Any = compiled.memory_analysis()
-                pool = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(its[1]))
-                found = {
-                    "program": f"{program} {sampler.name}",
-                    "seconds": round(time.monotonic() - begun, 1),
-                    "reads_pages": "ragged_paged_attention" in str(compiled.as_text()),
-                    "temporary": memory.temp_size_in_bytes,
-                    "aliased": memory.alias_size_in_bytes,
-                    "pool": pool,
-                }
+                    lowered = compiled.chunk.lower(*its)
+                done: Any = lowered.compile()
+                found = report(f"{program} {sampler.name}", done, its[1], mesh, time.monotonic() - begun)
                 print(json.dumps(found), flush=True)
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -15,14 +16,45 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("chip", TOPOLOGIES)
-@pytest.mark.parametrize("model", ["dr_da_16", "la_16"])
-def test_pages_are_read_where_they_lie(chip, model):
-    """Ticks of both kinds and chunks: 16 rows of 2,048 positions, 2 GiB of pages that stay in place."""
-    command = [sys.executable, "-m", "tests.aot.compile_serving", TOPOLOGIES[chip], model]
+def compiled(*words: str) -> list[dict[str, Any]]:
+    """What `compile_serving` has found; every program reads pages where they lie and copies no pool."""
+    command = [sys.executable, "-m", "tests.aot.compile_serving", *words]
     done = subprocess.run(command, env=child_environment(), check=True, capture_output=True, text=True)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    print(done.stdout)
     assert [each["program"] for each in found][:2] == ["tick one-by-one", "chunk one-by-one"]
     for each in found:
         assert each["reads_pages"] and each["aliased"] >= each["pool"] >= 1 << 31, each
-        assert each["temporary"] < 0.02 * each["pool"], each
+        assert each["temporary"] < 0.02 * each["pool"] and not each["copies"], each
+    return found
+
+
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize("model", ["dr_da_16", "la_16"])
+def test_pages_are_read_where_they_lie(chip, model):
+    """Ticks of both kinds and chunks: 32 places of 2,048 positions, 4 GiB of pages that stay in place."""
+    assert not any(each["collectives"] for each in compiled(TOPOLOGIES[chip], model))
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v5p"])
+@pytest.mark.parametrize(("model", "expert"), [("dr_da_16", 4), ("huginn", 2)])
+def test_four_chips_send_each_other_rows_and_nothing_else(chip, model, expert):
+    """16 rows a chip. Along `expert` the rows of a step travel, gathered and scattered; beside them one number for each
+    loop and branch that the chips agree on. No keys, no weights; nothing over the other axis."""
+    found = compiled(TOPOLOGIES[chip], model, str(expert))
+    assert len(found) == 3
+    lanes = 4  # of the lossless sampler: all depths, and a guess after a quarter of them
+    for each, positions, agreements in zip(found, (16, 64, 16 * lanes), (7, 1, 4), strict=True):
+        sent = each["collectives"]
+        assert {(its["axes"], its["group"]) for its in sent} == {("expert", expert)}
+        agreed = [its for its in sent if its["kind"] == "all-reduce"]
+        assert sum(its["count"] for its in agreed) == agreements, sent
+        assert all(its["bytes"] == 4 for its in agreed), sent
+        rows = [its for its in sent if its["kind"] != "all-reduce"]
+        assert {its["kind"] for its in rows} == {"all-gather", "reduce-scatter"}, sent
+        assert max(its["bytes"] for its in rows) == expert * positions * 1024 * 2, sent
+
+
+def test_chips_without_experts_to_share_send_each_other_nothing():
+    """Rows over all four, everything else on each."""
+    assert not any(each["collectives"] for each in compiled(TOPOLOGIES["v5e"], "huginn", "1"))

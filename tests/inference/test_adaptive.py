@@ -196,7 +196,7 @@ def test_rows_do_not_wait_for_each_other():
     assert [row.steps for row in batch.rows] == depths.sum(1).tolist()
 
 
-def blocks(sampling, rounds, collect=1, threshold=0.7, logprobs=None):
+def blocks(sampling, rounds, collect=0.0, threshold=0.7, logprobs=None):
     """Texts of the prompts in blocks of so many rounds, whatever is on its way at their ends; and blocks taken."""
     sampler = Adaptive(threshold=threshold)
     batch = RowBatch(model(), programs_for(None), PROMPTS, [0] * 3, 3, 9, sampling, (), sampler)
@@ -204,7 +204,7 @@ def blocks(sampling, rounds, collect=1, threshold=0.7, logprobs=None):
     kinds = Kinds(Choosing(sampling.draws, sampling.ranks, logprobs), sampler.program)
     texts, logs, count = [row.tokens[:] for row in batch.rows], [], 0
     while not batch.done:
-        asked = batch._asked(32)._replace(rounds=jnp.int32(rounds), collect=jnp.int32(collect))
+        asked = batch._asked(32)._replace(rounds=jnp.int32(rounds), collect=jnp.float32(collect))
         block = programs_for(None).decode(kinds, model(), batch._progress, batch._slots, batch._carried, asked)
         batch._progress, batch._slots, batch._carried = block.progress, block.slots, block.carried
         for text, new in zip(texts, block.tokens.tolist(), strict=True):
@@ -218,7 +218,7 @@ def blocks(sampling, rounds, collect=1, threshold=0.7, logprobs=None):
 def test_a_block_may_end_anywhere(sampling):
     """Positions go on from the depth that they had come to, also where heads are applied to several rows at once."""
     whole = [row.tokens for row in engine().generate(PROMPTS, 9, sampling, numbers=[0] * 3)]
-    found, one = zip(*(blocks(sampling, *rounds)[:2] for rounds in ((1000, 1), (3, 1), (3, 3))), strict=True)
+    found, one = zip(*(blocks(sampling, *rounds)[:2] for rounds in ((1000, 0), (3, 0), (3, 1))), strict=True)
     assert all(texts == whole for texts in found) and one[0] == 1 < one[1] <= one[2]
 
 

@@ -14,6 +14,7 @@ from dreamer_jax.config.sections import MeshConfig
 from dreamer_jax.errors import UserError
 from dreamer_jax.planning.serving import SPARE, plan_serving, render
 from dreamer_jax.planning.topology import parse_topology
+from dreamer_jax.serving.options import Options
 
 V5E = parse_topology("v5e:2x2")
 SMALL = DreamerConfig(
@@ -46,9 +47,10 @@ def test_memory_by_hand():
     assert its.weights == pytest.approx(2 * numbers, rel=0.01) and its.weights > 2 * numbers
     assert (its.page, its.flight) == (2 * 4 * 16 * 2 * 16 * 2, 0)
     assert its.pages == int((16e9 * (1 - SPARE) - its.weights) // its.page)
-    assert its.pages_wanted == 3 * 3 and its.groups == 4
+    assert its.pages_wanted == 2 * 3 * 3 and its.expert == 1  # six requests of 40 positions
+    assert its.requests == Options(rows=3).all_places
     divided = plan(mesh=MeshConfig(data=(2,), expert=2))
-    assert its.weights - divided.weights == 2 * 4 * 4 * EXPERT and divided.groups == 2
+    assert its.weights - divided.weights == 2 * 4 * 4 * EXPERT and divided.expert == 2
     flying = plan(dataclasses.replace(SMALL, variant="DR+DA", da_head_size=16, da_heads=1, da_kv_heads=1))
     assert flying.flight == 2 * 4 * 16 * 2
 
@@ -62,16 +64,22 @@ def test_seconds_by_hand():
     assert its.tokens_per_second == pytest.approx(4 * 3 / (its.outside_seconds + 4 * its.depth_seconds))
     half = plan(mean_depth=2)
     assert half.tokens_per_second == pytest.approx(4 * 3 / (its.outside_seconds + 2 * its.depth_seconds))
+    divided = plan(mesh=MeshConfig(data=(2,), expert=2))  # six rows choose all eight experts, of which a chip has four
+    read = 2 * (LAYER + 4 * EXPERT + 3 * 20.5 * 2 * 2 * 16)
+    assert divided.depth_seconds == pytest.approx(read / 819e9, rel=0.02)
+    assert divided.tokens_per_second == pytest.approx(4 * 3 / (divided.outside_seconds + 4 * divided.depth_seconds))
     many = plan(rows=100_000, context=1)  # of many rows that see little, the products
     flops = 100_000 * 2 * (LAYER + 2 * EXPERT + 2 * 4 * 16)
     assert many.depth_seconds == pytest.approx(flops / 197e12, rel=0.02)
+    shared = plan(rows=100_000, context=1, mesh=MeshConfig(data=(2,), expert=2))  # its own rows' and others' visits
+    assert shared.depth_seconds == pytest.approx(many.depth_seconds)
 
 
 def test_what_does_not_fit_says_what_to_do():
     its = plan(context=200_000)
     assert its.fits and "It fits." in render(its)
     most = its.pages * 16 // 200_000
-    assert not (over := plan(context=200_000, rows=most + 1)).fits
+    assert not (over := plan(context=200_000, rows=most // 2 + 1)).fits
     assert f"pages for {most} such requests" in render(over)
     none = dataclasses.replace(its, weights=16e9)
     assert not none.fits and "mesh.expert" in render(none)
@@ -81,7 +89,7 @@ def test_the_command(capsys):
     words = ["plan", "dr_da_tiny", "--topology", "v5e:2x2", "--serve", "--rows", "2"]
     assert main([*words, "--context", "100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["rows"] == 2 and found["pages_wanted"] == 14 and found["fits"]
+    assert found["rows"] == 2 and found["pages_wanted"] == 28 and found["fits"]
     for wrong, said in (
         (["--mean-depth", "99"], "mean depth 99"),
         (["--sweep"], "--serve compiles nothing"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from dreamer_jax.inference import Adaptive, DiffusionForcing, Engine, FoldedModel, Lossless, Sampler, Sampling, Static
 from dreamer_jax.inference import engine as plain_engine
@@ -38,9 +39,11 @@ def wide() -> Iterator[None]:
         plain_engine._cores = cores
 
 
-def served(family: str, options: Options = OPTIONS, samplers: list[Sampler] | None = None) -> ServedEngine:
+def served(
+    family: str, options: Options = OPTIONS, samplers: list[Sampler] | None = None, mesh: Mesh | None = None
+) -> ServedEngine:
     """An engine that is ready."""
-    engine = ServedEngine(model_of(family), samplers, options)
+    engine = ServedEngine(model_of(family), samplers, options, mesh=mesh)
     until(lambda: engine.ready or not engine._thread.is_alive())
     assert engine.ready
     return engine
@@ -129,3 +132,50 @@ def drawn_request(rng: np.random.Generator, family: str, few: bool = False) -> R
         int(rng.integers(3)),
         stop_ids=tuple(rng.integers(0, 23, rng.integers(0, 2)).tolist()),
     )
+
+
+def serve(engine: ServedEngine, requests: list[Request], rng: np.random.Generator) -> list[Taken]:
+    """All of them, of which some are there from the start, and others come or go whenever something is delivered."""
+    taken: list[Taken] = []
+    coming = list(requests)
+
+    def come() -> None:
+        if not coming:
+            return
+        request, number = coming.pop(0), []
+        most = int(rng.integers(1, 30))  # tokens after which it isn't wanted any more; most end before
+
+        def then(its: Taken) -> None:
+            if its.finish is None and len(its.tokens) >= most:
+                engine.cancel(number[0])
+            for _ in range(int(rng.integers(0, 3))):
+                come()
+
+        taken.append(Taken(then))
+        number.append(engine.submit(request, taken[-1]))
+
+    for _ in range(5):
+        come()
+    until(lambda: not coming and all(its.finish is not None for its in list(taken)))
+    return taken
+
+
+def check(family: str, engine: ServedEngine, requests: list[Request], rng: np.random.Generator) -> list[Taken]:
+    """All requests get what they get alone; one that was cancelled gets the beginning."""
+    taken = serve(engine, requests, rng)
+    for request, its in zip(requests, taken, strict=True):
+        tokens, depths, finish = alone(family, request)
+        if its.finish == "cancelled":
+            tokens, depths = tokens[: len(its.tokens)], depths[: len(its.tokens)]
+        else:
+            assert its.finish == finish
+        assert (its.tokens, its.depths) == (tokens, depths), request
+    assert engine.view().free_pages == engine.view().pages and not any(engine.view().rows)
+    return taken
+
+
+def begun_anew(engine: ServedEngine, monkeypatch: Any) -> list[int]:
+    """A list that grows when a request has to give its pages back."""
+    numbers, put_back = [], engine._scheduler._put_back
+    monkeypatch.setattr(engine._scheduler, "_put_back", lambda job: (numbers.append(job.number), put_back(job))[1])
+    return numbers

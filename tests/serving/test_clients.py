@@ -9,18 +9,18 @@ import socket
 import tracemalloc
 import urllib.request
 from http.client import IncompleteRead
-from typing import Any
 
 import pytest
 
 pytest.importorskip("starlette", reason="extra `serve`")
 pytest.importorskip("uvicorn", reason="extra `serve`")
-openai: Any = pytest.importorskip("openai", reason="the client that people have")
+pytest.importorskip("openai", reason="the client that people have")
 
-from dreamer_jax.serving import connections, streaming  # noqa: E402
-from tests.serving.asking import client, get, post, said, until  # noqa: E402
-from tests.serving.fake import FakeEngine  # noqa: E402
-from tests.serving.served import NAME, make, running  # noqa: E402
+from dreamer_jax.serving import connections, streaming
+from tests.serving.asking import client, get, post, said, until
+from tests.serving.fake import FakeEngine
+from tests.serving.many import ask_all
+from tests.serving.served import NAME, make, running
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -109,32 +109,18 @@ def test_many_requests_over_64_connections(requests):
     """None is lost, none mixed up, and memory doesn't grow with their number."""
     engine = FakeEngine(rows=16, queue=128, pace=0)
     sizes: list[int] = []
+    asked = [{"model": NAME, "prompt": f"<{n}>", "max_tokens": 5 + n % 40} for n in range(requests)]
 
-    async def load(url: str) -> list[bool]:
-        gate = asyncio.Semaphore(64)
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as asks:
-
-            async def one(number: int) -> bool:
-                prompt, tokens = f"<{number}>", 5 + number % 40
-                async with gate:
-                    options = {"model": NAME, "prompt": prompt, "max_tokens": tokens}
-                    if number % 2:
-                        text = ""
-                        async for chunk in await asks.completions.create(**options, stream=True):
-                            text += chunk.choices[0].text
-                    else:
-                        text = (await asks.completions.create(**options)).choices[0].text
-                if number % (requests // 4) == 0:
-                    gc.collect()
-                    sizes.append(sum(type(each) is streaming.Answering for each in gc.get_objects()))
-                return text == said(prompt, 0, tokens)
-
-            return await asyncio.gather(*(one(number) for number in range(requests)))
+    def then(number: int) -> None:
+        if number % (requests // 4) == 0:
+            gc.collect()
+            sizes.append(sum(type(each) is streaming.Answering for each in gc.get_objects()))
 
     with running(make(engine)) as url:
-        found = asyncio.run(load(url))
+        found = asyncio.run(ask_all(url, asked, then))
         until(lambda: not any(engine.view().rows))
         gc.collect()
         left = [each for each in gc.get_objects() if type(each) is streaming.Answering]
-    assert found == [True] * requests and engine.view().finished == {"length": requests}
+    assert [its and its.text for its in found] == [said(its["prompt"], 0, its["max_tokens"]) for its in asked]
+    assert engine.view().finished == {"length": requests}
     assert max(sizes) <= 64 and len(left) <= 1

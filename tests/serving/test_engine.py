@@ -17,13 +17,24 @@ from dreamer_jax.inference import Adaptive, Lossless, Sampling, Speculative, Sta
 from dreamer_jax.inference.model import through_depths
 from dreamer_jax.inference.samplers.contract import Choosing
 from dreamer_jax.serving import engine as served_engine
-from dreamer_jax.serving import programs
 from dreamer_jax.serving.answers import Turn
 from dreamer_jax.serving.contract import Closed, QueueFull, Request, TooLong
 from dreamer_jax.serving.engine import ServedEngine
 from dreamer_jax.serving.scheduler import Job
 from tests.inference.test_samplers import model_of
-from tests.serving.cases import FORCING, OPTIONS, Taken, alone, drawn_request, served, until, wide
+from tests.serving.cases import (
+    FORCING,
+    OPTIONS,
+    Taken,
+    alone,
+    begun_anew,
+    check,
+    drawn_request,
+    serve,
+    served,
+    until,
+    wide,
+)
 
 FEW_PAGES = dataclasses.replace(OPTIONS, pages=18)
 
@@ -49,53 +60,6 @@ def dreamer(one_choosing):
     yield engine
     engine.close(0)
     assert not [thread for thread in threading.enumerate() if thread.name == "served-engine" and thread.is_alive()]
-
-
-def serve(engine: ServedEngine, requests: list[Request], rng: np.random.Generator) -> list[Taken]:
-    """All of them, of which some are there from the start, and others come or go whenever something is delivered."""
-    taken: list[Taken] = []
-    coming = list(requests)
-
-    def come() -> None:
-        if not coming:
-            return
-        request, number = coming.pop(0), []
-        most = int(rng.integers(1, 30))  # tokens after which it isn't wanted any more; most end before
-
-        def then(its: Taken) -> None:
-            if its.finish is None and len(its.tokens) >= most:
-                engine.cancel(number[0])
-            for _ in range(int(rng.integers(0, 3))):
-                come()
-
-        taken.append(Taken(then))
-        number.append(engine.submit(request, taken[-1]))
-
-    for _ in range(5):
-        come()
-    until(lambda: not coming and all(its.finish is not None for its in list(taken)))
-    return taken
-
-
-def check(family: str, engine: ServedEngine, requests: list[Request], rng: np.random.Generator) -> list[Taken]:
-    """All requests get what they get alone; one that was cancelled gets the beginning."""
-    taken = serve(engine, requests, rng)
-    for request, its in zip(requests, taken, strict=True):
-        tokens, depths, finish = alone(family, request)
-        if its.finish == "cancelled":
-            tokens, depths = tokens[: len(its.tokens)], depths[: len(its.tokens)]
-        else:
-            assert its.finish == finish
-        assert (its.tokens, its.depths) == (tokens, depths), request
-    assert engine.view().free_pages == engine.view().pages and not any(engine.view().rows)
-    return taken
-
-
-def begun_anew(engine: ServedEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that grows when a request has to give its pages back."""
-    numbers, put_back = [], engine._scheduler._put_back
-    monkeypatch.setattr(engine._scheduler, "_put_back", lambda job: (numbers.append(job.number), put_back(job))[1])
-    return numbers
 
 
 def test_requests_get_what_they_get_alone(dreamer, monkeypatch):
@@ -126,6 +90,7 @@ def test_nothing_is_compiled_once_it_is_ready(dreamer):
         jax.monitoring.clear_event_listeners()
 
 
+@pytest.mark.slow  # its three programs take 15 s
 def test_rows_of_diffusion_forcing_have_settings_of_their_own(one_choosing):
     """Threshold, momentum and noise by row, in one program; Huginn."""
     noisy = dataclasses.replace(FORCING, noise=0.5)
@@ -288,7 +253,7 @@ def test_a_fault_ends_everything_in_words(one_choosing, monkeypatch):
         submitted.wait(60)
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(programs, "tick", broken)
+    monkeypatch.setattr(engine._programs, "tick", broken)
     for its in taken:
         engine.submit(Request((1,), 4), its)
     submitted.set()

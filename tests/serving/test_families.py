@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from dreamer_jax.families import build, initialise
 from dreamer_jax.inference import Adaptive, Engine, Static, fold
@@ -27,6 +28,8 @@ MODELS |= {
     "ouro-halting": dataclasses.replace(TINY_MODELS["ouro"], exit_threshold=0.4),
     "recursive-propagating": dataclasses.replace(TINY_MODELS["recursive"], refill="propagate"),
 }
+ON_MESH = ("moeut", "ouro-halting", "recursive-propagating")
+"""Experts that aren't divided; tokens that stop by the model's own rule; layers that are called to fill slots."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,20 +39,25 @@ def float64():
 
 
 @pytest.mark.slow  # programs of a dozen models
-@pytest.mark.parametrize("name", MODELS)
-def test_a_family_is_served_like_it_generates(name, monkeypatch):
-    """Static and adaptive rows, prompts of several chunks, pages that run short."""
+@pytest.mark.parametrize(("name", "devices"), [*((name, 1) for name in MODELS), *((name, 4) for name in ON_MESH)])
+def test_a_family_is_served_like_it_generates(name, devices, monkeypatch):
+    """Static and adaptive rows, prompts of several chunks, pages that run short; also on four devices, of which two
+    share what can be divided."""
+    if jax.device_count() < devices:
+        pytest.skip("needs four devices")
+    mesh = None if devices == 1 else Mesh(np.array(jax.devices()[:devices]).reshape(2, 2), ("data", "expert"))
     monkeypatch.setattr(served_engine, "choosings", lambda likeliest: (Choosing(),))
     config = dataclasses.replace(MODELS[name], dtype="float64")
     _, state = nn.meta.unbox(initialise(build(config), jax.random.key(0)))
     model = fold(config, drawn_params(MODELS[name]), state)
     samplers = [its for its in (Static(), Adaptive(threshold=0.3)) if fits(its, model)]
-    engine = ServedEngine(model, samplers, Options(rows=2, context=32, page=2, chunk=4, pages=22, logprobs=0))
+    sizes = Options(rows=2 * devices, context=32, page=2, chunk=4, pages=22 * devices, logprobs=0)
+    engine = ServedEngine(model, samplers, sizes, mesh=mesh)
     until(lambda: engine.ready or not engine._thread.is_alive())
     rng = np.random.default_rng(0)
     requests = [
-        Request(tuple(rng.integers(0, 23, 3 * n + 1).tolist()), 10, sampler=samplers[n % len(samplers)])
-        for n in range(5)
+        Request(tuple(rng.integers(0, 23, 3 * (n % 5) + 1).tolist()), 10, sampler=samplers[n % len(samplers)])
+        for n in range(5 * devices)
     ]
     taken = [Taken() for _ in requests]
     for request, its in zip(requests, taken, strict=True):

@@ -22,6 +22,7 @@ from dreamer_jax.benchmarks.serving import (
     bound,
     drive,
     read_lengths,
+    steady,
     summary,
     uniform,
 )
@@ -29,6 +30,7 @@ from dreamer_jax.cli import bench_serve
 from dreamer_jax.cli.main import main
 from dreamer_jax.errors import UserError
 from dreamer_jax.inference.samplers import Adaptive, Static
+from dreamer_jax.serving.contract import RowView, View
 from tests.serving.fake import FakeEngine
 
 SHORT = Lengths(3, 5)
@@ -71,13 +73,53 @@ def test_the_bound_in_its_limits():
     assert bound(4, 1, 12, 6) == pytest.approx(1.6)
 
 
+def test_what_is_steady_lies_between_the_first_full_moment_and_the_last():
+    """Two rows; of three looks in the middle the first and the last count: 10 tokens that took 6 depths each, in 80
+    places of steps and 12 outside of the depths, which at F0 = 2 s and Fr = 0.5 s would have cost 50 s at the least."""
+    row = RowView(1, "static", 3, (1,), 1, 1.0)
+    nothing = View((row, None), 3, 8, 4, 0, 0, 0, 0, 0, 0, 0, 0, {}, None)
+
+    def look(at: float, decoded: int, queue: int = 1, free: bool = False) -> tuple[float, View]:
+        counts = {"tokens": decoded + 2, "decoded": decoded, "decoded_depths": 6 * decoded, "row_steps": 8 * decoded}
+        counts |= {"border_rows": round(1.2 * decoded), "decode_seconds": 7.0 * decoded}
+        return at, nothing._replace(rows=(row, None if free else row), queue=queue, **counts)
+
+    looks = [look(1, 5, free=True), look(2, 10), look(4, 15), look(102, 20), look(110, 30, queue=0)]
+    found = steady(looks, {"flops": (3.0, 1.0), "seconds": (2.0, 0.5)})
+    assert found == pytest.approx(
+        {
+            "seconds": 100.0,
+            "tokens_per_second": 0.1,
+            "decoded_per_second": 1 / 7,
+            "mean_depth": 6.0,
+            "steps_a_token": 8.0,
+            "borders_a_token": 1.2,
+            "share_of_bound": 9 / 11.6,
+        }
+    )
+    assert steady(looks[:2], {"flops": (3.0, 1.0)}) is None
+
+
+def test_costs_by_the_clock_are_medians_of_a_row(monkeypatch):
+    """By a clock on which what lies outside of the depths takes 6 s and a depth 3 s, the first time 100 s more."""
+    from dreamer_jax.benchmarks import step_costs
+    from tests.inference.test_samplers import model_of
+    from tests.serving.cases import wide
+
+    spans = [106.0, 103.0, *[6.0, 3.0] * step_costs.REPEATS]
+    times = iter(np.cumsum([each for span in spans for each in (0.0, span)]).tolist())
+    monkeypatch.setattr(step_costs, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    with wide():
+        assert step_costs.step_costs(model_of("dreamer"), rows=4, context=8) == (1.5, 0.75)
+
+
 def test_requests_wait_for_their_arrival_and_not_for_each_other():
     """Steps of 20 ms and answers of 20 tokens: the second comes while the first is written; of three more, when both
     rows are taken, one waits and two are too many."""
     engine = FakeEngine(rows=2, queue=1, pace=0.02)
     long = Lengths(3, 20)
     plan = [Arrival(0.0, long), Arrival(0.05, long), *(Arrival(0.15, long) for _ in range(3))]
-    lines, seconds = drive(engine, plan, Static(), 23, seed=0)
+    lines, seconds, _ = drive(engine, plan, Static(), 23, seed=0)
     engine.close(0)
     assert [line.finish for line in lines[:3]] == ["length"] * 3
     assert [line.finish for line in lines[3:]] == ["refused: QueueFull"] * 2
@@ -96,7 +138,7 @@ def test_all_modes_get_the_same_work(capsys):
         return engines[-1]
 
     plan = arrivals([SHORT, Lengths(4, 7)], 12, math.inf, seed=0)
-    found = bench_serving(engine_for, plan, Replayed((3, 9)), 23, 0, (4.0, 1.0), lambda line: None)
+    found = bench_serving(engine_for, plan, Replayed((3, 9)), 23, 0, {"flops": (4.0, 1.0)}, lambda line: None)
     assert list(found["modes"]) == list(MODES) and found["depth"] == 12
     asked = [[(request.prompt, request.max_tokens) for request in engine.submitted] for engine in engines]
     assert asked[0] == asked[1] == asked[2] and len(asked[0]) == 12
@@ -105,11 +147,14 @@ def test_all_modes_get_the_same_work(capsys):
     batched = found["modes"]["depth batching"]
     depths = sum((3, 9)[n % 2] for each in plan for n in range(each.lengths.answer))
     assert batched["mean_depth"] == pytest.approx(depths / 72) and batched["tokens"] == 72
-    assert found["bound"] == pytest.approx(16 / (4 + depths / 72))
-    assert found["speedup"]["full depth"] == 1 and 0 < batched["share_of_bound"] <= 1
+    assert found["allowed"] == {"flops": {"slowest row": None, "full depth": pytest.approx(16 / (4 + depths / 72))}}
+    assert found["speedup"]["whole"]["full depth"] > 0 and found["speedup"]["decoding"]["full depth"] is None
+    assert 0 < batched["share_of_bound"] <= 1
     assert not any(engine._thread.is_alive() for engine in engines)
     text = bench_serve.text(found)
-    assert "depth batching: 12 requests in" in text and "throughput over full depth: depth batching" in text
+    assert (
+        "depth batching: 12 requests in" in text and "F0 and Fr in flops: over slowest row -, full depth 1.68" in text
+    )
 
 
 def test_a_server_under_load(capsys):
@@ -163,7 +208,6 @@ def test_replayed_depths_on_the_engine_itself():
     """Recorded depths of 1 and 3 in turn: the first token comes of the prompt, through all depths, the next ones take
     those of their positions. The weights are fixed to a device, as those of a checkpoint are: nothing is compiled once
     the engine is ready all the same."""
-    from dreamer_jax.serving import programs
     from dreamer_jax.serving.engine import ServedEngine
     from tests.inference.test_samplers import model_of
     from tests.serving.cases import OPTIONS, until, wide
@@ -172,9 +216,10 @@ def test_replayed_depths_on_the_engine_itself():
     with wide():
         engine = ServedEngine(jax.device_put(model_of("dreamer"), jax.devices()[0]), [sampler], OPTIONS)
         until(lambda: engine.ready)
+        programs = engine._programs
         jitted: list[Any] = [programs.chunk, programs.join, programs.tick]
         before = [its._cache_size() for its in jitted]
-        lines, _ = drive(engine, plan, sampler, 23, seed=0)
+        lines, *_ = drive(engine, plan, sampler, 23, seed=0)
         engine.close(0)
     assert [its._cache_size() for its in jitted] == before
     assert [line.finish for line in lines] == ["length"] * 4
@@ -194,9 +239,10 @@ def test_a_run_in_three_modes(monkeypatch, tmp_path, capsys):
         return engines[-1]
 
     config = SimpleNamespace(model=SimpleNamespace(vocab_size=23))
-    loaded = SimpleNamespace(family=model_of("dreamer").family, config=config)
+    loaded = SimpleNamespace(family=model_of("dreamer").family, config=config, folded=lambda: None)
     monkeypatch.setattr("dreamer_jax.model.load", lambda run: loaded)
     monkeypatch.setattr(bench_serve, "engine_for", engine_for)
+    monkeypatch.setattr("dreamer_jax.benchmarks.step_costs.step_costs", lambda model, rows, context: (2.0, 1.0))
     path = tmp_path / "lengths.jsonl"
     path.write_text('{"prompt_tokens": 4, "answer_tokens": 5, "depths": [3, 9]}\n')
     words = ["bench", "serve", "runs/x", "--requests", "6", "--rows", "4", "--json"]
@@ -207,4 +253,4 @@ def test_a_run_in_three_modes(monkeypatch, tmp_path, capsys):
     words += ["--prompt-tokens", "3", "--answer-tokens", "2", "--sampler", "adaptive"]
     assert main(words) == 0
     assert engines[3].submitted[0].sampler == Adaptive() and engines[5].submitted[0].sampler == Static()
-    assert json.loads(capsys.readouterr().out)["speedup"]["slowest row"] > 0
+    assert json.loads(capsys.readouterr().out)["speedup"]["whole"]["slowest row"] > 0

@@ -62,9 +62,9 @@ def test_defaults(started, capsys):
     assert main(["serve", "runs/x", "--port", "0"]) == 0
     served = started["server"].served
     assert (served.name, served.context, served.keys, served.loopback, served.log_text) == ("x", 96, None, True, False)
-    assert (
-        started["sizes"] == (16, 96, 64, None, []) and started["grace"] == 30 and started["address"][0] == "127.0.0.1"
-    )
+    *sizes, mesh = started["sizes"]
+    assert sizes == [16, 96, 64, None, []] and dict(mesh.shape) == {"slice": 1, "data0": 8, "expert": 1}
+    assert started["grace"] == 30 and started["address"][0] == "127.0.0.1"
     assert served.prompts.text("a") == (256, 97) and capsys.readouterr().err == ""
 
 
@@ -87,17 +87,44 @@ def test_options(started, tmp_path, capsys):
     keys = tmp_path / "keys"
     keys.write_text("0123456789abcdef\n")
     words = ["--rows", "3", "--context", "50", "--queue", "7", "--depth", "5", "--grace", "1.5", "--log-text"]
-    words += ["--host", "0.0.0.0", "--port", "0", "--dtype", "bfloat16", "--offer", "diffusion-forcing"]
+    words += [
+        "--mesh.data",
+        "1",
+        "--host",
+        "0.0.0.0",
+        "--port",
+        "0",
+        "--dtype",
+        "bfloat16",
+        "--offer",
+        "diffusion-forcing",
+    ]
     words += ["--offer", '{"name": "adaptive", "criterion": "kl", "every": 2}']
     assert main(["serve", "runs/x/checkpoints/500", *words, "--api-key-file", str(keys)]) == 0
     served = started["server"].served
     assert (served.name, served.context, served.loopback, served.log_text) == ("x-500", 50, False, True)
     assert served.keys.open("Bearer 0123456789abcdef") and capsys.readouterr().err == ""
     offered = [DiffusionForcing(), Adaptive("kl", every=2)]
-    assert started["sizes"] == (3, 50, 7, 5, offered) and started["grace"] == 1.5
+    assert started["sizes"] == (3, 50, 7, 5, offered, None) and started["grace"] == 1.5
     assert started["options"] == {"average": 1, "dtype": "bfloat16", "cache": None, "tokenizer": None}
     assert main(["serve", "runs/x", *words]) == 0
     assert "without --api-key-file: everybody who reaches this machine may ask" in capsys.readouterr().err
+
+
+def test_devices(started, capsys):
+    """All that there are, eight in these tests, unless fewer are asked for; what there isn't is refused."""
+    for words, shape in ((["2"], {"data0": 4, "expert": 2}), (["4", "--mesh.data", "1"], {"data0": 1, "expert": 4})):
+        assert main(["serve", "runs/x", "--port", "0", "--mesh.expert", *words]) == 0
+        assert dict(started["sizes"][-1].shape) == {"slice": 1} | shape
+    capsys.readouterr()
+    for words, said in (
+        (["3"], "--mesh.expert 3: jax sees 8 devices; give --mesh.data, too, to take fewer"),
+        (["3", "--mesh.data", "3"], "--mesh.data 3 x --mesh.expert 3 is 9 devices; jax sees 8"),
+        (["0"], "0"),
+    ):
+        assert main(["serve", "runs/x", "--mesh.expert", *words]) == 2
+        found = capsys.readouterr().err
+        assert said in found and found.count("\n") == 1
 
 
 def test_a_port_that_is_taken(capsys):
@@ -152,7 +179,8 @@ def test_names_of_others(host):
 
 @pytest.mark.slow  # trains a run and compiles an engine: some 30 CPU seconds
 def test_a_run_is_served_and_writes_what_generate_writes(tmp_path, capsys):
-    """Through the command, a process of its own and HTTP; the page is there, too, and SIGTERM ends it."""
+    """Through the command, a process of its own with two devices, and HTTP; the page is there, too, and SIGTERM ends
+    it."""
     small = {"model.depth": 3, "model.hidden_size": 16, "model.num_experts": 2, "model.experts_per_token": 1}
     small |= {"model.expert_size": 16, "training.steps": 2, "training.batch_size": 2, "data.sequence_length": 64}
     words = [f"--{key}={value}" for key, value in small.items()]
@@ -162,6 +190,7 @@ def test_a_run_is_served_and_writes_what_generate_writes(tmp_path, capsys):
     assert main(["generate", run, "--prompt", prompt, "--max-tokens", "12"]) == 0
     text = capsys.readouterr().out[:-1]
     command = [sys.executable, "-m", "dreamer_jax", "serve", run, "--port", "0", "--rows", "2"]
+    command += ["--mesh.data", "1", "--mesh.expert", "2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
         assert running.stderr is not None
         try:

@@ -31,7 +31,7 @@ RECORDED = Replayed(tuple(np.random.default_rng(0).permutation(np.tile(np.arange
 """Depths of L / 2 on average."""
 
 
-def replay(count: int, tokens: int, monkeypatch: pytest.MonkeyPatch, **changes: int) -> tuple[View, View]:
+def replay(count: int, tokens: int, monkeypatch: pytest.MonkeyPatch, **changes: float) -> tuple[View, View]:
     """What an engine has done when the last of so many requests of about so many tokens, all there from the start, has
     just begun, and when all have ended."""
     monkeypatch.setattr("dreamer_jax.serving.engine.choosings", lambda likeliest: (Choosing(False, False, likeliest),))
@@ -73,13 +73,15 @@ def test_depth_batching_reaches_nine_tenths_of_the_bound(batching):
     assert ended.busy_row_steps == ended.depths - DEPTH * prompts
     for name, view in (("while requests wait", busy), ("with the last ones", ended)):
         print(f"{name}: {view.busy_row_steps / view.row_steps:.3f} of places busy, share {view.share_of_bound:.3f}")
+    print(f"outside of the depths {busy.border_rows / busy.decoded:.3f} places a token")
     assert busy.share_of_bound is not None and busy.share_of_bound >= 0.9
+    assert busy.border_rows < 1.25 * busy.decoded  # 4 if nobody waited; more than 1 while the places fill
 
 
 def test_rows_that_wait_for_the_slowest_take_more_steps(batching, monkeypatch):
     """The same work where nothing is read before all rows have arrived: of 16 draws from 1 .. 7 the largest is 6.9 on
     average, so that is what a token of each row takes in place of 4."""
-    views = batching[0], replay(48, 64, monkeypatch, collect=ROWS)[0]
+    views = batching[0], replay(48, 64, monkeypatch, places=ROWS, collect=1.0)[0]
     largest = np.sum(1 - (np.arange(DEPTH - 1) / (DEPTH - 1)) ** ROWS)
     places = [view.row_steps / view.busy_row_steps * DEPTH / 2 for view in views]
     print(
@@ -89,16 +91,20 @@ def test_rows_that_wait_for_the_slowest_take_more_steps(batching, monkeypatch):
 
 
 def test_the_share_is_the_quotient_of_two_speed_ups():
-    """(F0 + L Fr) / (F0 + s Fr) over (F0 + L Fr) / (F0 + r Fr), of two ticks by hand."""
+    """(F0 + L Fr) / (b F0 + s Fr) over (F0 + L Fr) / (F0 + r Fr), of two ticks by hand."""
     family = model_of("dreamer").family
     outside, each = flops_by_depth(family, average_context(32))
     statistics = Statistics(family, 32, depth=3)
     assert statistics.share_of_bound is None
     for steps, busy, depths in ((4, 7, [3, 2]), (4, 4, [1])):
-        statistics.count(steps, 2, busy)
+        statistics.count(steps, 2, busy, borders=2)
         statistics.add(depths, decoded=True)
     statistics.add([3], decoded=False)
-    reached, bound = (outside + 3 * each) / (outside + 16 / 3 * each), (outside + 3 * each) / (outside + 2 * each)
+    reached, bound = (
+        (outside + 3 * each) / (4 / 3 * outside + 16 / 3 * each),
+        (outside + 3 * each) / (outside + 2 * each),
+    )
     assert statistics.share_of_bound == pytest.approx(reached / bound)
     view = statistics.view((), 0, 1, 1)
     assert (view.steps, view.row_steps, view.busy_row_steps, view.tokens, view.depths) == (8, 16, 11, 4, 9)
+    assert (view.decoded, view.decoded_depths, view.border_rows) == (3, 6, 4)

@@ -60,8 +60,11 @@ class Adaptive(Sampler):
 
     def decode(self, choosing: Choosing, model, progress: Progress, slots, carried: Carried, asked: Asked) -> Block:
         """One token after another."""
-        its = rule(self.criterion, *asked.settings)
-        return one_by_one.decode(choosing, model, progress, slots, carried, asked, its)
+        return one_by_one.decode(choosing, model, progress, slots, carried, asked, self.rule_for)
+
+    def rule_for(self, settings) -> one_by_one.Rule:
+        """Of rows with these `numbers`."""
+        return rule(self.criterion, *settings)
 
 
 def rule(criterion: Name, threshold, least=1, every=1) -> one_by_one.Rule:

@@ -4,12 +4,14 @@ After the prompts every row has one token that isn't in the caches yet (`Progres
 brings every row that isn't done some tokens further, in one compiled program. How it moves positions through the depths
 is its own business; the four calls of `FoldedModel` (enter, step, leave, logits) are all that it has. It goes in rounds
 (a depth step, an iteration, a draft with its check), and a block may end after any of them: what is on its way then is
-carried to the next one.
+carried to the next one. What decides whether a round, or a call of the model within it, takes place is asked with
+`model.anywhere`, since devices that exchange rows have to go together.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -17,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dreamer_jax.blocks.memory import pages_like, pages_of_rows
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import Family
 from dreamer_jax.inference.model import FoldedModel, PyTree
@@ -98,8 +101,11 @@ class Asked(NamedTuple):
         sampling: see there.
         settings: the sampler's own, see `Sampler.numbers`.
         rounds: most rounds of the block.
-        collect: positions that have arrived wait until there are so many, or no other moves, so that the head's weights
-            are read for several of them at once. Of samplers whose rows don't wait for each other.
+        collect: of samplers with `rows_apart`: rows between two tokens wait until they are this share of the rows that
+            want tokens, so that the weights of prelude, coda and head are read for several of them at once. 0: none
+            waits; 1: all wait for the slowest.
+        at_once: of the same samplers, over memories in pages: so many rows go through the model at once, and the others
+            wait; static. None: all.
     """
 
     limit: jax.Array
@@ -107,7 +113,8 @@ class Asked(NamedTuple):
     sampling: SamplingNumbers
     settings: PyTree
     rounds: jax.Array | int = UNBOUNDED
-    collect: jax.Array | int = 1
+    collect: jax.Array | float = 0.0
+    at_once: int | None = None
 
     def choose(self, choosing: Choosing, logits: jax.Array, rows: jax.Array, positions: jax.Array) -> Chosen:
         """The token at these positions [B] from logits [B, V]; see `sampling.choose`."""
@@ -122,16 +129,37 @@ class Asked(NamedTuple):
         stops = stops.reshape(stops.shape[0], *[1] * (tokens.ndim - 1), -1) if stops.ndim == 2 else stops
         return jnp.any(tokens[..., None] == stops, axis=-1)
 
-    def in_rounds(self, round_: Callable[[Block], Block], block: Block) -> Block:
-        """One round after another, until no row wants tokens or there have been `rounds`."""
+    def part(self, picks: jax.Array) -> Asked:
+        """What is asked for these rows [b] int32, of numbers that each row has for itself."""
 
-        def unfinished(block: Block) -> jax.Array:
-            return (block.rounds < self.rounds) & jnp.any(block.wanting(self.limit))
+        def of(numbers: Any) -> Any:
+            return jax.tree.map(lambda each: each[picks] if jnp.ndim(each) else each, numbers)
+
+        stops = self.stop_ids[picks] if self.stop_ids.ndim == 2 else self.stop_ids
+        return self._replace(stop_ids=stops, sampling=of(self.sampling), settings=of(self.settings))
+
+    def unfinished(self, model: FoldedModel, block: Block) -> jax.Array:
+        """Whether rows want tokens, and there haven't been `rounds` yet."""
+        return (block.rounds < self.rounds) & model.anywhere(block.wanting(self.limit))
+
+    def in_rounds(self, model: FoldedModel, round_: Callable[[Block], Block], block: Block) -> Block:
+        """One round after another, as long as it is `unfinished`."""
 
         def body(block: Block) -> Block:
             return round_(block)._replace(rounds=block.rounds + 1)
 
-        return jax.lax.while_loop(unfinished, body, block)
+        return as_long_as(functools.partial(self.unfinished, model), body, block)
+
+
+def as_long_as(condition: Callable[[Block], jax.Array], function: Callable[[Block], Block], block: Block) -> Block:
+    """A function of a block, again and again while a condition holds, on which devices may agree: that is done in the
+    loop's body, since its condition is no place for a collective."""
+
+    def body(both: tuple[jax.Array, Block]) -> tuple[jax.Array, Block]:
+        block = function(both[1])
+        return condition(block), block
+
+    return jax.lax.while_loop(lambda both: both[0], body, (condition(block), block))[1]
 
 
 class Tally(NamedTuple):
@@ -183,6 +211,7 @@ class Block(NamedTuple):
         tally: of this block.
         logprobs: of the tokens, [B, N, ...], or ().
         rounds: that it took; on a mesh those of one device's rows.
+        borders: how often tokens were read off and begun, for `Asked.at_once` rows; of samplers with `rows_apart`.
     """
 
     tokens: jax.Array
@@ -193,6 +222,7 @@ class Block(NamedTuple):
     tally: Tally
     logprobs: Any
     rounds: jax.Array
+    borders: jax.Array
 
     @classmethod
     def empty(cls, choosing: Choosing, progress: Progress, slots: PyTree, carried: Carried, room: int) -> Block:
@@ -202,7 +232,7 @@ class Block(NamedTuple):
         if choosing.logprobs is not None:
             some = jnp.zeros((rows, room, choosing.logprobs), jnp.float32)
             logprobs = Logprobs(jnp.zeros((rows, room), jnp.float32), some.astype(jnp.int32), some)
-        return cls(nothing, nothing, progress, slots, carried, Tally.none(rows), logprobs, jnp.int32(0))
+        return cls(nothing, nothing, progress, slots, carried, Tally.none(rows), logprobs, jnp.int32(0), jnp.int32(0))
 
     @property
     def counts(self) -> jax.Array:
@@ -212,6 +242,42 @@ class Block(NamedTuple):
     def wanting(self, limit: jax.Array) -> jax.Array:
         """[B] bool, rows that aren't done and have fewer tokens than asked for."""
         return ~self.progress.done & (self.counts < limit)
+
+    def part(self, picks: jax.Array) -> Block:
+        """These rows [b] int32 of it, all different; memories are in pages."""
+
+        def of_slot(kept: jax.Array) -> jax.Array:
+            apart = kept.reshape(kept.shape[0], self.rows, -1, *kept.shape[2:])[:, picks]
+            return apart.reshape(kept.shape[0], -1, *kept.shape[2:])
+
+        return self._map(lambda kept: kept[picks], of_slot, pages_of_rows(self.slots, picks))
+
+    def put_back(self, part: Block, picks: jax.Array) -> Block:
+        """With these rows as they are in the part, and whatever else it has changed."""
+
+        def of_slot(kept: jax.Array, new: jax.Array) -> jax.Array:
+            apart = kept.reshape(kept.shape[0], self.rows, -1, *kept.shape[2:])
+            return apart.at[:, picks].set(new.reshape(kept.shape[0], len(picks), *apart.shape[2:])).reshape(kept.shape)
+
+        slots = pages_like(part.slots, self.slots)
+        block = self._map(lambda kept, new: kept.at[picks].set(new), of_slot, slots, part)
+        return block._replace(rounds=part.rounds, borders=part.borders)
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return self.tokens.shape[0]
+
+    def _map(self, of_row: Callable[..., Any], of_slot: Callable[..., Any], slots: PyTree, *others: Block) -> Block:
+        """With functions applied to all arrays of rows, and of slots, of this block and of others."""
+        trees = [
+            (b._replace(slots=(), carried=b.carried.by_row, rounds=(), borders=()), b.carried.by_slot)
+            for b in (self, *others)
+        ]
+        by_row, by_slot = zip(*trees, strict=True)
+        block = jax.tree.map(of_row, *by_row)
+        carried = Carried(block.carried, jax.tree.map(of_slot, *by_slot))
+        return block._replace(slots=slots, carried=carried, rounds=self.rounds, borders=self.borders)
 
     def grown(self, chosen: Chosen, count: jax.Array, depths: jax.Array, asked: Asked) -> Block:
         """With new tokens at the end of each row, as far as the row goes: to a stop token, or to its limit.
@@ -253,6 +319,9 @@ class Sampler:
     """Whether tokens may stop before the last depth."""
     drafts: ClassVar[bool] = False
     """Whether tokens are proposed before the full depth has decided."""
+    rows_apart: ClassVar[bool] = False
+    """Whether rows don't wait for each other, so that some can go through the model while others wait; see
+    `Asked.at_once`."""
 
     def refusal(self, family: Family) -> str | None:
         """What the family lacks for it; None if nothing."""

@@ -166,7 +166,7 @@ class DiffusionForcing(Sampler):
         counted = model.total_depth if self.official_quirks else 0
         carried = carried._replace(by_row=begun(carried.by_row, progress, counted))
         start = Block.empty(choosing, progress, slots, carried, DECODE_BLOCK + self.wavefront - 1)
-        return asked.in_rounds(body, start)
+        return asked.in_rounds(model, body, start)
 
 
 def iteration(sampler: DiffusionForcing, choosing: Choosing, model: FoldedModel, block: Block, asked: Asked) -> Block:

@@ -126,7 +126,7 @@ class Lossless(Sampler):
             block = block._replace(carried=Carried(wave, by_slot), slots=slots, tally=tally)
             return read_off(choosing, model, block, going, asked)
 
-        return asked.in_rounds(body, Block.empty(choosing, progress, slots, carried, DECODE_BLOCK))
+        return asked.in_rounds(model, body, Block.empty(choosing, progress, slots, carried, DECODE_BLOCK))
 
 
 def flight_of(carried: Carried) -> Flight:
@@ -177,7 +177,7 @@ def launched(model: FoldedModel, block: Block, going: jax.Array) -> Block:
             inputs=jax.tree.map(put, new.inputs, wave.inputs),
         ), slots
 
-    wave, slots = jax.lax.cond(jnp.any(enters), enter, lambda args: args, (wave, block.slots))
+    wave, slots = jax.lax.cond(model.anywhere(enters), enter, lambda args: args, (wave, block.slots))
     return block._replace(carried=block.carried._replace(by_row=wave), slots=slots)
 
 
@@ -203,7 +203,7 @@ def read_off(choosing: Choosing, model: FoldedModel, block: Block, going: jax.Ar
 
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(read, block.slots)[0])
     (chosen, guessed), slots = jax.lax.cond(
-        jnp.any(arrived | guesses), read, lambda slots: (nothing, slots), block.slots
+        model.anywhere(arrived | guesses), read, lambda slots: (nothing, slots), block.slots
     )
     token, guess = chosen.token, guessed.token
     # A token that ends the row needs no successor, and if it turns out wrong, none is lost.

@@ -110,7 +110,7 @@ class Speculative(Sampler):
             chosen = Chosen(tokens, logprobs)
             return block._replace(slots=slots, tally=tally).grown(chosen, going * (kept + 1), taken, asked)
 
-        return asked.in_rounds(body, Block.empty(choosing, progress, slots, Carried(), DECODE_BLOCK + k))
+        return asked.in_rounds(model, body, Block.empty(choosing, progress, slots, Carried(), DECODE_BLOCK + k))
 
 
 def draft(
