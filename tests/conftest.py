@@ -3,8 +3,11 @@
 `DREAMER_TEST_PLATFORM=cuda python -m pytest -m gpu` runs the tests that need a GPU on one instead.
 """
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from importlib.metadata import version
 
 import pytest
@@ -23,8 +26,13 @@ if DEVICES not in os.environ.get("XLA_FLAGS", ""):
 if os.environ["JAX_PLATFORMS"] == "cpu" and "optimization_level" not in os.environ["XLA_FLAGS"]:
     os.environ["XLA_FLAGS"] += f" {QUICK_COMPILE}"
 
-# `dreamer` as a process would fill the user's cache folder, and tests of compiling would depend on what lies there.
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+# What `dreamer` has compiled as a process is there for the next one, in a folder of this run of the tests: the user's
+# is neither filled nor read. The processes of pytest themselves keep nothing.
+CACHES = "DREAMER_TEST_CACHES"
+if CACHES not in os.environ:  # else a process of a parallel run
+    os.environ[CACHES] = tempfile.mkdtemp(prefix="dreamer-tests-")
+    atexit.register(shutil.rmtree, os.environ[CACHES], ignore_errors=True)
+os.environ["XDG_CACHE_HOME"] = os.environ[CACHES]
 
 # A shared machine's pace says nothing about the code, and a failure should come again.
 settings.register_profile("dreamer", deadline=None, derandomize=True)

@@ -234,6 +234,7 @@ def test_the_second_start_keeps_the_words(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(os, "execv", lambda program, arguments: started.append(arguments))
     monkeypatch.setattr(entry, "main", lambda: 0)
     monkeypatch.setattr(entry.interrupts, "prepare", lambda: None)  # this process has tests of Ctrl-C of its own
+    monkeypatch.setattr(entry.program_cache, "settings", dict)  # they would stay in this process's environment
     entry.entry()
     assert [arguments[3:] for arguments in started] == [words]
 

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -69,6 +70,14 @@ DREAMER = sorted({command for _, command in COMMANDS if command.startswith("drea
 EXAMPLE = "looped.py"
 """The worked example of docs/add_family.md, as its commands name it."""
 SCRIPTS = sorted({command for _, command in COMMANDS if command.startswith("bash launch/")})
+COSTLY = ("dreamer train ", "dreamer bench train ")
+TRAINED = (
+    "dreamer train quickstart",
+    "dreamer train gsm8k_dr_da --data.path train.jsonl --data.tokenizer tokenizer.model",
+    "dreamer bench train --config la_tiny",
+    "dreamer bench train --config la_tiny --against transformers",
+)
+"""The costly ones that every run of the tests goes through."""
 OWN_TESTS = ("analyze", "convert", "data", "eval", "export", "frontier", "import", "plan", "serve", "study")
 RUN_RUNS = ("README.md", "docs/inference.md", "docs/huginn.md", "docs/deeper.md")
 """Pages whose Python needs no more than a run."""
@@ -140,7 +149,21 @@ def trained(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("command", DREAMER)
+def slow_if_costly(command: str) -> Any:
+    """Every training is another program to compile: with `-m slow` but for two of them."""
+    costly = command.startswith(COSTLY) and command not in TRAINED and EXAMPLE not in command
+    return pytest.param(command, marks=[pytest.mark.slow] if costly else [])
+
+
+def test_documented_settings_exist(workplace):
+    """Of those too that are run with `-m slow` only; a reader's own file has no name in the package."""
+    trainings = [words for words in map(shlex.split, DREAMER) if words[1] == "train" and ".yaml" not in words[2]]
+    assert len(trainings) > 20
+    for words in trainings:
+        load_config(words[2], words[3:])
+
+
+@pytest.mark.parametrize("command", map(slow_if_costly, DREAMER))
 def test_documented_command(command, workplace, trained, capsys):
     words = shlex.split(command)[1:]
     if words[0] in ("checkpoint", "compare", "depth", "generate"):

@@ -108,6 +108,7 @@ def records(directory: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in record.items() if not k.startswith("time/")} for record in read_metrics(directory)]
 
 
+@pytest.mark.slow  # a family of the package goes on after a kill in tests/end_to_end/test_kills.py
 def test_trains_and_goes_on_after_a_kill(trained):
     """What its loss says is logged; a killed run, started again, records what the undisturbed one did."""
     whole = records(trained / "whole")

@@ -221,6 +221,7 @@ def test_asked_to_stop(config, finished, tmp_path, monkeypatch, capsys, without_
     assert without_times(directory) == without_times(finished)
 
 
+@pytest.mark.slow  # trains twice, in two depths
 def test_changes_that_are_allowed_by_name(config, tmp_path, capsys, without_ending):
     """Another learning rate and another depth, each asked for by name; anything else is still refused."""
     directory = tmp_path / "run"

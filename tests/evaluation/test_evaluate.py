@@ -261,7 +261,7 @@ def test_the_command(tmp_path, data, capsys):
     for index, record in records(tmp_path, "mathqa", "two")[1].items():
         assert record["logprobs"] == pytest.approx(before[index]["logprobs"], abs=1e-4)
     assert main([*words, "--tasks", "mathqa", "--mesh.data", "999"]) == 2
-    assert "999 x 1 devices" in capsys.readouterr().err
+    assert "--mesh.data 999 x --mesh.expert 1 is 999 devices" in capsys.readouterr().err
 
     assert main([*words, "--tasks", "gsm8k", "--tokenizer", str(data / "x.model")]) == 2
     assert "--tokenizer" in capsys.readouterr().err

@@ -158,6 +158,7 @@ def test_scores_on_public_questions(tmp_path, shots):
     check_scripted(SAMPLES, tmp_path, shots, 0)
 
 
+@pytest.mark.slow  # the adapter's own tests have no model to compile
 def test_scores_of_a_real_small_model(tmp_path):
     data = write_benchmarks(tmp_path / "data")
     manager = write_tasks(tmp_path / "tasks", data)

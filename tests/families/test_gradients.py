@@ -161,6 +161,7 @@ def test_run_time_depth_gives_the_same_gradient(depth, remat):
     assert_same(actual, unrolled_gradient(config, depth if depth != config.depth else None))
 
 
+@pytest.mark.slow  # its pass is tested for every variant in test_forward.py
 def test_sequential_mixing():
     """The order in which depth attention comes first and everything else depends on it."""
     config = small_config("DR+DA", "sequential", depth=2)

@@ -134,7 +134,12 @@ def drawn_params(config, seed=0):
     return structure.unflatten([x + 0.2 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)])
 
 
-@pytest.mark.parametrize("form", FORMS)
+SLOW_FORMS = ("olmo", "qwen")  # their pieces are those of the other two, in another order
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[pytest.mark.slow] if form in SLOW_FORMS else []) for form in FORMS]
+)
 def test_forward_is_that_of_the_equations(form):
     config, depth = FORMS[form], 3
     params = drawn_params(config)

@@ -100,16 +100,24 @@ def assert_close(found: Any, wanted: Any, tolerance: float) -> None:
     "family",
     [pytest.param(name, marks=[pytest.mark.slow] if name.endswith("_classifier") else []) for name in TINY_MODELS],
 )
-def test_eight_devices_bfloat16_and_going_on(family, tmp_path):
-    """Eight devices train as one does, bfloat16 nearly so; who goes on from a checkpoint comes to the same."""
+def test_eight_devices_and_going_on(family, tmp_path):
+    """Eight devices train as one does; who goes on from a checkpoint comes to the same."""
     checkpoints = functools.partial(Checkpoints, tmp_path, CheckpointConfig(), META)
     found, losses = steps(family, 8, saved=checkpoints())
     wanted, wanted_losses = steps(family, 1)
     assert_close(found, wanted, 5e-5)
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
-    _, rounded = steps(family, 8, "bfloat16")
-    np.testing.assert_allclose(rounded, wanted_losses, rtol=0.05)
     config, mesh, _ = program(family, 8, "float32")
     again, last = steps(family, 8, state=checkpoints().restore(abstract_state(config, mesh)))
     assert last == losses[2:]
     jax.tree.map(np.testing.assert_array_equal, again, found)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[] if name in ("dreamer", "huginn") else [pytest.mark.slow]) for name in TINY_MODELS],
+)
+def test_bfloat16_on_eight_devices(family):
+    """Losses of three steps are nearly those in float32."""
+    _, rounded = steps(family, 8, "bfloat16")
+    np.testing.assert_allclose(rounded, steps(family, 8)[1], rtol=0.05)

@@ -62,7 +62,7 @@ def test_batches_and_chunks_of_the_prompts_change_nothing(monkeypatch):
     assert [row.tokens for row in found] == expected
 
 
-@pytest.mark.parametrize("cores", [1, 3])
+@pytest.mark.parametrize("cores", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_parts_of_a_batch_in_threads_change_nothing(monkeypatch, cores):
     monkeypatch.setattr(engine, "_cores", lambda: cores)
     threads = set()
@@ -151,7 +151,14 @@ def test_scores_are_the_log_probabilities_of_the_full_forward(monkeypatch):
 EXPERTS_TOO = {"slice": 2, "data0": 2, "expert": 2}
 
 
-@pytest.mark.parametrize(("variant", "shape"), [("DR+DA", {"data": 4}), ("DR+DA", EXPERTS_TOO), ("LA", EXPERTS_TOO)])
+@pytest.mark.parametrize(
+    ("variant", "shape"),
+    [
+        ("DR+DA", EXPERTS_TOO),
+        pytest.param("DR+DA", {"data": 4}, marks=pytest.mark.slow),
+        pytest.param("LA", EXPERTS_TOO, marks=pytest.mark.slow),
+    ],
+)
 def test_a_mesh_changes_nothing(variant, shape):
     if jax.device_count() < 8:
         pytest.skip("needs eight devices")

@@ -89,6 +89,7 @@ def runs(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
+@pytest.mark.slow  # trains what `dreamer train quickstart` does, in a process of its own
 def test_quickstart_with_one_small_variant(runs):
     printed = execute(
         "quickstart",
@@ -102,6 +103,7 @@ def test_quickstart_with_one_small_variant(runs):
     assert '"step": 4' in (runs / "dr_da/metrics.jsonl").read_text()
 
 
+@pytest.mark.slow  # needs the run of the one above
 def test_depth(runs):
     """On the model of the quick start, or on one that it trains itself."""
     words = "--training.steps 4 --checkpoint.every 4 " + SMALL

@@ -49,6 +49,7 @@ def assert_close(found: Any, wanted: Any, tolerance: float) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(np.abs(b).max(), 1e-6))
 
 
+@pytest.mark.slow  # tests/families/test_registry.py has eight devices for each family
 def test_three_steps_give_the_same_weights():
     found, wanted = three_steps(EIGHT), three_steps(MeshConfig())
     assert len({metrics["thinking_steps"] for metrics in wanted[1]}) > 1
@@ -56,6 +57,7 @@ def test_three_steps_give_the_same_weights():
     assert_close(found, wanted, 2e-5)
 
 
+@pytest.mark.slow  # Dreamer's are those of every run of the tests
 def test_microbatches_change_nothing():
     """A row draws what it drops from its number in the global batch."""
     assert_close(three_steps(MeshConfig(), microbatches=2), three_steps(MeshConfig()), 2e-5)

@@ -74,6 +74,7 @@ def test_three_steps_give_the_same_weights(mesh):
     assert_close(found, wanted, 2e-5)
 
 
+@pytest.mark.slow  # Dreamer's are those of every run of the tests
 def test_microbatches_change_nothing():
     """A row draws its state from its number in the global batch; gradients may be divided after each microbatch."""
     found = three_steps(MeshConfig(data=(2,), expert=2), training__microbatches=2, training__scatter="microbatch")

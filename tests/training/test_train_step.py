@@ -12,7 +12,7 @@ from dreamer_jax.training.state import create_state
 from dreamer_jax.training.train_step import make_train_step
 from tests.training.cases import random_batch, tiny_config
 
-VARIANTS = ("LA", "DR+DA")
+VARIANTS = ["DR+DA", pytest.param("LA", marks=pytest.mark.slow)]
 
 
 @functools.cache
