@@ -37,7 +37,7 @@ SCHEDULE = ("training.schedule", "training.cooldown_steps", "training.steps")
 ALLOWED = {"learning_rate": ("training.learning_rate", "training.warmup_steps", *SCHEDULE), "depth": ("model.depth",)}
 """Name of a change that `checkpoint.allow` permits -> the keys it is about."""
 
-SMALL_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "figures/*.png", "events.out.tfevents.*")
+SMALL_FILES = ("config.yaml", "*.jsonl", "summary.json", "figures/*.png", "events.out.tfevents.*")
 """What is copied to a bucket, and back when the run goes on."""
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,18 +15,44 @@ from dreamer_jax.evaluation.comparison import Curve, average, best, tokens_to_re
 from dreamer_jax.studies.study_file import LOSS
 
 RESAMPLES = 2000
-"""Of the bootstrap over seeds."""
+"""Of the bootstrap."""
 INTERVAL = (2.5, 97.5)
 """Percentiles of an interval."""
 
 Interval = tuple[float, float]
 
 
-def seeds_of(member: Mapping[str, Any], metric: str) -> list[Curve]:
-    """The curves of all complete runs of a member, as higher is better: losses are negative."""
-    sign = -1.0 if metric == LOSS else 1.0
-    found = [its["curves"].get(metric, []) for its in member["seeds"].values()]
-    return [[(tokens, sign * value) for tokens, value in curve] for curve in found if curve]
+class Run(NamedTuple):
+    """How good a run was over its tokens, as higher is better: losses are negative.
+
+    Attributes:
+        curve: over all that is held out.
+        parts: [T, 2, P], for each point of the curve what it is the ratio of, over parts of what is held out; empty
+            where that isn't known, as of a benchmark.
+    """
+
+    curve: Curve
+    parts: np.ndarray = np.zeros((0, 2, 0))
+
+    def over(self, weights: np.ndarray) -> Curve:
+        """The curve over parts drawn so many times [P]."""
+        if not self.parts.size:
+            return self.curve
+        sums = self.parts @ weights
+        values = np.divide(sums[:, 0], sums[:, 1], out=np.zeros(len(sums)), where=sums[:, 1] > 0)
+        return [(tokens, float(value)) for (tokens, _), value in zip(self.curve, values, strict=True)]
+
+
+def seeds_of(member: Mapping[str, Any], metric: str) -> list[Run]:
+    """All complete runs of a member."""
+    sign = np.array([-1.0 if metric == LOSS else 1.0, 1.0])
+    found = []
+    for its in member["seeds"].values():
+        curve = [(tokens, sign[0] * value) for tokens, value in its["curves"].get(metric, [])]
+        parts = np.array(its.get("parts") or np.zeros((0, 2, 0))) * sign[:, None]
+        if curve:
+            found.append(Run(curve, parts) if len(parts) == len(curve) else Run(curve))
+    return found
 
 
 def advantage(curve: Curve, baseline: Curve) -> float | None:
@@ -48,26 +74,32 @@ def advantage(curve: Curve, baseline: Curve) -> float | None:
 
 
 def efficiency(
-    member: Sequence[Curve], baseline: Sequence[Curve], key: int = 0
+    member: Sequence[Run], baseline: Sequence[Run], key: int = 0
 ) -> tuple[float, Interval] | tuple[None, None]:
-    """The advantage of the mean curve, with its bootstrap interval over seeds; (None, None) without runs.
+    """The advantage of the mean curve, with its bootstrap interval over seeds and held-out records.
 
-    Seeds of the member and of the baseline are drawn with replacement, `RESAMPLES` times, each on its own: runs of one
-    seed share nothing but the order of the data.
+    `RESAMPLES` times, seeds of the member and of the baseline are drawn with replacement, each on its own: runs of one
+    seed share nothing but the order of the data. Parts of the held-out rows are drawn once for all runs, which are all
+    evaluated on the same ones.
 
     Args:
-        member, baseline: a curve for each seed.
+        member, baseline: a run for each seed.
         key: of the draws.
+
+    Returns:
+        (None, None) without runs.
     """
     if not member or not baseline:
         return None, None
     random = np.random.default_rng(key)
     drawn = []
+    parts = max(run.parts.shape[2] for run in (*member, *baseline))
     for _ in range(RESAMPLES):
-        both = [average([its[i] for i in random.integers(0, len(its), len(its))]) for its in (member, baseline)]
-        drawn.append(advantage(*both))
+        weights = np.bincount(random.integers(0, parts, parts), minlength=parts) if parts else np.zeros(0)
+        curves = [[its[i].over(weights) for i in random.integers(0, len(its), len(its))] for its in (member, baseline)]
+        drawn.append(advantage(*map(average, curves)))
     ends = np.percentile([each for each in drawn if each is not None], INTERVAL)
-    value = advantage(average(member), average(baseline))
+    value = advantage(*(average([run.curve for run in its]) for its in (member, baseline)))
     return (value, (float(ends[0]), float(ends[1]))) if value is not None else (None, None)
 
 
@@ -85,8 +117,8 @@ def rows_of(result: Mapping[str, Any], task: str) -> list[dict[str, Any]]:
     theirs = seeds_of(members[result["baseline"]], metric)
     rows = []
     for name, member in members.items():
-        curves = seeds_of(member, metric)
-        value, interval = (1.0, None) if name == result["baseline"] and curves else efficiency(curves, theirs)
+        runs = seeds_of(member, metric)
+        value, interval = (1.0, None) if name == result["baseline"] and runs else efficiency(runs, theirs)
         speeds = [seed["tokens_per_second"] for seed in member["seeds"].values()]
         rows.append(
             {
@@ -96,8 +128,8 @@ def rows_of(result: Mapping[str, Any], task: str) -> list[dict[str, Any]]:
                 "training_flops_per_token": member["training_flops_per_token"],
                 "memory_bytes": member["memory_bytes"],
                 "tokens_per_second": math.fsum(speeds) / len(speeds) if speeds else None,
-                "seeds": len(curves),
-                "best": best_of(curves, metric),
+                "seeds": len(runs),
+                "best": best_of([run.curve for run in runs], metric),
                 "efficiency": value,
                 "interval": interval,
             }

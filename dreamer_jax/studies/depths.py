@@ -52,7 +52,7 @@ def by_depth(run: Path, depths: Sequence[int] | None, say: Callable[[str], None]
     data = open_data(config)
     for depth in asked:
         if depth not in known:
-            metrics = evaluate(
+            metrics, _ = evaluate(
                 make_evaluation_step(config, mesh, depth), lambda batch: jax.device_put(batch, sharding), model, data
             )
             kept = {name.removeprefix("heldout/"): value for name, value in metrics.items() if "heldout/" in name}

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,8 @@ from dreamer_jax.runs.models import locate_run
 from dreamer_jax.studies.depths import FILE as DEPTHS
 from dreamer_jax.studies.depths import takes
 from dreamer_jax.studies.jobs import Job, run_jobs
-from dreamer_jax.studies.study_file import LOSS, Member, StudyFile, Sweep, Task
+from dreamer_jax.studies.study_file import LOSS, TRIAL_SHARE, Member, StudyFile, Sweep, Task
+from dreamer_jax.training.evaluation import kept_parts
 from dreamer_jax.training.figures import heldout_curve
 
 FILE = "study.json"
@@ -112,12 +113,23 @@ def conduct(
             chosen[entrant.task.name, entrant.member.name] = best
             say(f"{entrant.task.name}/{entrant.member.name}: {study.sweep.key} {best} was best")
         every = [_with_value(study, study.sweep, entrant, chosen, words) for entrant in every]
-    # One seed of every member before the next: runs at once then compile different programs, and later seeds none.
-    by_seed = zip(*(_runs(study, entrant, folder) for entrant in every), strict=True)
-    code = _finish([job for jobs in by_seed for job in jobs], folder, at_once, say)
-    result = collect(study, every, chosen, folder)
+    seeds = {}
+    if study.tries > 1:
+        code = _finish(_in_turn(_tries(study, entrant, words, folder) for entrant in every), folder, at_once, say)
+        if code:
+            return {}, code
+    for entrant in every:
+        seeds[entrant.task.name, entrant.member.name] = _seeds(study, entrant, words, folder)
+    runs = [_runs(study, entrant, seeds[entrant.task.name, entrant.member.name], folder) for entrant in every]
+    code = _finish(_in_turn(runs), folder, at_once, say)
+    result = collect(study, every, chosen, runs)
     write_atomically(folder / FILE, json.dumps(result, indent=1) + "\n")
     return result, code
+
+
+def _in_turn(of_entrants: Iterable[Sequence[Job]]) -> list[Job]:
+    """One seed of every member before the next: runs at once then compile different programs, and later seeds none."""
+    return [job for jobs in zip(*of_entrants, strict=True) for job in jobs]
 
 
 def _finish(jobs: Sequence[Job], folder: Path, at_once: int, say: Callable[[str], None]) -> int:
@@ -150,12 +162,27 @@ def _job(entrant: Entrant, folder: Path, name: str, seed: int, depths: str) -> J
     return Job(name, LoadedConfig(dataclasses.replace(config, run=run), entrant.loaded.origins), depths)
 
 
-def _runs(study: StudyFile, entrant: Entrant, folder: Path) -> list[Job]:
+def _runs(study: StudyFile, entrant: Entrant, seeds: Sequence[int], folder: Path) -> list[Job]:
     depths = "usual"
     if study.depths is not None:  # a layered member is evaluated at those that it has
         family = build(entrant.loaded.config.model)
         depths = ",".join(str(depth) for depth in study.depths if takes(family, depth))
-    return [_job(entrant, folder, f"seed{seed}", seed, depths) for seed in range(study.seeds)]
+    return [_job(entrant, folder, f"seed{seed}", seed, depths) for seed in seeds]
+
+
+def _tries(study: StudyFile, entrant: Entrant, words: Sequence[Word], folder: Path) -> list[Job]:
+    """The short runs of all seeds that are begun."""
+    tried = _again(study, entrant, words, TRIAL_SHARE)
+    return [_job(tried, folder, f"try{seed}", seed, "") for seed in range(study.seeds * study.tries)]
+
+
+def _seeds(study: StudyFile, entrant: Entrant, words: Sequence[Word], folder: Path) -> list[int]:
+    """The seeds that are made whole: of each `tries` the one that had the lowest held-out loss."""
+    if study.tries == 1:
+        return list(range(study.seeds))
+    ends = [_last_loss(job.run) for job in _tries(study, entrant, words, folder)]
+    groups = (range(first, first + study.tries) for first in range(0, len(ends), study.tries))
+    return [min(group, key=lambda seed: ends[seed]) for group in groups]
 
 
 def _trials(study: StudyFile, sweep: Sweep, entrant: Entrant, words: Sequence[Word], folder: Path) -> list[Job]:
@@ -186,11 +213,13 @@ def _with_value(
 
 def _best_value(sweep: Sweep, entrant: Entrant, folder: Path) -> str:
     """The value whose run ended with the lowest held-out loss, which short runs differ in before accuracies do."""
-    ends = {}
-    for value in sweep.values:
-        loss = curves(_job(entrant, folder, f"sweep-{value}", 0, "").run)[LOSS]
-        ends[value] = loss[-1][1] if loss else math.inf
+    ends = {value: _last_loss(_job(entrant, folder, f"sweep-{value}", 0, "").run) for value in sweep.values}
     return min(ends, key=lambda value: ends[value])
+
+
+def _last_loss(run: Path) -> float:
+    loss = curves(run)[LOSS]
+    return loss[-1][1] if loss else math.inf
 
 
 def curves(run: Path) -> dict[str, list[tuple[float, float]]]:
@@ -200,18 +229,20 @@ def curves(run: Path) -> dict[str, list[tuple[float, float]]]:
     return {**accuracies(run, config, read_metrics(run)), **heldout}  # an accuracy of zero is one here
 
 
-def collect(study: StudyFile, every: Sequence[Entrant], chosen: dict[tuple[str, str], str], folder: Path) -> Result:
+def collect(
+    study: StudyFile, every: Sequence[Entrant], chosen: dict[tuple[str, str], str], runs: Sequence[Sequence[Job]]
+) -> Result:
     """What study.json holds: costs of all members, and what their complete runs were measured by."""
     tasks: dict[str, Any] = {}
     for task in study.tasks:
         tasks[task.name] = {"tokens": task.tokens, "metric": task.metric, "members": {}}
-    for entrant in every:
+    for entrant, jobs in zip(every, runs, strict=True):
         about = describe(entrant)
         key = (entrant.task.name, entrant.member.name)
         if study.sweep and key in chosen:
             about["chosen"] = {study.sweep.key: chosen[key]}
-        jobs = _runs(study, entrant, folder)
-        about["seeds"] = {str(seed): measured(job.run) for seed, job in enumerate(jobs) if _complete(job)}
+        metric = entrant.task.metric
+        about["seeds"] = {str(job.loaded.config.run.seed): measured(job.run, metric) for job in jobs if _complete(job)}
         tasks[entrant.task.name]["members"][entrant.member.name] = about
     return {"study": study.path.name, "baseline": study.baseline, "tasks": tasks}
 
@@ -236,12 +267,20 @@ def describe(entrant: Entrant) -> Result:
     return about
 
 
-def measured(run: Path) -> Result:
-    """What a complete run was measured by."""
+def measured(run: Path, metric: str) -> Result:
+    """What a complete run was measured by; the task's metric also over parts of the held-out rows."""
     rates = [its["time/tokens_per_second"] for its in read_metrics(run) if "time/tokens_per_second" in its]
     by_depth = json.loads((run / DEPTHS).read_text(encoding="utf-8"))["depths"]
     return {
         "curves": {name: [list(point) for point in curve] for name, curve in curves(run).items() if curve},
         "tokens_per_second": round(statistics.median(rates), 1),
         "by_depth": {depth: its["loss"] for depth, its in by_depth.items()},
+        "parts": _parts(run, metric),
     }
+
+
+def _parts(run: Path, metric: str) -> list[list[list[float]]]:
+    """For each evaluation, sums of loss and targets, or of right answers and answers, over parts of what is held out:
+    [T, 2, P]; empty where a metric isn't one of held-out rows."""
+    names = {LOSS: ("loss", "targets"), HELDOUT: ("exact", "answers")}.get(metric)
+    return [[its[name] for name in names] for its in kept_parts(run).values()] if names else []

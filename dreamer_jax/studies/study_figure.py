@@ -35,7 +35,7 @@ def _panels(canvas: Any, result: Mapping[str, Any], name: str) -> None:
     label = "held-out loss (nats per token)" if metric == LOSS else f"{metric} accuracy"
     tokens, flops, depths, costs = canvas.subplots(2, 2).flat
     for its, member in members.items():
-        curves = seeds_of(member, metric)
+        curves = [run.curve for run in seeds_of(member, metric)]
         _band(tokens, curves, metric, 1.0, looks[its], its)
         _band(flops, curves, metric, member["training_flops_per_token"], looks[its], its)
         means = dict(sorted(depth_means(member).items()))

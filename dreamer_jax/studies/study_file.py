@@ -28,6 +28,8 @@ from dreamer_jax.evaluation.comparison import HEADLINES, HELDOUT
 Matching = Literal["both", "flops", "params", "none"]
 LOSS = "loss"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+TRIAL_SHARE = 0.25
+"""Of the tokens, after which the best of several first seeds goes on: 25 of 100 billion in section 4.1 of the paper."""
 QUICK_SHARE = 16
 """A quick study has so many times fewer tokens."""
 
@@ -92,6 +94,8 @@ class StudyFile:
         path: the file.
         baseline: the member that others are compared with.
         seeds: runs of each member on each task, with seeds from 0.
+        tries: seeds that are begun for each of those runs, up to `TRIAL_SHARE` of the tokens; the one with the lowest
+            held-out loss there is made whole.
         depths: at which the trained models are evaluated; None: powers of two up to four times the trained one.
         sweep: what every member tries first, if anything.
         tasks, members: in the order of the file.
@@ -101,6 +105,7 @@ class StudyFile:
     path: Path
     baseline: str
     seeds: int
+    tries: int
     depths: tuple[int, ...] | None
     sweep: Sweep | None
     tasks: tuple[Task, ...]
@@ -160,6 +165,7 @@ def read_study(word: str | Path) -> StudyFile:
         path,
         baseline,
         _positive(path, "seeds", own["seeds"]) if "seeds" in own else 1,
+        _positive(path, "tries", own["tries"]) if "tries" in own else 1,
         scalar(path, "depths", own["depths"], INTEGERS) if "depths" in own else None,
         _sweep(path, own["sweep"]) if "sweep" in own else None,
         tasks,
@@ -168,7 +174,7 @@ def read_study(word: str | Path) -> StudyFile:
     )
 
 
-KEYS = ("baseline", "seeds", "depths", "match", "sweep", "tasks", "members")
+KEYS = ("baseline", "seeds", "tries", "depths", "match", "sweep", "tasks", "members")
 
 
 def _near(names: Sequence[str]) -> str:
@@ -253,4 +259,4 @@ def _sweep(path: Path, node: Node) -> Sweep:
 def quick(study: StudyFile) -> StudyFile:
     """The study with one seed and `QUICK_SHARE` times fewer tokens, to see whether it works."""
     tasks = tuple(replace(task, tokens=math.ceil(task.tokens / QUICK_SHARE)) for task in study.tasks)
-    return replace(study, seeds=1, tasks=tasks)
+    return replace(study, seeds=1, tries=1, tasks=tasks)

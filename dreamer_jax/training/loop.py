@@ -27,7 +27,7 @@ from dreamer_jax.runs.state import TrainState
 from dreamer_jax.training import metrics as measure
 from dreamer_jax.training.clock import Schedule, StepClock
 from dreamer_jax.training.console import Console
-from dreamer_jax.training.evaluation import evaluate
+from dreamer_jax.training.evaluation import evaluate, keep_parts
 from dreamer_jax.training.figures import draw_figures
 from dreamer_jax.training.heartbeat import Heartbeat
 from dreamer_jax.training.preemption import StopRequest
@@ -288,10 +288,12 @@ class _Loop:
 
     def _evaluate(self, step: int, state: TrainState) -> None:
         self.counter.catch_up()
-        record = evaluate(self.evaluation_step, self._place_whole, state, self.data)
-        if record:
-            self._write(step, record)
-            self.console.evaluation(step, record)
+        found = evaluate(self.evaluation_step, self._place_whole, state, self.data)
+        if found.metrics:
+            self._write(step, found.metrics)
+            self.console.evaluation(step, found.metrics)
+            if self.writer:
+                keep_parts(self.folder.local, step, found.parts)
         self._publish()
 
     def _save(self, state: TrainState, done: int) -> None:

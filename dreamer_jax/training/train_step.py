@@ -140,7 +140,8 @@ def family_on(config: Config, mesh: Mesh) -> Family:
 
 
 def make_evaluation_step(config: Config, mesh: Mesh, depth: int | None = None) -> Callable[[Any, Any, Batch], Metrics]:
-    """The jitted evaluation of a batch, at the trained depth or another: (params, model state, batch) -> sums over it.
+    """The jitted evaluation of a batch, at the trained depth or another: (params, model state, batch) -> sums over each
+    row of the whole batch [B].
 
     Keys: `loss` and `targets` over all targets of the loss mask; `answers` and `exact`, the documents with an
     answer and those whose every answer token is the most likely one given the true tokens before it. That is
@@ -162,13 +163,11 @@ def make_evaluation_step(config: Config, mesh: Mesh, depth: int | None = None) -
 
         has_answer = per_document(answer) > 0
         exact = has_answer & (per_document(wrong) == 0)
-        sums = {
-            "loss": jnp.sum(losses.reshape(-1) * mask.reshape(-1)),
-            "targets": jnp.sum(mask),
-            "answers": jnp.sum(has_answer),
-            "exact": jnp.sum(exact),
-        }
-        return sum_over(mesh, sums)
+        rows = {"loss": losses.reshape(mask.shape) * mask, "targets": mask, "answers": has_answer, "exact": exact}
+        return sum_over(mesh, {name: in_place(jnp.sum(its, axis=1), batch) for name, its in rows.items()})
+
+    def in_place(own, batch: Batch):  # [B of this device] -> [B of all], zero where others have theirs
+        return jnp.zeros(mesh.size * len(own), own.dtype).at[_numbers(batch, mesh)].set(own)
 
     specs = jax.tree.map(lambda layout: layout.spec, layouts)
     sharded = jax.shard_map(

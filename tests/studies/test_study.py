@@ -154,13 +154,54 @@ def test_an_advantage_below_one_is_the_others_advantage_turned_round():
 
 def test_intervals_of_two_seeds_are_what_counting_all_draws_gives():
     member, baseline = [FASTER, BASELINE], [BASELINE, WORSE]
+    runs = [[comparison.Run(curve) for curve in its] for its in (member, baseline)]
     draws = list(itertools.product(range(2), repeat=2))
     means = [[comparison.average([its[i] for i in drawn]) for drawn in draws] for its in (member, baseline)]
     every = [comparison.advantage(*both) or 0.0 for both in itertools.product(*means)]
-    value, interval = comparison.efficiency(member, baseline)
+    value, interval = comparison.efficiency(*runs)
     assert value == comparison.advantage(comparison.average(member), comparison.average(baseline))
     assert interval == pytest.approx(np.percentile(every, comparison.INTERVAL, method="closest_observation"))
-    assert comparison.efficiency([FASTER], [BASELINE]) == (3.0, (3.0, 3.0))
+    assert comparison.efficiency(runs[0][:1], runs[1][:1]) == (3.0, (3.0, 3.0))
+
+
+def test_intervals_of_one_seed_are_over_parts_of_what_is_held_out():
+    """All three draws of two parts, counted by hand."""
+
+    def run(*points: tuple[tuple[int, int], tuple[int, int]]) -> dict:
+        """Right answers and answers in both parts, at 10, 20, ... tokens."""
+        parts = [[[right for right, _ in point], [count for _, count in point]] for point in points]
+        curve = [[10 * (i + 1), sum(its[0]) / sum(its[1])] for i, its in enumerate(parts)]
+        return {"seeds": {"0": {"curves": {"held-out": curve}, "parts": parts}}}
+
+    member = comparison.seeds_of(run(((0, 4), (4, 4)), ((4, 4), (4, 4))), "held-out")
+    baseline = comparison.seeds_of(run(((0, 4), (0, 4)), ((4, 4), (4, 4))), "held-out")
+    value, interval = comparison.efficiency(member, baseline)
+    # Drawn twice, the first part says 20 / 20, and the second 20 / 10; both together 20 / 20. Each once is half of it.
+    assert (value, interval) == (1.0, (1.0, 2.0))
+    assert member[0].over(np.array([0, 2])) == [(10, 1.0), (20, 1.0)]
+    losses = run(((4, 4), (8, 4)))
+    losses["seeds"]["0"]["curves"]["loss"] = losses["seeds"]["0"]["curves"].pop("held-out")
+    assert comparison.seeds_of(losses, "loss")[0].over(np.array([1, 1])) == [(10, -1.5)]
+
+
+def test_of_two_seeds_the_better_one_after_a_quarter_goes_on(tmp_path, monkeypatch):
+    """Section 4.1 of the paper."""
+    made: list[str] = []
+    steps: dict[str, int] = {}
+
+    def remember(jobs: list, *_: object) -> int:
+        made.extend(job.name for job in jobs)
+        steps.update((job.name, job.loaded.config.training.steps) for job in jobs)
+        return 0
+
+    monkeypatch.setattr(study_module, "run_jobs", remember)
+    monkeypatch.setattr(study_module, "_last_loss", lambda run: {"try0": 2.0, "try1": 1.0}.get(run.name, 3.0))
+    text = STUDY.replace("seeds: 2", "seeds: 2\ntries: 2").replace("tokens: 1000", "tokens: 4096")
+    result, code = conduct(read_study(written(tmp_path, text)), [], tmp_path, 1, lambda _: None)
+    assert code == 0 and result["tasks"]["easy"]["members"]["plain"]["seeds"] == {}
+    of_plain = [name.rpartition("/")[2] for name in made if name.startswith("easy/plain/")]
+    assert of_plain == ["try0", "try1", "try2", "try3", "seed1", "seed2"]
+    assert (steps["easy/plain/try0"], steps["easy/plain/seed1"]) == (2, 8)
 
 
 def test_lower_losses_are_better_and_shown_as_they_are():

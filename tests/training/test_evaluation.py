@@ -14,7 +14,7 @@ from dreamer_jax.data.records import Document
 from dreamer_jax.families import build, initialise
 from dreamer_jax.inference.answering import answer
 from dreamer_jax.parallel import make_mesh
-from dreamer_jax.training.evaluation import evaluate
+from dreamer_jax.training.evaluation import FILE, PARTS, evaluate, keep_parts, kept_parts
 from dreamer_jax.training.train_step import make_evaluation_step
 from tests.families.cases import apply
 from tests.training.cases import tiny_config
@@ -74,10 +74,15 @@ def batches(records):
 
 
 @pytest.fixture(scope="module")
-def metrics(state, batches):
+def evaluated(state, batches):
     step = make_evaluation_step(CONFIG, make_mesh(CONFIG.mesh, jax.devices()[:2]))
     data = SimpleNamespace(heldout_batches=lambda: iter(batches), harder_batches=lambda: iter(()))
     return evaluate(step, lambda batch: batch, state, data)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def metrics(evaluated):
+    return evaluated.metrics
 
 
 def test_greedy_answers_agree_with_exact_match(metrics, records):
@@ -107,7 +112,23 @@ def test_loss_and_exact_match_of_documents_one_by_one(metrics, state, records):
 
 def test_nothing_held_out(state):
     data = SimpleNamespace(heldout_batches=lambda: iter(()), harder_batches=lambda: iter(()))
-    assert evaluate(lambda *_: {}, lambda batch: batch, state, data) == {}  # type: ignore[arg-type]
+    assert evaluate(lambda *_: {}, lambda batch: batch, state, data) == ({}, {})  # type: ignore[arg-type]
+
+
+def test_parts_of_the_held_out_rows(evaluated, batches, tmp_path):
+    """Each row is in the part that its number names, and all parts together are what the means are of."""
+    parts = evaluated.parts
+    masks = np.concatenate([batch["loss_mask"] for batch in batches])
+    assert parts["targets"] == [float(masks[part::PARTS].sum()) for part in range(PARTS)]
+    assert sum(parts["loss"]) / sum(parts["targets"]) == pytest.approx(evaluated.metrics["heldout/loss"], rel=1e-5)
+    assert sum(parts["exact"]) / sum(parts["answers"]) == evaluated.metrics["heldout/exact_match"]
+    keep_parts(tmp_path, 2, {"loss": [1.0]})
+    with (tmp_path / FILE).open("a") as file:
+        file.write('\n{"step": 4, "lo')  # a kill
+    keep_parts(tmp_path, 2, parts)
+    keep_parts(tmp_path, 1, {"loss": [2.0]})
+    assert kept_parts(tmp_path) == {1: {"loss": [2.0]}, 2: parts}
+    keep_parts(tmp_path / "nowhere", 1, parts)
 
 
 def test_answers_end_at_the_end_of_the_row_or_the_limit(state):
