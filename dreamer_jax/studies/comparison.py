@@ -179,8 +179,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         lines = [titles, ["---"] * len(titles), *map(cells, rows_of(result, name))]
         table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         blocks += [f"**{name}** ({task['tokens']:,} tokens)", table]
-        if depths := depth_table(task):
-            blocks.append(depths)
+        blocks += filter(None, (depth_table(task), gini_table(task)))
     return "\n\n".join(blocks) + "\n"
 
 
@@ -196,6 +195,23 @@ def depth_table(task: Mapping[str, Any]) -> str:
         shown = (f"{its[d]:.3f}" if d in its else "-" for d in depths)
         marked = [f"**{text}**" if d == trained else text for d, text in zip(depths, shown, strict=True)]
         lines.append([name, *marked])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def gini_table(task: Mapping[str, Any]) -> str:
+    """Gini coefficients of expert use at the end of training by router, means over seeds; empty without experts."""
+    means: dict[str, dict[str, float]] = {}
+    for name, member in task["members"].items():
+        values: dict[str, list[float]] = {}
+        for seed in member["seeds"].values():
+            for router, value in seed.get("gini", {}).items():
+                values.setdefault(router, []).append(value)
+        means[name] = {router: math.fsum(its) / len(its) for router, its in values.items()}
+    routers = sorted({router for its in means.values() for router in its})
+    if not routers:
+        return ""
+    lines = [["Gini of expert use", *(f"`{router}`" for router in routers)], ["---"] * (1 + len(routers))]
+    lines += [[name, *(f"{its[r]:.2f}" if r in its else "-" for r in routers)] for name, its in means.items() if its]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

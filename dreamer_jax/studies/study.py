@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,8 @@ GRANULARITIES = (8, 4, 2, 1)
 """What the sizes that matching searches are multiples of: the first that comes close enough."""
 CLOSE = 1.0
 """Percent."""
+LAST_LINES = 3
+"""Of the log, that say how a run ended; a step alone says little of a batch of few tokens."""
 
 Result = dict[str, Any]
 
@@ -269,14 +271,24 @@ def describe(entrant: Entrant) -> Result:
 
 def measured(run: Path, metric: str) -> Result:
     """What a complete run was measured by; the task's metric also over parts of the held-out rows."""
-    rates = [its["time/tokens_per_second"] for its in read_metrics(run) if "time/tokens_per_second" in its]
+    metrics = read_metrics(run)
+    rates = [its["time/tokens_per_second"] for its in metrics if "time/tokens_per_second" in its]
     by_depth = json.loads((run / DEPTHS).read_text(encoding="utf-8"))["depths"]
     return {
         "curves": {name: [list(point) for point in curve] for name, curve in curves(run).items() if curve},
         "tokens_per_second": round(statistics.median(rates), 1),
         "by_depth": {depth: its["loss"] for depth, its in by_depth.items()},
+        "gini": _expert_use(metrics),
         "parts": _parts(run, metric),
     }
+
+
+def _expert_use(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Router -> how unevenly its experts were used at the end of training, a mean of the last `LAST_LINES` lines."""
+    prefix, name = "experts/", "/gini"
+    logged = [its for its in metrics if any(key.startswith(prefix) for key in its)][-LAST_LINES:]
+    found = {key.removeprefix(prefix).removesuffix(name): key for its in logged for key in its if key.endswith(name)}
+    return {router: round(statistics.fmean(its[key] for its in logged), 4) for router, key in found.items()}
 
 
 def _parts(run: Path, metric: str) -> list[list[list[float]]]:

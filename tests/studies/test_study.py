@@ -209,6 +209,7 @@ def test_lower_losses_are_better_and_shown_as_they_are():
         curve = [[10 * (i + 1), loss] for i, loss in enumerate(losses)]
         costs = {"parameters": 1, "flops_per_token": 1, "training_flops_per_token": 3, "memory_bytes": 1, "depth": 2}
         seed = {"curves": {"loss": curve}, "tokens_per_second": 5.0, "by_depth": {"1": 9.0, "2": losses[-1]}}
+        seed["gini"] = {"expert_attention": losses[-1] / 2}
         return costs | {"seeds": {"0": seed}}
 
     its = {"tokens": 30, "metric": "loss", "members": {"a": member(3, 2, 1), "b": member(2, 1, 0.5)}}
@@ -218,6 +219,10 @@ def test_lower_losses_are_better_and_shown_as_they_are():
     assert (second["best"][0], second["efficiency"]) == (0.5, 1.5)
     assert "| b | 1 | 0.00 M | 0.00 M | 0.00 MiB | 5 | 1 | 0.500 | 1.50 |" in comparison.markdown(result)
     assert "| b | 9.000 | **0.500** |" in comparison.markdown(result)
+    assert (
+        "| Gini of expert use | `expert_attention` |\n| --- | --- |\n| a | 0.50 |\n| b | 0.25 |"
+        in comparison.markdown(result)
+    )
 
 
 # Running. What stands for the program notes its words, its cores and how many are at work, and does as it is told.
