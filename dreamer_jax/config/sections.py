@@ -118,6 +118,9 @@ class TrainingConfig:
     scatter: Literal["step", "microbatch"] = "step"
     """When gradients are summed over the devices and divided among them. step: once, after the last microbatch; until
     then every device holds the float32 sums of all of them. microbatch: after each; less memory, more on the wires."""
+    balance: Literal["step", "microbatch"] = "step"
+    """When balancing biases of routers move, by what was counted since (Eq. 3). step: once, after the last microbatch.
+    microbatch: after each, so that its routing is the next one's; for runs of few steps."""
     log_every: int = 10
     """Steps between two lines of metrics."""
 

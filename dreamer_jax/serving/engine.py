@@ -353,6 +353,7 @@ class ServedEngine:
         for group in self._groups:
             if self._state == "starting":
                 self._pool = group.warm_up(self.model, self._pool, hidden, self._table(group.rows, {}), its.collect)
+                self._report(f"  {group.sampler.name}: there after {time.monotonic() - begun:.1f} s")
         jax.block_until_ready(self._pool)
         self._report(f"compiled {count} programs in {time.monotonic() - begun:.1f} s")
         with self._changed:

@@ -3,7 +3,8 @@
 Both are a shard_map over the mesh. Parameters, divided over all devices between steps, are cast and gathered once,
 one torus axis after the other; every device computes the loss sum and gradient of its own rows, in microbatches; the
 gradient is scattered once the same way back, and each device updates its part. What is summed over the global batch
-(loss, counts) is summed explicitly. Nothing travels inside the loops but expert parallelism's exchange.
+(loss, counts) is summed explicitly. Nothing travels inside the loops but expert parallelism's exchange, and what
+training.scatter and training.balance put there.
 """
 
 from __future__ import annotations
@@ -48,13 +49,17 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[TrainState, Batch],
     def divided(gradients: Any) -> Any:
         return scatter(gradients, layouts, mesh)
 
-    loss_and_gradient = make_loss_and_gradient(config, family, divided if each else None)
+    def balanced(model_state: Any, counts: Any, step: jax.Array) -> Any:
+        return family.update(model_state, sum_over(mesh, counts), step)
+
+    at_once = config.training.balance == "microbatch"
+    loss_and_gradient = make_loss_and_gradient(config, family, divided if each else None, balanced if at_once else None)
     trained = trained_leaves(config.training, family.roles)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         weights = gather(state.params, layouts, family.cast)
         rows = {"rows": _numbers(batch, mesh)} if family.flags.random else {}
-        sums, gradients = loss_and_gradient(weights, state.model_state, {**batch, **rows}, state.step)
+        sums, gradients, model_state = loss_and_gradient(weights, state.model_state, {**batch, **rows}, state.step)
         (loss, (counts, logged)), targets = sums, jnp.sum(batch["loss_mask"])
         loss, counts, logged, targets = sum_over(mesh, (loss, counts, logged, targets))
         targets = jnp.maximum(targets, 1).astype(jnp.float32)
@@ -68,7 +73,7 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[TrainState, Batch],
         after = (
             optax.apply_updates(state.params, updates),
             optimizer_state,
-            family.update(state.model_state, counts, state.step),
+            model_state if at_once else family.update(model_state, counts, state.step),
         )
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
         metrics = {
@@ -89,13 +94,17 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[TrainState, Batch],
 
 
 def make_loss_and_gradient(
-    config: Config, family: Family, divided: Callable[[Any], Any] | None = None
+    config: Config,
+    family: Family,
+    divided: Callable[[Any], Any] | None = None,
+    balanced: Callable[[Any, Any, jax.Array], Any] | None = None,
 ) -> Callable[..., Any]:
-    """(weights, model state, batch, step) -> ((loss sum, (counts, logged sums)), gradients), of one device's rows;
-    inside a shard_map.
+    """(weights, model state, batch, step) -> ((loss sum, (counts, logged sums)), gradients, model state), of one
+    device's rows; inside a shard_map.
 
     Weights are what `gather` returned; gradients have their shapes and are float32, summed in float32 over depths and
-    microbatches. With `divided` each microbatch's gradients pass through it before they are added.
+    microbatches. With `divided` each microbatch's gradients pass through it before they are added. With `balanced`
+    (model state, counts, step) -> model state is applied after each microbatch; without it the model state stays.
     """
 
     def loss_sum(params, model_state, batch, step):
@@ -112,17 +121,24 @@ def make_loss_and_gradient(
         sums, gradients = jax.value_and_grad(loss_sum, has_aux=True)(wide, *rest)
         return sums, divided(gradients) if divided else gradients
 
+    def after(model_state, sums, step):
+        return balanced(model_state, sums[1][0], step) if balanced else model_state
+
     def of_batch(weights, model_state, batch, step):
         if config.training.microbatches == 1:
-            return of_rows(weights, model_state, batch, step)
+            sums, gradients = of_rows(weights, model_state, batch, step)
+            return sums, gradients, after(model_state, sums, step)
         split = {k: v.reshape(config.training.microbatches, -1, *v.shape[1:]) for k, v in batch.items()}
 
-        def accumulate(total, rows):
-            return jax.tree.map(jnp.add, total, of_rows(weights, model_state, rows, step)), None
+        def accumulate(carry, rows):
+            total, model_state = carry
+            found = of_rows(weights, model_state, rows, step)
+            return (jax.tree.map(jnp.add, total, found), after(model_state, found[0], step)), None
 
         shapes = jax.eval_shape(of_rows, weights, model_state, {k: v[0] for k, v in split.items()}, step)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        return jax.lax.scan(accumulate, zeros, split)[0]
+        ((sums, gradients), model_state), _ = jax.lax.scan(accumulate, (zeros, model_state), split)
+        return sums, gradients, model_state
 
     return of_batch
 

@@ -71,7 +71,7 @@ def compiled(config: Config, mesh_config: MeshConfig) -> Any:
     local = make_loss_and_gradient(config, family)
 
     def gradient(params, model_state, batch):
-        sums, gradients = local(gather(params, layouts, family.cast), model_state, batch, jnp.int32(0))
+        sums, gradients, _ = local(gather(params, layouts, family.cast), model_state, batch, jnp.int32(0))
         return sum_over(mesh, sums), scatter(gradients, layouts, mesh)
 
     specs_in = (specs, P(), batch_spec(mesh))

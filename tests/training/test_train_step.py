@@ -89,6 +89,27 @@ def test_counts_and_balancing(variant):
         before = state.model_state["balancing"]
 
 
+def test_biases_may_move_after_each_microbatch():
+    """As they would in steps of a part of the batch each, if no weight moved in between."""
+    config = tiny_config(training__microbatches=2, training__balance="microbatch", mesh__data=(2,))
+    mesh = make_mesh(config.mesh, jax.devices()[:2])
+    in_parts, whole = make_train_step(config, mesh), make_train_step(tiny_config(mesh__data=(2,)), mesh)
+    batch, before = random_batch(1), fresh("DR+DA")
+    rows = len(batch["tokens"]) // 4
+    state, metrics = jax.device_get(in_parts(before, batch))
+    wanted, counts = before, []
+    for part in range(2):  # each of the two devices has half of the rows, and of those half in a microbatch
+        own = [row for device in range(2) for row in range((2 * device + part) * rows, (2 * device + part + 1) * rows)]
+        one = {name: value[np.array(own)] for name, value in batch.items()}
+        after, its = jax.device_get(whole(wanted, one))
+        wanted = before.replace(model_state=after.model_state)
+        counts.append(its["counts"])
+    jax.tree.map(np.testing.assert_array_equal, state.model_state, wanted.model_state)
+    jax.tree.map(lambda n, *parts: np.testing.assert_array_equal(n, sum(parts)), metrics["counts"], *counts)
+    moved = state.model_state["balancing"]["expert_attention"] - before.model_state["balancing"]["expert_attention"]
+    assert np.abs(moved).max() == pytest.approx(2 * config.model.expert_bias_rate)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_stands_in_padding_does_not_matter(variant):
     """Other tokens, targets and positions in padding: the same bits."""
