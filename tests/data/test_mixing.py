@@ -262,7 +262,7 @@ from dreamer_jax.data import open_data
 path, process, processes, start, log = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
 data = open_data(config(path))
 with open(log, "a") as file:
-    for step, batch in data.training_batches(start, 10_000, data.rows_of_process(process, processes)):
+    for step, batch in data.training_batches(start, 10**9, data.rows_of_process(process, processes)):
         rows = [hashlib.sha256(b"".join(batch[n][r].tobytes() for n in sorted(batch))).hexdigest()
                 for r in range(len(batch["tokens"]))]
         file.write(" ".join([str(step), *rows]) + "\\n")
@@ -285,7 +285,7 @@ def stream(path: Path, folder: Path, phases: list[tuple[int, float]]) -> dict[in
             subprocess.Popen([*words, str(process), str(processes), str(done), str(log)], cwd=ROOT)
             for process, log in enumerate(logs)
         ]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
             if all(log.exists() and log.read_text().count("\n") >= 3 for log in logs):
                 break

@@ -1,6 +1,7 @@
 """Compiled memory of the gradient: linear in depth, and depth attention adds little to it."""
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from dreamer_jax.families import build, initialise
 from dreamer_jax.recurrence import Scanned
 from tests.families.cases import apply, small_config
 
+FORWARD = importlib.import_module("dreamer_jax.families.forward")  # by its name there is the function in it
 BATCH, SEQUENCE = 32, 64
 HIDDEN = 64
 STATE = BATCH * SEQUENCE * HIDDEN * 4  # bytes of one depth's residual stream: the least that has to be kept
@@ -40,7 +42,7 @@ def measure(variant, depth, scan=None):
     tokens = jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.int32)
     with pytest.MonkeyPatch.context() as patch:
         if scan is not None:
-            patch.setattr("dreamer_jax.families.forward.DepthScan", scan)
+            patch.setattr(FORWARD, "DepthScan", scan)
         compiled = jax.jit(jax.grad(loss)).lower(*shapes, tokens).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
@@ -51,7 +53,7 @@ def checkpointed_scan(step, *_):
     def scan(weights, state, inputs, memory, context, depth):
         @jax.checkpoint
         def body(carry, l):
-            stepped = step(weights, carry[0], inputs, Depth(l, jnp.int32(depth)), carry[1], context)
+            stepped = step(weights.at(l), carry[0], inputs, Depth(l, jnp.int32(depth)), carry[1], context)
             return (stepped.state, stepped.memory), stepped.counts
 
         (state, _), counts = jax.lax.scan(body, (state, memory), jnp.arange(depth))
