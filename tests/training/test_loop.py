@@ -28,6 +28,7 @@ from dreamer_jax.runs.metrics import MetricsWriter, read_metrics
 from dreamer_jax.runs.state import TrainState
 from dreamer_jax.training import clock, loop, recovery
 from dreamer_jax.training.console import Console
+from dreamer_jax.training.evaluation import Evaluation
 
 BATCHES = 64
 
@@ -79,7 +80,7 @@ def train(monkeypatch, tmp_path):
 
     monkeypatch.setattr(loop, "make_train_step", make_step)
     monkeypatch.setattr(loop, "make_evaluation_step", lambda *_: jax.jit(lambda *_: 0))
-    monkeypatch.setattr(loop, "evaluate", lambda *_: {})
+    monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation({}, {}))
     monkeypatch.setattr(loop, "open_data", lambda _: FakeData())
     monkeypatch.setattr(loop, "draw_figures", lambda _: [])
     monkeypatch.setattr(recovery, "create_state", fresh)
@@ -255,7 +256,7 @@ def test_throughput_and_time_left_are_those_of_the_steps(train, monkeypatch):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     make = loop.make_train_step
     monkeypatch.setattr(loop, "make_train_step", lambda *of: Slow(make(*of), now, 2))
-    monkeypatch.setattr(loop, "evaluate", Slow(lambda *_: {"heldout/loss": 1.0}, now, 100))
+    monkeypatch.setattr(loop, "evaluate", Slow(lambda *_: Evaluation({"heldout/loss": 1.0}, {}), now, 100))
     for name in ("save", "save_now"):
         original = getattr(recovery.Recovery, name)
         slow = lambda *of, original=original, **options: Slow(original, now, 30)(*of, **options)  # noqa: E731
