@@ -127,10 +127,12 @@ def report(name: str, compiled: Any, pool: Any, mesh: Mesh, seconds: float) -> d
 def main(topology: str, name: str, expert: str = "0") -> None:
     """Compile for one chip of it, or for all with so many along `expert`."""
     chips = list(devices_of(parse_topology(topology)))
-    model, sharding = model_of(name), None
-    mesh = Mesh(np.array(chips[:1]), ("chip",))
+    mesh, sharding = Mesh(np.array(chips[:1]), ("chip",)), None
     if int(expert):
         mesh = Mesh(np.array(chips).reshape(-1, int(expert)), ("data0", "expert"))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # weights are folded for the chip, not for this machine
+        model = model_of(name)
+    if int(expert):
         model, sharding = on_mesh(model, mesh)
     compiled = programs.programs_for(sharding)
     for sampler in (programs.OneByOne("latent-diff"), Lossless().at(model.total_depth)):
