@@ -8,7 +8,7 @@ size, V vocabulary, E experts, F expert size, k active experts, d head size, r r
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from dreamer_jax.config.models.dreamer import DreamerConfig
@@ -155,6 +155,53 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
+class DepthsConfig:
+    """How deep train steps go; evaluation and generation go to model.depth. See docs/deeper.md."""
+
+    draw: Literal["model", "fixed", "uniform", "poisson_lognormal", "exponential"] = "model"
+    """model: as the family does, model.depth for most. fixed: to `mean`. The others draw it anew for every step: each
+    depth from least to most alike, or around `mean` as Huginn does (Poisson with a log-normal rate), or from an
+    exponential distribution."""
+    least: int = 1
+    """The least depth that is drawn, and where a curriculum starts."""
+    most: int = 0
+    """The most; memory is needed for so many. 0: model.depth, or four times the mean where draws have a long tail."""
+    mean: int = 0
+    """Of fixed, poisson_lognormal and exponential. 0: model.depth."""
+    sigma: float = 0.5
+    """Spread of the log-normal rate."""
+    curriculum: Literal["linear", "one_minus_sqrt"] = "linear"
+    """How `mean`, or with uniform `most`, grows from `least` over the share t of curriculum_steps: as t, or as
+    1 - sqrt(1 - t), which stays shallow for longer."""
+    curriculum_steps: int = 0
+    """Steps over which it grows; 0: it is what it is from the start."""
+    by: Literal["step", "row"] = "step"
+    """Whether all rows of a step go equally deep, or each to a depth of its own."""
+    groups: int = 4
+    """With by row: rows are sorted into so many groups, each as deep as its deepest row."""
+    differentiated: int = 0
+    """Depths that are differentiated, the last ones (truncated backpropagation). 0: all."""
+    scored: int = 1
+    """Depths after which the loss is taken, the last ones."""
+    scored_weight: float = 1.0
+    """Of the mean loss of the scored depths before the last, beside the last one's."""
+
+    def __post_init__(self) -> None:
+        may_be_zero = ("most", "mean", "sigma", "curriculum_steps", "differentiated")
+        require_positive(self, "depths", allow_zero=may_be_zero)
+        require(self.most == 0 or self.least <= self.most, "depths.most", f"{self.most} is below least {self.least}")
+        changed = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        require(
+            self.draw != "model" or not changed,
+            f"depths.{(changed or ['draw'])[0]}",
+            "has no meaning where depths.draw is model; choose fixed, uniform, poisson_lognormal or exponential",
+        )
+        drawn = self.draw in ("uniform", "poisson_lognormal", "exponential")
+        require(self.by == "step" or drawn, "depths.by", f"row: depths.draw {self.draw} gives all rows one depth")
+        require(self.draw != "uniform" or not self.mean, "depths.mean", "uniform draws have least and most")
+
+
+@dataclass(frozen=True)
 class MeshConfig:
     """How the devices are used. The product of all three must be the number of devices."""
 
@@ -282,6 +329,7 @@ class Config:
     model: ModelConfig = field(default_factory=DreamerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    depths: DepthsConfig = field(default_factory=DepthsConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     safety: SafetyConfig = field(default_factory=SafetyConfig)

@@ -62,7 +62,8 @@ class Algoformer(Family):
     def flags(self) -> Flags:
         """Keys of one loop may stand in for another's; the last ones are all scored."""
         c = self.config
-        return Flags(injects_inputs=c.inject == "add", shares_caches=True, decodable=c.scored > 1)
+        own, weighs = c.inject == "add", c.score == "all" and c.scored > 1
+        return Flags(injects_inputs=own, shares_caches=True, decodable=c.scored > 1, weighs_depths=weighs)
 
     @property
     def depth(self) -> int:
@@ -182,10 +183,12 @@ class Algoformer(Family):
         hidden = jax.lax.map(
             lambda x: self.readout(params, x, passed.memory, passed.context)[0], passed.outputs
         )  # [dT, B, S, h]
-        shape = c.scored, *batch["targets"].shape
-        targets, mask = (jnp.broadcast_to(batch[name], shape).reshape(-1) for name in ("targets", "loss_mask"))
+        taken = jnp.arange(c.scored, 0, -1) <= passed.depth  # of a pass with fewer loops all
+        targets = jnp.broadcast_to(batch["targets"], hidden.shape[:-1])
+        mask = batch["loss_mask"] & taken[:, None, None]
         flat = hidden.reshape(-1, hidden.shape[-1])
-        return cross_entropy(flat, self.head(params), targets, mask) / c.scored, {}
+        total: Any = cross_entropy(flat, self.head(params), targets.reshape(-1), mask.reshape(-1))
+        return total / jnp.sum(taken), {}
 
     # Counting.
 

@@ -59,6 +59,8 @@ class Flags:
         halts: `finished` says when a position needs no further depth, and decoding stops there.
         depths_apart: in decoding every depth keeps keys of its own, and what a position sees depends on no later ones;
             so positions that go through the depths together come to what they would one after the other.
+        counts_depths: what a step does depends on the number of its depth, or on what earlier depths have kept.
+        weighs_depths: the loss is made of outputs of all depths, not of the last state alone.
     """
 
     causal: bool = True
@@ -70,6 +72,8 @@ class Flags:
     decodable: bool = False
     halts: bool = False
     depths_apart: bool = True
+    counts_depths: bool = True
+    weighs_depths: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class Drawn(NamedTuple):
 
     Attributes:
         depth: L; a traced scalar, at most `slots`, for one drawn anew each step; or [B] for rows with a depth each, for
-            families that look back along no depth.
+            families whose loss doesn't weigh depths (`Flags.weighs_depths`).
         slots: static bound on it.
         gradient_depths: depths that are differentiated, the last ones; None for all.
         groups: rows with depths of their own are computed in so many groups, one after the other, each as deep as its
@@ -119,6 +123,7 @@ class Pass(NamedTuple):
         inputs: what every depth got.
         memory, context: for the readout.
         depth: L, or [B].
+        states: after the last few depths, [k, ...], the last of them `state`; () unless asked for.
     """
 
     state: PyTree
@@ -128,6 +133,7 @@ class Pass(NamedTuple):
     memory: Memory
     context: Context
     depth: jax.Array
+    states: PyTree = ()
 
 
 class Family(abc.ABC):

@@ -108,7 +108,8 @@ class DepthRecurrent(PuzzleFamily):
     @property
     def flags(self) -> Flags:
         """A position sees later ones too, and what is read off are classes."""
-        return Flags(causal=False, generates=False, random=self.config.dropout > 0)
+        weighs = self.config.loss_at != "last"
+        return Flags(causal=False, generates=False, random=self.config.dropout > 0, weighs_depths=weighs)
 
     @property
     def depth(self) -> int:

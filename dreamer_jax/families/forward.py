@@ -15,7 +15,7 @@ from dreamer_jax.blocks.memory import Context
 from dreamer_jax.config.values import Remat
 from dreamer_jax.errors import UserError
 from dreamer_jax.families.contract import Batch, Drawn, Family, Pass, PyTree
-from dreamer_jax.recurrence import DepthScan
+from dreamer_jax.recurrence import DepthScan, Stepped
 
 
 def forward(
@@ -29,6 +29,7 @@ def forward(
     observe: Callable[..., Any] | None = None,
     initial_state: PyTree | None = None,
     state_scale: float | jax.Array = 1.0,
+    kept_states: int = 0,
 ) -> Pass:
     """A pass over whole rows.
 
@@ -48,6 +49,7 @@ def forward(
             of the counts comes back stacked over the depths.
         initial_state: of depth 0, in place of the family's own.
         state_scale: of a random one.
+        kept_states: return the states after so many depths, the last ones, in place of their outputs.
     """
     drawn = depth if isinstance(depth, Drawn) else _drawn(family, depth)
     tokens = batch["tokens"]
@@ -77,19 +79,34 @@ def forward(
     )
     inputs, depth = family.inputs(entered), jnp.asarray(drawn.depth, jnp.int32)
     if depth.ndim:
-        state = _row_by_row(family, scan, weights, initial_state, inputs, context, drawn)
-        return Pass(state, (), (), inputs, memory, context, depth)
+        state, counts = _row_by_row(family, scan, weights, initial_state, inputs, context, drawn)
+        return Pass(state, (), counts, inputs, memory, context, depth)
+    if kept_states:
+        scan = dataclasses.replace(scan, step=_showing_states(scan.step), output_depths=kept_states)
     scanned = scan(weights, initial_state, inputs, memory, context, drawn.depth)
-    return Pass(*scanned, inputs, memory, context, depth)
+    passed = Pass(*scanned, inputs, memory, context, depth)
+    return passed._replace(outputs=(), states=scanned.outputs) if kept_states else passed
+
+
+def _showing_states(step: Callable[..., Stepped]) -> Callable[..., Stepped]:
+    """The step with its state as its outputs."""
+
+    def showing(*arguments: Any, **tape: Any) -> Stepped:
+        stepped = step(*arguments, **tape)
+        return stepped._replace(outputs=stepped.state)
+
+    return showing
 
 
 def _row_by_row(family, scan, weights, state, inputs, context, drawn):
-    """The state after the last depth, of rows with depths [B] of their own.
+    """The state after the last depth, of rows with depths [B] of their own, and the counts of all.
 
-    All rows of a group end together: one with fewer depths than the deepest begins later. So the last k depths, which
-    truncated backpropagation differentiates, are every row's own last k.
+    Rows of a group go through the depths together, as many as its deepest has. Where a step counts its depths, rows
+    begin together, each on its way to its own L, and stay as they are once they are there. Where it doesn't, they end
+    together, and a row with fewer depths begins later: so the last k depths, which truncated backpropagation
+    differentiates, are every row's own last k.
     """
-    rows = len(drawn.depth)
+    rows, together = len(drawn.depth), family.flags.counts_depths
     if rows % drawn.groups:
         raise UserError(f"{rows} rows at once can't be divided into {drawn.groups} groups of like depth")
 
@@ -100,9 +117,13 @@ def _row_by_row(family, scan, weights, state, inputs, context, drawn):
         return jax.tree.map(split, tree)
 
     def step(weights, state, inputs, depth, memory, both, tape=None):
-        context, missing = both
+        context, depths = both
+        waits = depth.index >= depths if together else depth.index < depth.total - depths  # [B]
+        if together:  # who waits is padding to the counts
+            positions = context.segment_ids.shape
+            depth = depth._replace(total=jnp.broadcast_to(depths[:, None], positions))
+            context = context._replace(segment_ids=jnp.where(waits[:, None], 0, context.segment_ids))
         stepped = scan.step(weights, state, inputs, depth, memory, context, tape)
-        waits = depth.index < missing  # [B]
 
         def chosen(new, old):
             return jnp.where(waits.reshape(-1, *[1] * (new.ndim - 1)), old, new)
@@ -112,14 +133,20 @@ def _row_by_row(family, scan, weights, state, inputs, context, drawn):
     def group(its):
         state, inputs, rows_of, depths = its
         deepest = jnp.max(depths)
-        its_context = (context._replace(**rows_of), deepest - depths)
-        memory = family.fresh(*rows_of["segment_ids"].shape, drawn.slots)
-        return dataclasses.replace(scan, step=step)(weights, state, inputs, memory, its_context, deepest).state
+        its_context = (context._replace(**rows_of), depths)
+        shape = rows_of["segment_ids"].shape
+        its_scan = dataclasses.replace(
+            scan, step=step, start_tape=lambda: family.start_tape(weights, shape[0] * shape[1], drawn.slots)
+        )
+        memory = family.fresh(*shape, drawn.slots)
+        scanned = its_scan(weights, state, inputs, memory, its_context, deepest)
+        return scanned.state, scanned.counts
 
     by_row = {name: getattr(context, name) for name in ("segment_ids", "positions", "keys", "visible", "read")}
     by_row = {name: rows for name, rows in by_row.items() if rows is not None}
-    states = jax.lax.map(group, grouped((state, inputs, by_row, jnp.asarray(drawn.depth))))
-    return jax.tree.map(lambda leaf: leaf.reshape(rows, *leaf.shape[2:]), states)
+    states, counts = jax.lax.map(group, grouped((state, inputs, by_row, jnp.asarray(drawn.depth))))
+    states = jax.tree.map(lambda leaf: leaf.reshape(rows, *leaf.shape[2:]), states)
+    return states, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), counts)
 
 
 def _keys(key: jax.Array, batch: Batch, rows: int) -> jax.Array:

@@ -27,6 +27,7 @@ from dreamer_jax.blocks.shared_slots import SharedSlots
 from dreamer_jax.config.models.huginn import ring
 from dreamer_jax.families.contract import Drawn, Family, Flags, Knob, Pass, depth_of
 from dreamer_jax.recurrence import Stepped, Weights
+from dreamer_jax.recurrence.draws import exponential, grown, poisson_lognormal
 
 DEEPEST = 16
 """Times the mean: recurrences that training draws at most."""
@@ -63,7 +64,8 @@ class Huginn(Family):
         recurrences are drawn, a state can be decoded after any."""
         rule, drawn = self.config.cache, self.config.depth_draw != "fixed"
         apart = rule in ("latest", "full")  # always-last looks whether any position, also a later one, lacks a depth
-        return Flags(injects_inputs=True, random=True, shares_caches=True, decodable=drawn, depths_apart=apart)
+        cache = {"shares_caches": True, "depths_apart": apart}
+        return Flags(injects_inputs=True, random=True, decodable=drawn, counts_depths=False, **cache)
 
     @property
     def depth(self) -> int:
@@ -274,9 +276,8 @@ def mean_depth(config: Any, step: int | jax.Array) -> Any:
     as McLeish et al. (2025) train retrofitted models."""
     if not config.curriculum_steps:
         return config.depth
-    share = jnp.minimum(step / config.curriculum_steps, 1)
-    grown = share if config.curriculum == "linear" else 1 - jnp.sqrt(1 - share)
-    return jnp.maximum(jnp.ceil(config.depth * grown), 1).astype(jnp.int32)
+    share = grown(config.curriculum, step, config.curriculum_steps)
+    return jnp.maximum(jnp.ceil(config.depth * share), 1).astype(jnp.int32)
 
 
 def recurrences(config: Any, key: jax.Array, shape: tuple[int, ...] = (), mean: Any = None) -> jax.Array:
@@ -290,13 +291,10 @@ def recurrences(config: Any, key: jax.Array, shape: tuple[int, ...] = (), mean: 
     """
     mean = config.depth if mean is None else mean
     if config.depth_draw == "exponential":
-        draws = jnp.floor(mean * jax.random.exponential(key, shape)).astype(jnp.int32)
+        drawn = exponential(key, mean, shape)
     else:
-        rate_key, key = jax.random.split(key)
-        spread = config.depth_sigma
-        rate = jnp.exp(jnp.log(mean) - spread**2 / 2 + spread * jax.random.normal(rate_key, shape))
-        draws = jax.random.poisson(key, rate, shape, jnp.int32)
-    return jnp.minimum(1 + draws, DEEPEST * config.depth)
+        drawn = poisson_lognormal(key, mean, config.depth_sigma, shape)
+    return jnp.minimum(drawn, DEEPEST * config.depth)
 
 
 CORE = Huginn

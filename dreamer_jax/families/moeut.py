@@ -88,7 +88,7 @@ class Moeut(Family):
     @property
     def flags(self) -> Flags:
         """Keys of one repeat may stand in for another's."""
-        return Flags(shares_caches=True)
+        return Flags(shares_caches=True, weighs_depths=True)
 
     @property
     def depth(self) -> int:

@@ -67,7 +67,8 @@ class Ouro(Family):
     def flags(self) -> Flags:
         """Keys of one loop may stand in for another's; every loop is scored; the gate may stop a token early."""
         c = self.config
-        return Flags(shares_caches=True, decodable=True, halts=c.exit_threshold < 1, depths_apart=c.cache == "loops")
+        halts, apart = c.exit_threshold < 1, c.cache == "loops"
+        return Flags(shares_caches=True, decodable=True, halts=halts, depths_apart=apart, weighs_depths=True)
 
     @property
     def depth(self) -> int:
@@ -173,9 +174,9 @@ class Ouro(Family):
         mask, head = batch["loss_mask"], self.head(params)
         flat = x.reshape(-1, x.shape[-1])
         targets = jnp.broadcast_to(batch["targets"], logits.shape).reshape(-1)
-        log_p = exit_distribution(logits)
+        log_p = exit_distribution(logits, passed.depth)
         p = jnp.exp(log_p)
-        entropy = -jnp.sum(p * log_p, axis=0)  # [B, S]
+        entropy = -jnp.sum(jnp.where(p > 0, p * log_p, 0.0), axis=0)  # [B, S]
         loops = jnp.arange(1, len(p) + 1, dtype=jnp.float32)
         logged = {
             "exit_loop": jnp.sum(jnp.einsum("l,lbs->bs", loops, p) * mask),
@@ -186,7 +187,9 @@ class Ouro(Family):
             return expected - c.entropy_weight * jnp.sum(entropy * mask), logged
         losses, _ = token_losses(*jax.lax.stop_gradient((flat, head)), targets)
         by_loop = gate_losses(logits, losses.reshape(logits.shape), c.improvement_slope, c.improvement_threshold)
-        return jnp.sum(jnp.mean(by_loop, axis=0) * mask), logged
+        taken = jnp.arange(1, len(logits)) < passed.depth
+        mean = jnp.einsum("l,lbs->bs", taken * 1.0, by_loop) / jnp.maximum(jnp.sum(taken), 1)
+        return jnp.sum(mean * mask), logged
 
     # Counting.
 
@@ -219,15 +222,22 @@ class Ouro(Family):
         return (Knob("mlp_size", "flops_per_token", "layers"),)
 
 
-def exit_distribution(logits: jax.Array) -> jax.Array:
-    """log p_t from the gate's logits of all R loops, [R, ...] float32; the last one decides nothing (section 3.2).
+def exit_distribution(logits: jax.Array, loops: jax.Array | None = None) -> jax.Array:
+    """log p_t from the gate's logits, [R, ...] float32; the last one decides nothing (section 3.2).
 
     In logarithms, so that neither a product of many factors nor a sigmoid of 1 loses what is left: p adds up to one.
+
+    Args:
+        logits: of all loops.
+        loops: int32, how many there were, at most R, which None means; those beyond have -1e30.
     """
-    log_going_on = jnp.cumsum(jax.nn.log_sigmoid(-logits[:-1]), axis=0)
-    nothing = jnp.zeros_like(logits[:1])
-    before = jnp.concatenate([nothing, log_going_on])
-    return before + jnp.concatenate([jax.nn.log_sigmoid(logits[:-1]), nothing])
+    t = jnp.arange(1, len(logits) + 1).reshape(-1, *[1] * (logits.ndim - 1))
+    loops = jnp.int32(len(logits)) if loops is None else loops
+    decides = t < loops
+    going_on = jnp.cumsum(jnp.where(decides, jax.nn.log_sigmoid(-logits), 0.0), axis=0)
+    before = jnp.concatenate([jnp.zeros_like(logits[:1]), going_on[:-1]])
+    log_p = before + jnp.where(decides, jax.nn.log_sigmoid(logits), 0.0)
+    return jnp.where(t <= loops, log_p, -1e30)
 
 
 def gate_losses(logits: jax.Array, losses: jax.Array, slope: float, threshold: float) -> jax.Array:

@@ -79,7 +79,8 @@ class Recursive(Family):
         c = self.config
         looped = not c.in_place
         halts = c.exit_confidence < 1 or c.exit_change > 0
-        return Flags(recurrent=looped and not self.relaxed, shares_caches=looped, halts=halts)
+        recurrent, weighs = looped and not self.relaxed, c.exit_weight > 0 and self.depth > 1
+        return Flags(recurrent=recurrent, shares_caches=looped, halts=halts, weighs_depths=weighs)
 
     @property
     def relaxed(self) -> bool:
@@ -294,9 +295,9 @@ class Recursive(Family):
             return last, {}
         earlier = passed.outputs[:-1]  # [B - 1, rows, S, h]
         hidden = rms_norm(earlier, params["final_norm"], self.config.norm_epsilon)
-        targets, mask = (
-            jnp.broadcast_to(batch[name], earlier.shape[:-1]).reshape(-1) for name in ("targets", "loss_mask")
-        )
+        before = jnp.arange(len(earlier)) < passed.depth - 1
+        targets = jnp.broadcast_to(batch["targets"], earlier.shape[:-1]).reshape(-1)
+        mask = (batch["loss_mask"] & before[:, None, None]).reshape(-1)
         losses: Any = cross_entropy(hidden.reshape(-1, hidden.shape[-1]), self.head(params), targets, mask)
         return last + self.config.exit_weight * losses, {"last_loss": last}
 

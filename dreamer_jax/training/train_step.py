@@ -26,6 +26,7 @@ from dreamer_jax.parallel.gather import gather, means, scatter, squared_norm, su
 from dreamer_jax.parallel.layout import parameter_layouts
 from dreamer_jax.parallel.mesh import EXPERT, batch_spec
 from dreamer_jax.runs.state import TrainState
+from dreamer_jax.training import depths
 from dreamer_jax.training.optimizer import make_optimizer, next_learning_rate, trained_leaves
 from dreamer_jax.training.state import state_specs
 
@@ -110,9 +111,10 @@ def make_loss_and_gradient(
     def loss_sum(params, model_state, batch, step):
         key = jax.random.fold_in(jax.random.key(config.run.seed), step)
         own = jax.random.fold_in(key, 1) if family.flags.random else None
-        drawn = family.draw(key, step, len(batch["tokens"]))
-        passed = forward(family, params, model_state, batch, drawn, config.training.remat, own)
-        loss, logged = family.loss(params, passed, batch)
+        drawn = depths.draw(config.depths, family, key, step, len(batch["tokens"]))
+        scored = config.depths.scored if config.depths.scored > 1 else 0
+        passed = forward(family, params, model_state, batch, drawn, config.training.remat, own, kept_states=scored)
+        loss, logged = depths.loss(config.depths, family, params, passed, batch)
         return loss, (passed.counts, logged)
 
     def of_rows(weights, *rest):
@@ -151,7 +153,10 @@ def _numbers(batch: Batch, mesh: Mesh) -> jax.Array:
 
 def family_on(config: Config, mesh: Mesh) -> Family:
     """The model of a configuration, with the operations of a train step on a mesh."""
-    operations = operations_of(config.model.implementation, config.training.gradient_depths, build(config.model).depth)
+    plain = build(config.model)
+    depths.check(config.depths, plain)
+    deepest = max(plain.depth, depths.deepest(config.depths, plain))
+    operations = operations_of(config.model.implementation, config.training.gradient_depths, deepest)
     return build(config.model, parallel_operations(operations, config.mesh.exchange, mesh.shape[EXPERT]))
 
 

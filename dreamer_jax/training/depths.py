@@ -1,0 +1,118 @@
+"""How deep a train step goes, and after which depths its loss is taken: the section `depths` of a configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dreamer_jax.config.sections import DepthsConfig
+from dreamer_jax.errors import ConfigError
+from dreamer_jax.families import Family
+from dreamer_jax.families.contract import Batch, Drawn, Pass
+from dreamer_jax.recurrence.draws import exponential, grown, poisson_lognormal, uniform
+
+LONG_TAIL = 4
+"""Times the mean: the deepest that is drawn of distributions without an end, unless `most` says otherwise."""
+
+
+def check(config: DepthsConfig, family: Family) -> None:
+    """Refuse what a family can't do.
+
+    Raises:
+        ConfigError: with the key and what to do.
+    """
+    if config.draw == "model":
+        return
+    slots = deepest(config, family)
+    if slots > family.depth and not family.flags.recurrent:
+        raise ConfigError(f"depths.most: {slots} is more than the model's {family.depth} layers", "depths.most")
+    family.check_depth(slots)
+    if config.least > slots:
+        raise ConfigError(f"depths.least: {config.least} is more than the most, {slots}", "depths.least")
+    if config.scored > 1 and family.flags.weighs_depths:
+        raise ConfigError(
+            f"depths.scored: the loss of family {family.config.family} weighs its depths itself; leave it at 1",
+            "depths.scored",
+        )
+    if config.by == "row" and family.flags.weighs_depths:
+        raise ConfigError(
+            f"depths.by: rows of family {family.config.family} can't have depths of their own, because its loss weighs "
+            "all depths of a step; use step",
+            "depths.by",
+        )
+    if config.by == "row" and config.scored > 1:
+        raise ConfigError(
+            "depths.scored: rows with depths of their own end with one loss; leave it at 1", "depths.scored"
+        )
+    if config.by == "row" and config.differentiated and family.flags.counts_depths:
+        raise ConfigError(
+            f"depths.differentiated: family {family.config.family} counts its depths, so rows with depths of their own "
+            "begin together and end apart; leave it at 0, or use depths.by step",
+            "depths.differentiated",
+        )
+
+
+def deepest(config: DepthsConfig, family: Family) -> int:
+    """The most depths that a train step has, for which memory is needed."""
+    if config.draw in ("poisson_lognormal", "exponential"):
+        return config.most or LONG_TAIL * (config.mean or family.depth)
+    return config.most or config.mean or family.depth
+
+
+def draw(config: DepthsConfig, family: Family, key: jax.Array, step: jax.Array, rows: int) -> Drawn:
+    """How deep a train step goes: a pure function of seed and step, the same on all devices.
+
+    Args:
+        config: says how it is drawn.
+        family: what is trained.
+        key: of the step.
+        step: int32, from 0.
+        rows: that a device computes at once.
+    """
+    if config.draw == "model":
+        return family.draw(key, step, rows)
+    most = deepest(config, family)
+    end = most if config.draw == "uniform" else config.mean or family.depth
+    if config.curriculum_steps:
+        share = grown(config.curriculum, step, config.curriculum_steps)
+        end = jnp.maximum(jnp.ceil(share * (end - config.least)).astype(jnp.int32) + config.least, config.least)
+    differentiated = config.differentiated or None
+    if config.draw == "fixed":
+        return Drawn(end if config.curriculum_steps else min(int(end), most), most, differentiated)
+    shape = () if config.by == "step" else (rows,)
+    if config.draw == "uniform":
+        depth = uniform(key, config.least, end, shape)
+    else:
+        around = poisson_lognormal(key, end, config.sigma, shape) if config.draw == "poisson_lognormal" else None
+        depth = jnp.clip(exponential(key, end, shape) if around is None else around, config.least, most)
+    if config.by == "step":
+        return Drawn(depth, most, differentiated)
+    return Drawn(jnp.sort(depth), most, differentiated, min(config.groups, rows))
+
+
+def loss(config: DepthsConfig, family: Family, params: Any, passed: Pass, batch: Batch) -> tuple[jax.Array, dict]:
+    """`family.loss` after the last depth, and of the scored depths before it their mean times `scored_weight`.
+
+    What is logged is the last depth's, `depth` as it was drawn, and `last_loss` where several are scored.
+    """
+    total, logged = family.loss(params, passed, batch)
+    if config.draw == "model":
+        return total, logged
+    logged = {**logged, "depth": jnp.sum(passed.depth.reshape(-1, 1) * batch["loss_mask"])}
+    if config.scored == 1:
+        return total, logged
+
+    # One after the other, so that logits of one depth are held at a time.
+    @jax.checkpoint
+    def at(carry: jax.Array, its: tuple[jax.Array, Any]) -> tuple[jax.Array, None]:
+        there, state = its
+        found, _ = family.loss(params, passed._replace(state=state), batch)
+        return carry + jnp.where(there, found, 0.0), None
+
+    earlier = jax.tree.map(lambda states: states[:-1], passed.states)
+    there = jnp.arange(config.scored, 1, -1) <= passed.depth  # of a shallow step fewer depths than are scored
+    summed, _ = jax.lax.scan(at, jnp.float32(0), (there, earlier))
+    mean = summed / jnp.maximum(jnp.sum(there), 1)
+    return total + config.scored_weight * mean, {**logged, "last_loss": total}

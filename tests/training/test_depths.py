@@ -1,0 +1,223 @@
+"""How deep train steps go: the draws, one program for all depths, rows with depths of their own, losses at several."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dreamer_jax.config.sections import DepthsConfig
+from dreamer_jax.errors import ConfigError
+from dreamer_jax.families import build, forward
+from dreamer_jax.families.contract import Drawn
+from dreamer_jax.parallel import make_mesh
+from dreamer_jax.training import depths
+from dreamer_jax.training.state import create_state
+from dreamer_jax.training.train_step import make_train_step
+from tests.families.cases import TINY_MODELS, drawn_params, random_weights, small_config
+from tests.families.puzzle_cases import puzzles
+from tests.training.cases import random_batch, tiny_config
+
+DREAMER = build(small_config(depth=5))
+KEYS = jax.random.split(jax.random.key(3), 4000)
+
+
+def drawn(step: int = 0, keys: jax.Array = KEYS, **settings: Any) -> np.ndarray:
+    """What many steps draw."""
+    config = DepthsConfig(**settings)
+    return np.asarray(jax.vmap(lambda key: depths.draw(config, DREAMER, key, jnp.int32(step), 8).depth)(keys))
+
+
+# The draws.
+
+
+def test_uniform_draws_take_every_depth_alike():
+    found, counts = np.unique(drawn(draw="uniform", least=2), return_counts=True)
+    np.testing.assert_array_equal(found, [2, 3, 4, 5])
+    assert np.all(np.abs(counts - 1000) < 4 * np.sqrt(1000 * 0.75))
+
+
+def test_long_tailed_draws_have_their_mean_and_end():
+    """1 + Poisson has the mean of the rate and one more; of 1 + floor(exponential), 1 / (1 - exp(-1 / mean))."""
+    found = drawn(draw="poisson_lognormal", mean=4, most=100)
+    assert abs(found.mean() - 5) < 4 * found.std() / np.sqrt(len(found))
+    spread = np.sqrt(4 + 16 * (np.exp(0.25) - 1))  # of a Poisson whose rate is log-normal with sigma 1/2
+    assert abs(found.std() / spread - 1) < 0.1
+    found = drawn(draw="exponential", mean=4, most=1000)
+    assert abs(found.mean() - 1 / (1 - np.exp(-0.25))) < 4 * found.std() / np.sqrt(len(found))
+    found = drawn(draw="exponential", mean=3, least=2)
+    assert (found.min(), found.max()) == (2, 12)
+
+
+@pytest.mark.parametrize("curriculum", ["linear", "one_minus_sqrt"])
+def test_curricula(curriculum):
+    """From the least to the whole: of the four depths between, the share, rounded up."""
+    how = {"draw": "fixed", "curriculum": curriculum, "curriculum_steps": 100}
+    found = [int(drawn(step, KEYS[:1], **how)[0]) for step in range(0, 111, 5)]
+    share = np.minimum(np.arange(0, 111, 5) / 100, 1)
+    grown = share if curriculum == "linear" else 1 - np.sqrt(1 - share)
+    np.testing.assert_array_equal(found, 1 + np.ceil(np.float32(4) * np.float32(grown)))
+
+
+def test_the_most_of_a_uniform_draw_grows():
+    """After a quarter of the curriculum from one depth to five, depths are one or two."""
+    assert set(drawn(25, draw="uniform", curriculum="linear", curriculum_steps=100)) == {1, 2}
+
+
+def test_a_step_without_the_section_goes_as_deep_as_the_family():
+    config = DepthsConfig()
+    assert depths.draw(config, DREAMER, jax.random.key(0), jnp.int32(0), 8) == Drawn(5, 5)
+    assert depths.draw(DepthsConfig(draw="fixed", mean=3), DREAMER, KEYS[0], jnp.int32(0), 8) == Drawn(3, 3)
+
+
+def test_what_cannot_be_is_refused():
+    layered = build(small_config("LA"))
+    ouro = build(TINY_MODELS["ouro"])
+    wrong = [
+        (DepthsConfig(draw="uniform", most=9), layered, "depths.most: 9 is more than the model's 3 layers"),
+        (DepthsConfig(draw="uniform", least=7), DREAMER, "depths.least: 7 is more than the most, 5"),
+        (DepthsConfig(draw="uniform", by="row"), ouro, "depths.by: rows of family ouro"),
+        (DepthsConfig(draw="uniform", scored=2), ouro, "depths.scored: the loss of family ouro"),
+        (DepthsConfig(draw="uniform", by="row", scored=2), DREAMER, "depths.scored: rows"),
+        (DepthsConfig(draw="uniform", by="row", differentiated=2), DREAMER, "depths.differentiated: family dreamer"),
+    ]
+    for config, family, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            depths.check(config, family)
+    depths.check(DepthsConfig(draw="uniform"), layered)
+    for settings, key in (({"most": 4}, "most"), ({"draw": "fixed", "by": "row"}, "by")):
+        with pytest.raises(ConfigError) as error:
+            DepthsConfig(**settings)
+        assert error.value.key == f"depths.{key}"
+
+
+# One program for all depths.
+
+
+def a_batch(config: Any) -> dict[str, jax.Array]:
+    made = puzzles(config, rows=4) if not build(config).flags.generates else random_batch(1)
+    return {name: jnp.asarray(its) for name, its in made.items()}
+
+
+WEIGHING = {"ouro": {}, "algoformer": {}, "recursive": {"rank": 0, "share_norms": True, "exit_weight": 0.5}}
+"""The families whose loss weighs several depths, as they do."""
+
+
+@pytest.mark.parametrize(
+    "family", [n if n in WEIGHING else pytest.param(n, marks=pytest.mark.slow) for n in TINY_MODELS]
+)
+def test_a_drawn_depth_is_that_depth(family):
+    """Loss and gradients of a program that gets its depth as a number are those of a program of that depth alone."""
+    config = dataclasses.replace(TINY_MODELS[family], depth=3, **WEIGHING.get(family, {}))
+    model, params, batch = build(config), drawn_params(config), a_batch(config)
+    state = jax.tree.map(lambda its: jnp.zeros(its.shape, its.dtype), model.shapes[1])
+
+    def loss(params, drawn):
+        passed = forward(model, params, state, batch, drawn, key=jax.random.key(1))
+        return model.loss(params, passed, batch)[0]
+
+    traced = jax.jit(jax.value_and_grad(lambda params, depth: loss(params, Drawn(depth, 3))))
+    alone = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    for depth in (2, 3):
+        found, wanted = traced(params, jnp.int32(depth)), alone(params, Drawn(depth, depth))
+        np.testing.assert_allclose(found[0], wanted[0], rtol=2e-6)
+        assert_close(found[1], wanted[1], 1e-5)
+
+
+def assert_close(found: Any, wanted: Any, tolerance: float) -> None:
+    """Every leaf to `tolerance` of the largest magnitude of all."""
+    scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(wanted))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale), found, wanted)
+
+
+# Rows with depths of their own.
+
+
+@pytest.mark.parametrize("variant", ["DR+DA", pytest.param("DR", marks=pytest.mark.slow)])
+def test_rows_with_depths_of_their_own(variant):
+    """Rows of 1, 2, 4 and 5 depths in two groups: loss, gradients and counts are those of each alone."""
+    config = small_config(variant, depth=5)
+    family, (params, bias), own = build(config), random_weights(config), np.array([1, 2, 4, 5])
+    batch = {name: jnp.asarray(its[:4]) for name, its in random_batch(1).items()}
+
+    @functools.partial(jax.jit, static_argnames="groups")
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def of_rows(params, rows, depth, groups):
+        its = {name: each[rows] for name, each in batch.items()}
+        passed = forward(family, params, {"balancing": bias}, its, Drawn(depth, 6, None, groups))
+        return family.loss(params, passed, its)[0], passed.counts
+
+    found = of_rows(params, jnp.arange(4), jnp.asarray(own), groups=2)
+    alone = [of_rows(params, jnp.arange(i, i + 1), jnp.int32(depth), groups=1) for i, depth in enumerate(own)]
+    (loss, counts), gradients = jax.tree.map(lambda *rows: sum(rows), *alone)
+    np.testing.assert_allclose(found[0][0], loss, rtol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, found[0][1], counts)
+    assert_close(found[1], gradients, 1e-5)
+
+
+# Losses at several depths.
+
+
+def test_losses_at_several_depths():
+    """Of a step of four depths, the last three: the last's, and half the mean of the losses at depths 2 and 3."""
+    config = small_config(depth=5, mixing="sequential")
+    family, (params, bias) = build(config), random_weights(config)
+    batch = {name: jnp.asarray(its[:3]) for name, its in random_batch(2).items()}
+    how = DepthsConfig(draw="uniform", scored=3, scored_weight=0.5)
+
+    def of(params, depth):
+        passed = forward(family, params, {"balancing": bias}, batch, Drawn(depth, 5), kept_states=3)
+        return depths.loss(how, family, params, passed, batch)
+
+    def plain(params, depth):
+        """The same with the states of a pass of that depth, read out one by one."""
+        states: list[Any] = []
+        passed = forward(family, params, {"balancing": bias}, batch, Drawn(depth, depth), kept_states=depth)
+        for i in range(depth):
+            state = jax.tree.map(lambda its, i=i: its[i], passed.states)
+            states.append(family.loss(params, passed._replace(state=state), batch)[0])
+        earlier = states[-3:-1]
+        return states[-1] + (0.5 * sum(earlier) / len(earlier) if earlier else 0.0), states[-1]
+
+    traced = jax.jit(jax.value_and_grad(of, has_aux=True))
+    for depth in (1, 4):
+        (found, logged), gradients = traced(params, jnp.int32(depth))
+        (wanted, last), expected = jax.jit(jax.value_and_grad(plain, has_aux=True), static_argnums=1)(params, depth)
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+        np.testing.assert_allclose(logged["last_loss"], last, rtol=1e-6)
+        assert logged["depth"] == depth * batch["loss_mask"].sum()
+        assert_close(gradients, expected, 1e-5)
+
+
+# In a train step.
+
+
+@functools.cache
+def trained(by: str, devices: int = 1) -> list[tuple[float, ...]]:
+    """(loss, depth, norm of the gradient) of three steps."""
+    config = tiny_config(model__depth=3, depths__draw="uniform", depths__by=by, depths__groups=2, mesh__data=(devices,))
+    mesh = make_mesh(config.mesh)
+    step, state, found = make_train_step(config, mesh), create_state(config, mesh), []
+    for seed in range(3):
+        state, metrics = step(state, random_batch(seed))
+        found.append(tuple(float(metrics[name]) for name in ("loss", "depth", "gradient_norm")))
+    return found
+
+
+@pytest.mark.parametrize("by", ["step", pytest.param("row", marks=pytest.mark.slow)])
+def test_a_train_step_at_drawn_depths(by):
+    """Depths vary and are logged: a whole number for all rows, or the mean over the targets."""
+    depths_of = [depth for _, depth, _ in trained(by)]
+    assert len(set(depths_of)) > 1
+    assert min(depths_of) >= 1 and max(depths_of) <= 3  # noqa: PT018
+    assert all(depth == int(depth) for depth in depths_of) == (by == "step")
+
+
+@pytest.mark.slow
+def test_devices_draw_the_same_depth():
+    np.testing.assert_allclose(trained("step", 8), trained("step"), rtol=1e-4)
