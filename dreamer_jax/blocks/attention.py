@@ -14,7 +14,7 @@ from dreamer_jax.blocks.memory import Context
 from dreamer_jax.blocks.norms import RMSNorm
 from dreamer_jax.blocks.operations import Operations
 from dreamer_jax.blocks.parameters import Block
-from dreamer_jax.blocks.positions import Depth, depth_rope, rope
+from dreamer_jax.blocks.positions import Depth, DepthCode, rope
 from dreamer_jax.blocks.projections import Projections
 from dreamer_jax.blocks.routing import Router
 from dreamer_jax.blocks.self_attention import scores_cost
@@ -46,7 +46,7 @@ class Attention(Block):
         operations: what to compute with.
         hidden_size: h.
         heads, kv_heads, head_size: n, kv, d.
-        rope_base: of the rotation, over positions or depths.
+        code: how places are encoded: the base of the rotation over positions; or of depths a `DepthCode`, or nothing.
         std, out_std: of the initial matrices.
         router: of the attention MoE; None for plain matrices.
         shared_expert: whether the MoE has a shared expert, Eq. 7's second term.
@@ -58,7 +58,7 @@ class Attention(Block):
     heads: int
     kv_heads: int
     head_size: int
-    rope_base: float
+    code: float | DepthCode | None
     std: float
     out_std: float
     router: Router | None = None
@@ -114,7 +114,8 @@ class Attention(Block):
         mixture = 0
         if self.router:  # with an unfolded shared expert twice, and the sum of both branches
             mixture = (3 if self._shared and not folded else 1) * (self._qkv_size + self.hidden_size)
-        return 2 * self._rotated + self.keys_met(reach) * self.heads + mixture
+        norm_and_rotation = (1 if self.code is None else 2) * self._rotated
+        return norm_and_rotation + self.keys_met(reach) * self.heads + mixture
 
     @nn.nowrap
     def extra_training_flops(self) -> float:
@@ -196,8 +197,9 @@ class SequenceAttention(Attention):
         qkv = keep(project.qkv(flat, choice, maps))
         q, k, v = self.split(qkv.reshape(*x.shape[:2], -1))  # [B, P, n or kv, d]
         position = context.positions[:, :, None]
-        q = rope(RMSNorm(name="q_norm")(q), position, self.rope_base)
-        k = rope(RMSNorm(name="k_norm")(k), position, self.rope_base)
+        base: Any = self.code
+        q = rope(RMSNorm(name="q_norm")(q), position, base)
+        k = rope(RMSNorm(name="k_norm")(k), position, base)
         attended, memory = memory.attend(q, k, v, depth, context, self.operations)
         out = project.out(attended.reshape(flat.shape[0], -1), choice, maps)
         return Attended(out.reshape(x.shape), memory, counts, seen)
@@ -240,8 +242,10 @@ class DepthAttention(Attention):
         flat, depth = x.reshape(-1, x.shape[-1]), depth.flat()  # [T, h]
         choice, counts, seen = project.route(flat, depth, bias, context.real)
         q, k, v = self.split(keep(project.qkv(flat, choice, maps)))  # [T, n or kv, d]
-        q = depth_rope(RMSNorm(name="q_norm")(q), depth.flat(1), self.rope_base)
-        k = depth_rope(RMSNorm(name="k_norm")(k), depth.flat(1), self.rope_base)
+        q, k = RMSNorm(name="q_norm")(q), RMSNorm(name="k_norm")(k)
+        if self.code is not None:
+            code: Any = self.code
+            q, k = code(q, depth.flat(1)), code(k, depth.flat(1))
         attended, memory = self.operations.depth_attention(q, k, v, memory, depth.index, tape=tape.get("keys"))
         if self.observe:
             weights = depth_weights(q, memory.heads(self.head_size)[0], depth.index)  # [L, T, n]

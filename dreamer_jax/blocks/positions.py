@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from dreamer_jax.config.values import DepthCounters, DepthScaling
 
 
 class Depth(NamedTuple):
@@ -24,32 +27,62 @@ class Depth(NamedTuple):
         return Depth(*(part.reshape(-1, *following) if part.ndim else part for part in self))
 
 
-def rope(x: jax.Array, position: jax.Array, base: float) -> jax.Array:
+def rope(x: jax.Array, position: jax.Array, base: float | jax.Array) -> jax.Array:
     """Rotary position encoding, rotate-half layout: element i is paired with element i + d/2.
 
     Args:
         x: [..., d], d even.
         position: broadcastable to x without its last axis; may be traced.
-        base: wavelengths grow from 2 pi to 2 pi * base.
+        base: wavelengths grow from 2 pi to 2 pi * base. As an array, one for each position, or one for all.
 
     Returns:
         [..., d] in x's dtype; the rotation itself is float32.
     """
     half = x.shape[-1] // 2
-    frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    each = base[..., None] if isinstance(base, jax.Array) else base
+    frequency = each ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = jnp.asarray(position, jnp.float32)[..., None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def depth_rope(x: jax.Array, depth: Depth, base: float) -> jax.Array:
-    """Depth position encoding (section 3.4): one half of the head counts depths up, the other counts them down.
+@dataclass(frozen=True)
+class DepthCode:
+    """How queries and keys are told their depth, in depth attention and in routers.
 
-    Args:
-        x: [..., d], d divisible by 4. Its first half is rotated by l, its second by L - 1 - l, each a full RoPE of size
-            d/2.
-        depth: broadcastable to x without its last axis.
+    Section 3.4: one half of the head counts depths up, the other counts them down. The others are for models that run
+    at other depths than they were trained at, which the paper leaves open (section 5).
+
+    Attributes:
+        base: of the RoPE.
+        counters: "both" as in the paper; "up": the whole head counts up, and nothing asks for L.
+        scaling: what a pass does that goes deeper than `trained`, with s = (L - 1) / (trained - 1). "none": nothing, it
+            meets positions it has not seen. "interpolated": positions are divided by s (Chen et al., 2023), so that the
+            last of them is a known one. "ntk": the base is multiplied by s^(d / (d - 2)), d being the rotated size: the
+            slowest rotation is interpolated, the fastest stays. What YaRN would add keeps wavelengths shorter than the
+            trained range as they are; with a dozen depths there is hardly one.
+        trained: the deepest pass of training.
     """
-    up, down = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([rope(up, depth.index, base), rope(down, depth.total - 1 - depth.index, base)], axis=-1)
+
+    base: float
+    counters: DepthCounters
+    scaling: DepthScaling
+    trained: int
+
+    def __call__(self, x: jax.Array, depth: Depth) -> jax.Array:
+        """[..., d] -> [..., d], rotated; `depth` broadcastable to x without its last axis. d is divisible by 4, or
+        with "up" by 2."""
+        up, down = depth.index, depth.total - 1 - depth.index
+        base: float | jax.Array = self.base
+        if self.scaling != "none":
+            stretch = jnp.maximum((depth.total - 1) / max(self.trained - 1, 1), 1.0)
+            if self.scaling == "interpolated":
+                up, down = up / stretch, down / stretch
+            else:
+                size = x.shape[-1] // (2 if self.counters == "both" else 1)
+                base = self.base * stretch ** (size / (size - 2))
+        if self.counters == "up":
+            return rope(x, up, base)
+        first, second = jnp.split(x, 2, axis=-1)
+        return jnp.concatenate([rope(first, up, base), rope(second, down, base)], axis=-1)

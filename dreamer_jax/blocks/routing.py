@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from dreamer_jax.blocks.counting import BFLOAT16_BYTES, FLOAT32_BYTES, OnChip, Operation, Reach, tiled
 from dreamer_jax.blocks.norms import RMSNorm, rms_norm
 from dreamer_jax.blocks.parameters import Block, normal
-from dreamer_jax.blocks.positions import Depth, depth_rope
+from dreamer_jax.blocks.positions import Depth, DepthCode
 from dreamer_jax.config.values import Balancing
 from pallas_kernels.weights import Stacked, own
 
@@ -32,7 +32,7 @@ class Router(Block):
         num_experts: E.
         size: r, of queries and keys; divisible by 4.
         selected: k, experts that a token selects; for counting.
-        depth_base: RoPE base over the depths; None: queries aren't encoded by depth.
+        depth_code: how queries are told their depth; None: they aren't.
         std: of the initial matrices.
     """
 
@@ -40,7 +40,7 @@ class Router(Block):
     num_experts: int
     size: int
     selected: int
-    depth_base: float | None
+    depth_code: DepthCode | None
     std: float
 
     @nn.compact
@@ -53,8 +53,8 @@ class Router(Block):
 
         # Routing is float32: the product of compute-dtype factors is accumulated and kept in float32.
         query = RMSNorm(name="query_norm")(_project(x, query_weight))
-        if self.depth_base is not None:
-            query = depth_rope(query, depth, self.depth_base)
+        if self.depth_code is not None:
+            query = self.depth_code(query, depth)
         if not self.folded("keys_norm"):
             keys = RMSNorm(name="keys_norm")(keys)
         letters = "tr,ter->te" if keys.ndim == 3 else "tr,er->te"
@@ -84,7 +84,7 @@ class Router(Block):
         Norms of the keys belong to no token and aren't counted.
         """
         normalise = 2 * self.selected if self.selected > 1 else 0
-        query = self.size if self.depth_base is None else 2 * self.size
+        query = self.size if self.depth_code is None else 2 * self.size
         return query + (2 + self.selected) * self.num_experts + normalise
 
     @nn.nowrap

@@ -155,7 +155,7 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
-class DepthsConfig:
+class RecurrenceConfig:
     """How deep train steps go; evaluation and generation go to model.depth. See docs/deeper.md."""
 
     draw: Literal["model", "fixed", "uniform", "poisson_lognormal", "exponential"] = "model"
@@ -188,17 +188,21 @@ class DepthsConfig:
 
     def __post_init__(self) -> None:
         may_be_zero = ("most", "mean", "sigma", "curriculum_steps", "differentiated")
-        require_positive(self, "depths", allow_zero=may_be_zero)
-        require(self.most == 0 or self.least <= self.most, "depths.most", f"{self.most} is below least {self.least}")
+        require_positive(self, "recurrence", allow_zero=may_be_zero)
+        require(
+            self.most == 0 or self.least <= self.most, "recurrence.most", f"{self.most} is below least {self.least}"
+        )
         changed = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
         require(
             self.draw != "model" or not changed,
-            f"depths.{(changed or ['draw'])[0]}",
-            "has no meaning where depths.draw is model; choose fixed, uniform, poisson_lognormal or exponential",
+            f"recurrence.{(changed or ['draw'])[0]}",
+            "has no meaning where recurrence.draw is model; choose fixed, uniform, poisson_lognormal or exponential",
         )
         drawn = self.draw in ("uniform", "poisson_lognormal", "exponential")
-        require(self.by == "step" or drawn, "depths.by", f"row: depths.draw {self.draw} gives all rows one depth")
-        require(self.draw != "uniform" or not self.mean, "depths.mean", "uniform draws have least and most")
+        require(
+            self.by == "step" or drawn, "recurrence.by", f"row: recurrence.draw {self.draw} gives all rows one depth"
+        )
+        require(self.draw != "uniform" or not self.mean, "recurrence.mean", "uniform draws have least and most")
 
 
 @dataclass(frozen=True)
@@ -329,7 +333,7 @@ class Config:
     model: ModelConfig = field(default_factory=DreamerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    depths: DepthsConfig = field(default_factory=DepthsConfig)
+    recurrence: RecurrenceConfig = field(default_factory=RecurrenceConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     safety: SafetyConfig = field(default_factory=SafetyConfig)

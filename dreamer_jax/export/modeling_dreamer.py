@@ -71,6 +71,8 @@ class DreamerConfig(PretrainedConfig):
         da_kv_heads=1,
         da_head_size=32,
         depth_rope_base=500.0,
+        depth_counters="both",
+        depth_scaling="none",
         attention_experts=True,
         shared_expert=True,
         residual_norm=True,
@@ -159,7 +161,7 @@ class Step(NamedTuple):
 
     depth: int
     positions: tuple[Tensor, Tensor]  # rotation over the sequence, (cos, sin) [B, S, 1, d/2]
-    da_rotation: tuple[Tensor, ...]  # rotation by this depth, (cos, sin) [2, d/4]
+    da_rotation: tuple[Tensor, ...]  # rotation by this depth, see depth_rotation, (cos, sin) [parts, ...]
     router_rotation: tuple[Tensor, ...]  # (cos, sin) [2, r/4]
     mask: Tensor | None  # [B, 1, S, keys] bool, True where visible; None: causal
     real: Tensor | None  # [T] bool, False for padding; None: all are real
@@ -193,8 +195,22 @@ def rotate(x: Tensor, cos_sin: tuple[Tensor, ...]) -> Tensor:
 
 
 def rotate_by_depth(x: Tensor, cos_sin: tuple[Tensor, ...]) -> Tensor:
-    """The first half of the head counts depths up, the second down; each is a RoPE of size d/2."""
-    return rotate(x.unflatten(-1, (2, -1)), cos_sin).flatten(-2)
+    """Both parts of the head, or the whole of it, turned by as many angles as there are."""
+    return rotate(x.unflatten(-1, (len(cos_sin[0]), -1)), cos_sin).flatten(-2)
+
+
+def depth_rotation(config: DreamerConfig, total: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each [L, parts, size / parts / 2]: one half counts depths up and the other down, each a RoPE of size
+    d/2; or the whole head counts up, or no part of it turns. Deeper than trained, as `depth_scaling` says."""
+    up = torch.arange(total, device=device).float()
+    places = {"both": [up, total - 1 - up], "up": [up], "none": [0 * up]}[config.depth_counters]
+    rotated, base = size // len(places), config.depth_rope_base
+    stretch = max((total - 1) / max(config.depth - 1, 1), 1.0)
+    if config.depth_scaling == "interpolated":
+        places = [each / stretch for each in places]
+    elif config.depth_scaling == "ntk":
+        base *= stretch ** (rotated / (rotated - 2))
+    return rotation(torch.stack(places, -1), rotated, base)
 
 
 class Weights(nn.Module):
@@ -576,12 +592,8 @@ class Dreamer(nn.Module):
         x = self.embedding(tokens)
         x = x.to(self.compute_dtype or x.dtype)
         first = self.step(tokens, segment_ids, positions, cache)
-        up = torch.arange(total, device=tokens.device)
-        both = torch.stack([up, total - 1 - up], -1)  # [L, 2]: counted up, counted down
         config, rows = self.config, []
-        da, router = (
-            rotation(both, size // 2, config.depth_rope_base) for size in (config.da_head_size, config.router_size)
-        )
+        da, router = (depth_rotation(config, total, its, x.device) for its in (config.da_head_size, config.router_size))
         for l in range(total):
             layer = self.layers[0 if config.recurrent else l]
             step = first._replace(

@@ -21,7 +21,7 @@ from dreamer_jax.blocks.memory import Context, Fresh, Memory, Slots
 from dreamer_jax.blocks.norms import RMSNorm, rms_norm
 from dreamer_jax.blocks.operations import REFERENCE
 from dreamer_jax.blocks.parameters import Block, normal
-from dreamer_jax.blocks.positions import Depth
+from dreamer_jax.blocks.positions import Depth, DepthCode
 from dreamer_jax.blocks.residual import Residual
 from dreamer_jax.blocks.routing import Router, balance
 from dreamer_jax.blocks.usage import bias_range, expert_use
@@ -169,10 +169,13 @@ class Dreamer(Family):
         attentions = 3 if config.depth_attention else 2
         out_std = (1 / (2.5 * hidden * config.depth * attentions)) ** 0.5
 
+        code = None
+        if config.depth_counters != "none":
+            code = DepthCode(config.depth_rope_base, config.depth_counters, config.depth_scaling, config.depth)
+
         def router(experts: int, selected: int) -> Router:
             sizes = hidden, experts, config.router_size, selected
-            base = config.depth_rope_base if config.router_depth_code else None
-            return Router(*sizes, base, std, parent=None)
+            return Router(*sizes, code if config.router_depth_code else None, std, parent=None)
 
         def attention(kind: type, *sizes: Any) -> Any:
             router_of = router(config.depth, 1) if config.attention_moes else None  # as many linear experts as depths
@@ -180,7 +183,7 @@ class Dreamer(Family):
             return kind(self.operations, hidden, *sizes, std, out_std, *mixture, self.observe, parent=None)
 
         sa = config.sa_heads, config.sa_kv_heads, config.sa_head_size, config.sa_rope_base
-        da = config.da_heads, config.da_kv_heads, config.da_head_size, config.depth_rope_base
+        da = config.da_heads, config.da_kv_heads, config.da_head_size, code
         experts = router(config.num_experts, config.experts_per_token)
         return Layer(
             sequence_attention=attention(SequenceAttention, *sa),

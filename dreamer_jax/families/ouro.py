@@ -232,12 +232,12 @@ def exit_distribution(logits: jax.Array, loops: jax.Array | None = None) -> jax.
         loops: int32, how many there were, at most R, which None means; those beyond have -1e30.
     """
     t = jnp.arange(1, len(logits) + 1).reshape(-1, *[1] * (logits.ndim - 1))
-    loops = jnp.int32(len(logits)) if loops is None else loops
-    decides = t < loops
+    count = len(logits) if loops is None else loops
+    decides = t < count
     going_on = jnp.cumsum(jnp.where(decides, jax.nn.log_sigmoid(-logits), 0.0), axis=0)
     before = jnp.concatenate([jnp.zeros_like(logits[:1]), going_on[:-1]])
     log_p = before + jnp.where(decides, jax.nn.log_sigmoid(logits), 0.0)
-    return jnp.where(t <= loops, log_p, -1e30)
+    return jnp.where(t <= count, log_p, -1e30)
 
 
 def gate_losses(logits: jax.Array, losses: jax.Array, slope: float, threshold: float) -> jax.Array:

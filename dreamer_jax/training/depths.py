@@ -1,4 +1,4 @@
-"""How deep a train step goes, and after which depths its loss is taken: the section `depths` of a configuration."""
+"""How deep a train step goes, and after which depths its loss is taken: the section `recurrence` of a configuration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dreamer_jax.config.sections import DepthsConfig
+from dreamer_jax.config.sections import RecurrenceConfig
 from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import Family
 from dreamer_jax.families.contract import Batch, Drawn, Pass
@@ -17,7 +17,7 @@ LONG_TAIL = 4
 """Times the mean: the deepest that is drawn of distributions without an end, unless `most` says otherwise."""
 
 
-def check(config: DepthsConfig, family: Family) -> None:
+def check(config: RecurrenceConfig, family: Family) -> None:
     """Refuse what a family can't do.
 
     Raises:
@@ -27,41 +27,43 @@ def check(config: DepthsConfig, family: Family) -> None:
         return
     slots = deepest(config, family)
     if slots > family.depth and not family.flags.recurrent:
-        raise ConfigError(f"depths.most: {slots} is more than the model's {family.depth} layers", "depths.most")
+        raise ConfigError(f"recurrence.most: {slots} is more than the model's {family.depth} layers", "recurrence.most")
     family.check_depth(slots)
     if config.least > slots:
-        raise ConfigError(f"depths.least: {config.least} is more than the most, {slots}", "depths.least")
-    if config.scored > 1 and family.flags.weighs_depths:
+        raise ConfigError(f"recurrence.least: {config.least} is more than the most, {slots}", "recurrence.least")
+    name, flags = family.config.family, family.flags
+    if config.scored > 1 and flags.weighs_depths:
         raise ConfigError(
-            f"depths.scored: the loss of family {family.config.family} weighs its depths itself; leave it at 1",
-            "depths.scored",
+            f"recurrence.scored: the loss of family {name} weighs its depths itself; leave it at 1", "recurrence.scored"
         )
-    if config.by == "row" and family.flags.weighs_depths:
+    if config.by == "step":
+        return
+    if flags.weighs_depths:
         raise ConfigError(
-            f"depths.by: rows of family {family.config.family} can't have depths of their own, because its loss weighs "
-            "all depths of a step; use step",
-            "depths.by",
+            f"recurrence.by: rows of family {name} can't have depths of their own, because its loss weighs all of "
+            "a step's depths; use step",
+            "recurrence.by",
         )
-    if config.by == "row" and config.scored > 1:
+    if config.scored > 1:
         raise ConfigError(
-            "depths.scored: rows with depths of their own end with one loss; leave it at 1", "depths.scored"
+            "recurrence.scored: rows with depths of their own end with one loss; leave it at 1", "recurrence.scored"
         )
-    if config.by == "row" and config.differentiated and family.flags.counts_depths:
+    if config.differentiated and flags.counts_depths:
         raise ConfigError(
-            f"depths.differentiated: family {family.config.family} counts its depths, so rows with depths of their own "
-            "begin together and end apart; leave it at 0, or use depths.by step",
-            "depths.differentiated",
+            f"recurrence.differentiated: family {name} counts its depths, so rows with depths of their own begin "
+            "together and end apart; leave it at 0, or use recurrence.by step",
+            "recurrence.differentiated",
         )
 
 
-def deepest(config: DepthsConfig, family: Family) -> int:
+def deepest(config: RecurrenceConfig, family: Family) -> int:
     """The most depths that a train step has, for which memory is needed."""
     if config.draw in ("poisson_lognormal", "exponential"):
         return config.most or LONG_TAIL * (config.mean or family.depth)
     return config.most or config.mean or family.depth
 
 
-def draw(config: DepthsConfig, family: Family, key: jax.Array, step: jax.Array, rows: int) -> Drawn:
+def draw(config: RecurrenceConfig, family: Family, key: jax.Array, step: jax.Array, rows: int) -> Drawn:
     """How deep a train step goes: a pure function of seed and step, the same on all devices.
 
     Args:
@@ -92,7 +94,7 @@ def draw(config: DepthsConfig, family: Family, key: jax.Array, step: jax.Array, 
     return Drawn(jnp.sort(depth), most, differentiated, min(config.groups, rows))
 
 
-def loss(config: DepthsConfig, family: Family, params: Any, passed: Pass, batch: Batch) -> tuple[jax.Array, dict]:
+def loss(config: RecurrenceConfig, family: Family, params: Any, passed: Pass, batch: Batch) -> tuple[jax.Array, dict]:
     """`family.loss` after the last depth, and of the scored depths before it their mean times `scored_weight`.
 
     What is logged is the last depth's, `depth` as it was drawn, and `last_loss` where several are scored.

@@ -111,10 +111,10 @@ def make_loss_and_gradient(
     def loss_sum(params, model_state, batch, step):
         key = jax.random.fold_in(jax.random.key(config.run.seed), step)
         own = jax.random.fold_in(key, 1) if family.flags.random else None
-        drawn = depths.draw(config.depths, family, key, step, len(batch["tokens"]))
-        scored = config.depths.scored if config.depths.scored > 1 else 0
+        drawn = depths.draw(config.recurrence, family, key, step, len(batch["tokens"]))
+        scored = config.recurrence.scored if config.recurrence.scored > 1 else 0
         passed = forward(family, params, model_state, batch, drawn, config.training.remat, own, kept_states=scored)
-        loss, logged = depths.loss(config.depths, family, params, passed, batch)
+        loss, logged = depths.loss(config.recurrence, family, params, passed, batch)
         return loss, (passed.counts, logged)
 
     def of_rows(weights, *rest):
@@ -154,8 +154,8 @@ def _numbers(batch: Batch, mesh: Mesh) -> jax.Array:
 def family_on(config: Config, mesh: Mesh) -> Family:
     """The model of a configuration, with the operations of a train step on a mesh."""
     plain = build(config.model)
-    depths.check(config.depths, plain)
-    deepest = max(plain.depth, depths.deepest(config.depths, plain))
+    depths.check(config.recurrence, plain)
+    deepest = max(plain.depth, depths.deepest(config.recurrence, plain))
     operations = operations_of(config.model.implementation, config.training.gradient_depths, deepest)
     return build(config.model, parallel_operations(operations, config.mesh.exchange, mesh.shape[EXPERT]))
 

@@ -80,8 +80,17 @@ def test_without_a_part_of_section_3_7(part: str) -> None:
             assert written[0, length] == dreamer(written[:, :length])[0, -1].argmax()
 
 
-def test_deeper_than_trained() -> None:
-    config = small_config()
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"depth_counters": "up", "depth_scaling": "ntk"},
+        {"depth_scaling": "interpolated"},
+        {"depth_counters": "none"},
+    ],
+)
+def test_deeper_than_trained(settings: dict[str, Any]) -> None:
+    config = small_config(**settings)
     params, bias = random_weights(config)
     tokens = random_tokens(config, shape=(2, 5))
     expected = jax.jit(lambda params: apply(config, params, bias, tokens, depth=7).logits)(params)

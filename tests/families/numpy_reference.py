@@ -199,10 +199,22 @@ class Pass:
         return [int(e) for e in order[:k]]
 
     def depth_rope(self, x: np.ndarray, l: int) -> np.ndarray:
-        """First half of the head rotated by l, second by L - 1 - l, each a full RoPE of half the size."""
-        first, second = np.split(x, 2, axis=-1)
-        base = self.config.depth_rope_base
-        return np.concatenate([rope(first, l, base), rope(second, self.depth - 1 - l, base)], axis=-1)
+        """First half of the head rotated by l, second by L - 1 - l, each a full RoPE of half the size; or the settings'
+        other ways."""
+        config = self.config
+        counters = {"both": [l, self.depth - 1 - l], "up": [l], "none": []}[config.depth_counters]
+        s, base = 1.0, config.depth_rope_base
+        if self.depth > config.depth:
+            s = (self.depth - 1) / (config.depth - 1)
+        if config.depth_scaling == "ntk":
+            size = x.shape[-1] // len(counters)
+            base *= s ** (size / (size - 2))
+        elif config.depth_scaling == "interpolated":
+            counters = [place / s for place in counters]
+        parts = np.split(x, max(len(counters), 1), axis=-1)
+        if not counters:
+            return x
+        return np.concatenate([rope(part, place, base) for part, place in zip(parts, counters, strict=True)], axis=-1)
 
 
 def rms_norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -210,7 +222,7 @@ def rms_norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + EPSILON) * scale
 
 
-def rope(x: np.ndarray, position: int, base: float) -> np.ndarray:
+def rope(x: np.ndarray, position: float, base: float) -> np.ndarray:
     """Rotate-half RoPE of the last axis (size d): pair (i, i + d/2) turns by position * base^(-2i/d)."""
     half = x.shape[-1] // 2
     rotated = np.empty_like(x)

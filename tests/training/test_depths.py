@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dreamer_jax.config.sections import DepthsConfig
+from dreamer_jax.config.sections import RecurrenceConfig
 from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import build, forward
 from dreamer_jax.families.contract import Drawn
@@ -29,7 +29,7 @@ KEYS = jax.random.split(jax.random.key(3), 4000)
 
 def drawn(step: int = 0, keys: jax.Array = KEYS, **settings: Any) -> np.ndarray:
     """What many steps draw."""
-    config = DepthsConfig(**settings)
+    config = RecurrenceConfig(**settings)
     return np.asarray(jax.vmap(lambda key: depths.draw(config, DREAMER, key, jnp.int32(step), 8).depth)(keys))
 
 
@@ -70,30 +70,34 @@ def test_the_most_of_a_uniform_draw_grows():
 
 
 def test_a_step_without_the_section_goes_as_deep_as_the_family():
-    config = DepthsConfig()
+    config = RecurrenceConfig()
     assert depths.draw(config, DREAMER, jax.random.key(0), jnp.int32(0), 8) == Drawn(5, 5)
-    assert depths.draw(DepthsConfig(draw="fixed", mean=3), DREAMER, KEYS[0], jnp.int32(0), 8) == Drawn(3, 3)
+    assert depths.draw(RecurrenceConfig(draw="fixed", mean=3), DREAMER, KEYS[0], jnp.int32(0), 8) == Drawn(3, 3)
 
 
 def test_what_cannot_be_is_refused():
     layered = build(small_config("LA"))
     ouro = build(TINY_MODELS["ouro"])
     wrong = [
-        (DepthsConfig(draw="uniform", most=9), layered, "depths.most: 9 is more than the model's 3 layers"),
-        (DepthsConfig(draw="uniform", least=7), DREAMER, "depths.least: 7 is more than the most, 5"),
-        (DepthsConfig(draw="uniform", by="row"), ouro, "depths.by: rows of family ouro"),
-        (DepthsConfig(draw="uniform", scored=2), ouro, "depths.scored: the loss of family ouro"),
-        (DepthsConfig(draw="uniform", by="row", scored=2), DREAMER, "depths.scored: rows"),
-        (DepthsConfig(draw="uniform", by="row", differentiated=2), DREAMER, "depths.differentiated: family dreamer"),
+        (RecurrenceConfig(draw="uniform", most=9), layered, "recurrence.most: 9 is more than the model's 3 layers"),
+        (RecurrenceConfig(draw="uniform", least=7), DREAMER, "recurrence.least: 7 is more than the most, 5"),
+        (RecurrenceConfig(draw="uniform", by="row"), ouro, "recurrence.by: rows of family ouro"),
+        (RecurrenceConfig(draw="uniform", scored=2), ouro, "recurrence.scored: the loss of family ouro"),
+        (RecurrenceConfig(draw="uniform", by="row", scored=2), DREAMER, "recurrence.scored: rows"),
+        (
+            RecurrenceConfig(draw="uniform", by="row", differentiated=2),
+            DREAMER,
+            "recurrence.differentiated: family dreamer",
+        ),
     ]
     for config, family, message in wrong:
         with pytest.raises(ConfigError, match=message):
             depths.check(config, family)
-    depths.check(DepthsConfig(draw="uniform"), layered)
+    depths.check(RecurrenceConfig(draw="uniform"), layered)
     for settings, key in (({"most": 4}, "most"), ({"draw": "fixed", "by": "row"}, "by")):
         with pytest.raises(ConfigError) as error:
-            DepthsConfig(**settings)
-        assert error.value.key == f"depths.{key}"
+            RecurrenceConfig(**settings)
+        assert error.value.key == f"recurrence.{key}"
 
 
 # One program for all depths.
@@ -168,7 +172,7 @@ def test_losses_at_several_depths():
     config = small_config(depth=5, mixing="sequential")
     family, (params, bias) = build(config), random_weights(config)
     batch = {name: jnp.asarray(its[:3]) for name, its in random_batch(2).items()}
-    how = DepthsConfig(draw="uniform", scored=3, scored_weight=0.5)
+    how = RecurrenceConfig(draw="uniform", scored=3, scored_weight=0.5)
 
     def of(params, depth):
         passed = forward(family, params, {"balancing": bias}, batch, Drawn(depth, 5), kept_states=3)
@@ -200,7 +204,9 @@ def test_losses_at_several_depths():
 @functools.cache
 def trained(by: str, devices: int = 1) -> list[tuple[float, ...]]:
     """(loss, depth, norm of the gradient) of three steps."""
-    config = tiny_config(model__depth=3, depths__draw="uniform", depths__by=by, depths__groups=2, mesh__data=(devices,))
+    config = tiny_config(
+        model__depth=3, recurrence__draw="uniform", recurrence__by=by, recurrence__groups=2, mesh__data=(devices,)
+    )
     mesh = make_mesh(config.mesh)
     step, state, found = make_train_step(config, mesh), create_state(config, mesh), []
     for seed in range(3):
@@ -214,7 +220,7 @@ def test_a_train_step_at_drawn_depths(by):
     """Depths vary and are logged: a whole number for all rows, or the mean over the targets."""
     depths_of = [depth for _, depth, _ in trained(by)]
     assert len(set(depths_of)) > 1
-    assert min(depths_of) >= 1 and max(depths_of) <= 3  # noqa: PT018
+    assert min(depths_of) >= 1 and max(depths_of) <= 3
     assert all(depth == int(depth) for depth in depths_of) == (by == "step")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dreamer_jax.config.values import Balancing, Implementation, require, require_positive
+from dreamer_jax.config.values import Balancing, DepthScaling, Implementation, require, require_positive
 
 Variant = Literal["LA", "LA+DA", "DR", "DR+DA"]
 Mixing = Literal["sequential", "parallel_attention", "parallel"]
@@ -46,6 +46,12 @@ class DreamerConfig:
     """d of the depth attention; divisible by 4 (two RoPE halves)."""
     depth_rope_base: float = 500.0
     """RoPE base over the depths, in depth attention and in every router."""
+    depth_counters: Literal["both", "up", "none"] = "both"
+    """What depth attention and routers are told of a depth l: both: l and L - 1 - l (section 3.4). up: l alone, for
+    models that don't know how deep they will go. none: nothing."""
+    depth_scaling: DepthScaling = "none"
+    """Of a pass deeper than model.depth. interpolated: its places are spread over the known ones. ntk: slow rotations
+    become slower, fast ones stay. none: it meets places that training has not had."""
     attention_experts: bool = True
     """DR: every projection of the attentions is a mixture of linear experts (section 3.7). False: one matrix that all
     depths reuse."""
@@ -149,6 +155,17 @@ class DreamerConfig:
                 f"model.{name}",
                 f"{value} is not divisible by 4; depth RoPE rotates pairs in two halves",
             )
+        rotated = min(self.da_head_size, self.router_size) // (2 if self.depth_counters == "both" else 1)
+        require(
+            self.depth_scaling != "ntk" or rotated > 2,
+            "model.depth_scaling",
+            "ntk has no meaning where each counter turns one pair; take larger model.da_head_size and router_size",
+        )
+        require(
+            self.depth_counters != "none" or self.depth_scaling == "none",
+            "model.depth_scaling",
+            f"{self.depth_scaling} has no meaning where model.depth_counters is none",
+        )
         for name in _RECURRENT_PARTS:
             require(
                 self.recurrent or getattr(self, name),
