@@ -185,9 +185,12 @@ class RecurrenceConfig:
     """Depths after which the loss is taken, the last ones."""
     scored_weight: float = 1.0
     """Of the mean loss of the scored depths before the last, beside the last one's."""
+    settling: float = 0.0
+    """Weight of a loss that asks the last depth to change little: its relative squared change of the stream, mean over
+    the targets (a terminal fixed-point loss)."""
 
     def __post_init__(self) -> None:
-        may_be_zero = ("most", "mean", "sigma", "curriculum_steps", "differentiated")
+        may_be_zero = ("most", "mean", "sigma", "curriculum_steps", "differentiated", "settling")
         require_positive(self, "recurrence", allow_zero=may_be_zero)
         require(
             self.most == 0 or self.least <= self.most, "recurrence.most", f"{self.most} is below least {self.least}"

@@ -32,9 +32,11 @@ def check(config: RecurrenceConfig, family: Family) -> None:
     if config.least > slots:
         raise ConfigError(f"recurrence.least: {config.least} is more than the most, {slots}", "recurrence.least")
     name, flags = family.config.family, family.flags
-    if config.scored > 1 and flags.weighs_depths:
+    if kept_states(config) and flags.weighs_depths:
+        key, value = ("scored", "1") if config.scored > 1 else ("settling", "0")
         raise ConfigError(
-            f"recurrence.scored: the loss of family {name} weighs its depths itself; leave it at 1", "recurrence.scored"
+            f"recurrence.{key}: the loss of family {name} weighs its depths itself; leave it at {value}",
+            f"recurrence.{key}",
         )
     if config.by == "step":
         return
@@ -44,9 +46,11 @@ def check(config: RecurrenceConfig, family: Family) -> None:
             "a step's depths; use step",
             "recurrence.by",
         )
-    if config.scored > 1:
+    if kept_states(config):
+        key, value = ("scored", "1") if config.scored > 1 else ("settling", "0")
         raise ConfigError(
-            "recurrence.scored: rows with depths of their own end with one loss; leave it at 1", "recurrence.scored"
+            f"recurrence.{key}: rows with depths of their own keep their last state only; leave it at {value}",
+            f"recurrence.{key}",
         )
     if config.differentiated and flags.counts_depths:
         raise ConfigError(
@@ -94,17 +98,36 @@ def draw(config: RecurrenceConfig, family: Family, key: jax.Array, step: jax.Arr
     return Drawn(jnp.sort(depth), most, differentiated, min(config.groups, rows))
 
 
-def loss(config: RecurrenceConfig, family: Family, params: Any, passed: Pass, batch: Batch) -> tuple[jax.Array, dict]:
-    """`family.loss` after the last depth, and of the scored depths before it their mean times `scored_weight`.
+def kept_states(config: RecurrenceConfig) -> int:
+    """Depths, the last ones, whose states the loss wants to see; 0 if the last alone."""
+    kept = max(config.scored, 2 if config.settling else 1)
+    return kept if kept > 1 else 0
 
-    What is logged is the last depth's, `depth` as it was drawn, and `last_loss` where several are scored.
+
+def loss(
+    config: RecurrenceConfig, family: Family, params: Any, passed: Pass, batch: Batch
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """`family.loss` after the last depth; of the scored depths before it the mean, times `scored_weight`; and the last
+    depth's relative change, times `settling`.
+
+    What is logged is the last depth's, `depth` as it was drawn, and, where there is more to the loss, `last_loss` and
+    `last_change`.
     """
-    total, logged = family.loss(params, passed, batch)
+    last, logged = family.loss(params, passed, batch)
+    total = last
     if config.draw == "model":
         return total, logged
     logged = {**logged, "depth": jnp.sum(passed.depth.reshape(-1, 1) * batch["loss_mask"])}
-    if config.scored == 1:
-        return total, logged
+    if config.scored > 1:
+        total = total + config.scored_weight * _earlier(config.scored, family, params, passed, batch)
+    if config.settling:
+        change = jnp.sum(_last_change(family, passed) * batch["loss_mask"])
+        total, logged = total + config.settling * change, {**logged, "last_change": change}
+    return total, logged if total is last else {**logged, "last_loss": last}
+
+
+def _earlier(scored: int, family: Family, params: Any, passed: Pass, batch: Batch) -> jax.Array:
+    """The mean of the losses after the scored depths before the last, as far as there are any."""
 
     # One after the other, so that logits of one depth are held at a time.
     @jax.checkpoint
@@ -113,8 +136,18 @@ def loss(config: RecurrenceConfig, family: Family, params: Any, passed: Pass, ba
         found, _ = family.loss(params, passed._replace(state=state), batch)
         return carry + jnp.where(there, found, 0.0), None
 
-    earlier = jax.tree.map(lambda states: states[:-1], passed.states)
-    there = jnp.arange(config.scored, 1, -1) <= passed.depth  # of a shallow step fewer depths than are scored
+    earlier = jax.tree.map(lambda states: states[-scored:-1], passed.states)
+    there = jnp.arange(scored, 1, -1) <= passed.depth  # of a shallow step fewer depths than are scored
     summed, _ = jax.lax.scan(at, jnp.float32(0), (there, earlier))
-    mean = summed / jnp.maximum(jnp.sum(there), 1)
-    return total + config.scored_weight * mean, {**logged, "last_loss": total}
+    return summed / jnp.maximum(jnp.sum(there), 1)
+
+
+def _last_change(family: Family, passed: Pass) -> jax.Array:
+    """[B, S] float32: |x_L - x_{L-1}|^2 / |x_L|^2 of the residual stream, the denominator without gradient; zero for a
+    pass of one depth."""
+    before, after = (
+        family.stream(jax.tree.map(lambda states, i=i: states[i], passed.states)).astype(jnp.float32) for i in (-2, -1)
+    )
+    moved = jnp.sum((after - before) ** 2, axis=-1)
+    size = jnp.sum(jax.lax.stop_gradient(after) ** 2, axis=-1)
+    return jnp.where(passed.depth > 1, moved / jnp.maximum(size, 1e-12), 0.0)

@@ -112,8 +112,8 @@ def make_loss_and_gradient(
         key = jax.random.fold_in(jax.random.key(config.run.seed), step)
         own = jax.random.fold_in(key, 1) if family.flags.random else None
         drawn = depths.draw(config.recurrence, family, key, step, len(batch["tokens"]))
-        scored = config.recurrence.scored if config.recurrence.scored > 1 else 0
-        passed = forward(family, params, model_state, batch, drawn, config.training.remat, own, kept_states=scored)
+        kept = depths.kept_states(config.recurrence)
+        passed = forward(family, params, model_state, batch, drawn, config.training.remat, own, kept_states=kept)
         loss, logged = depths.loss(config.recurrence, family, params, passed, batch)
         return loss, (passed.counts, logged)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from dreamer_jax.blocks.positions import Depth
+from dreamer_jax.blocks.positions import Depth, DepthCode
 from dreamer_jax.blocks.routing import Router
 
 T, H, E, R = 6, 8, 5, 4
@@ -27,7 +27,7 @@ def products(jaxpr):
 def test_logits_are_products_at_highest_precision(dtype):
     """A TPU multiplies float32 in bfloat16 unless told otherwise, and a rounded logit selects another expert. So the
     product with the keys, and both of its gradients, say so; the one that makes queries has factors in `dtype`."""
-    router = Router(H, E, R, 2, 10_000.0, 0.1)
+    router = Router(H, E, R, 2, DepthCode(10_000.0, "both", "none", 3), 0.1)
     depth = Depth(jnp.int32(1), jnp.int32(3))
     x = jnp.ones((T, H), dtype)
     params = nn.meta.unbox(router.init(jax.random.key(0), x, depth))

@@ -198,6 +198,44 @@ def test_losses_at_several_depths():
         assert_close(gradients, expected, 1e-5)
 
 
+def test_a_settling_loss():
+    """The last depth's change relative to its stream, over the targets; of one depth there is none. Its gradient leaves
+    the size of the stream alone, or a model would learn to grow."""
+    config = small_config("DR", depth=4, residual_norm=False)
+    family, (params, bias) = build(config), jax.tree.map(jnp.asarray, random_weights(config))
+    batch = {name: jnp.asarray(its[:3]) for name, its in random_batch(2).items()}
+
+    def passing(params, depth, kept):
+        return forward(family, params, {"balancing": bias}, batch, Drawn(depth, 4), kept_states=kept)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def of(params, depth, settling):
+        how = RecurrenceConfig(draw="uniform", settling=settling)
+        return depths.loss(how, family, params, passing(params, depth, depths.kept_states(how)), batch)
+
+    def change_of(states):
+        return (
+            ((states[1] - states[0]) ** 2).sum(-1) / (states[1] ** 2).sum(-1) * np.asarray(batch["loss_mask"])
+        ).sum()
+
+    (without, _), (found, logged) = (of(params, jnp.int32(3), settling) for settling in (0.0, 0.5))
+    states = np.asarray(passing(params, 3, 2).states, np.float64)
+    np.testing.assert_allclose(states[1], passing(params, 3, 0).state, rtol=1e-6)
+    np.testing.assert_allclose(logged["last_change"], change_of(states), rtol=1e-5)
+    np.testing.assert_allclose(found, without + 0.5 * change_of(states), rtol=1e-5)
+    np.testing.assert_allclose(logged["last_loss"], without, rtol=1e-6)
+    assert of(params, jnp.int32(1), 0.5)[0] == of(params, jnp.int32(1), 0.0)[0]
+
+    def by_hand(params):
+        before, after = passing(params, 3, 2).states
+        size = jax.lax.stop_gradient(jnp.sum(after**2, -1))
+        return of(params, jnp.int32(3), 0.0)[0] + 0.5 * jnp.sum(jnp.sum((after - before) ** 2, -1) / size * mask)
+
+    mask = batch["loss_mask"]
+    gradients, expected = (jax.grad(f)(params) for f in (lambda params: of(params, jnp.int32(3), 0.5)[0], by_hand))
+    assert_close(gradients, expected, 1e-5)
+
+
 # In a train step.
 
 
