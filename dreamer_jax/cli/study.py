@@ -16,11 +16,13 @@ def run(arguments: list[str]) -> int:
     """Plan, or train and print; returns the exit code."""
     words, overrides = split_overrides(arguments)
     options = _parser().parse_args(words)
-    from dreamer_jax.studies.study_file import quick, read_study
+    from dreamer_jax.studies.study_file import only, quick, read_study
 
     if options.slice and not options.plan:
         raise UserError("study: --slice has a meaning only with --plan")
     study = read_study(options.study)
+    if options.tasks:
+        study = only(study, [name.strip() for name in options.tasks.split(",")])
     if options.quick:
         study = quick(study)
     changes = split_words(overrides)
@@ -58,8 +60,9 @@ def _parser() -> Parser:
         epilog="What a file says: docs/studies.md. A setting on the command line is one of all runs.",
         allow_abbrev=False,
     )
-    parser.add_argument("study", metavar="STUDY", help="a YAML file, or a study of the package: section37, zoo")
+    parser.add_argument("study", metavar="STUDY", help="a YAML file, or a study of the package: depth8, section37, zoo")
     parser.add_argument("--out", metavar="DIR", help="the folder of the study (runs/studies/NAME)")
+    parser.add_argument("--tasks", metavar="NAMES", help="of its tasks only these, with commas between them")
     parser.add_argument(
         "--jobs", type=positive, default=1, help="runs at once; each has its share of the cores, or its device (1)"
     )

@@ -22,7 +22,7 @@ from dreamer_jax.config.keys import INTEGERS, SECTIONS, values_of
 from dreamer_jax.config.loading import Setting, Word, build, settings_of
 from dreamer_jax.config.sections import Config
 from dreamer_jax.configs import find
-from dreamer_jax.errors import ConfigError
+from dreamer_jax.errors import ConfigError, UserError
 from dreamer_jax.evaluation.comparison import HEADLINES, HELDOUT
 
 Matching = Literal["both", "flops", "params", "none"]
@@ -260,3 +260,16 @@ def quick(study: StudyFile) -> StudyFile:
     """The study with one seed and `QUICK_SHARE` times fewer tokens, to see whether it works."""
     tasks = tuple(replace(task, tokens=math.ceil(task.tokens / QUICK_SHARE)) for task in study.tasks)
     return replace(study, seeds=1, tries=1, tasks=tasks)
+
+
+def only(study: StudyFile, names: Sequence[str]) -> StudyFile:
+    """The study with some of its tasks.
+
+    Raises:
+        UserError: it has none of such a name.
+    """
+    have = [task.name for task in study.tasks]
+    for name in names:
+        if name not in have:
+            raise UserError(f"{study.path}: there is no task {name}; the study has {', '.join(have)}")
+    return replace(study, tasks=tuple(task for task in study.tasks if task.name in names))

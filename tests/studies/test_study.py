@@ -22,7 +22,7 @@ from dreamer_jax.evaluation.comparison import data_efficiency
 from dreamer_jax.studies import comparison, jobs
 from dreamer_jax.studies import study as study_module
 from dreamer_jax.studies.study import conduct, describe, entrants
-from dreamer_jax.studies.study_file import quick, read_study
+from dreamer_jax.studies.study_file import only, quick, read_study
 from dreamer_jax.studies.study_plan import plan
 
 STUDY = """
@@ -59,6 +59,9 @@ def test_a_task_comes_before_a_member_and_the_command_line_last(tmp_path):
     words = split_words(["--training.batch_size", "2"])
     assert study.configuration(hard, as_is, words).config.training.batch_size == 2
     assert quick(study).seeds == 1 and quick(study).tasks[0].tokens == 63
+    assert [task.name for task in only(study, ["hard"]).tasks] == ["hard"]
+    with pytest.raises(UserError, match="there is no task tough; the study has easy, hard"):
+        only(study, ["hard", "tough"])
 
 
 def test_a_layered_member_is_evaluated_at_the_depths_that_it_has(tmp_path, monkeypatch):
