@@ -32,6 +32,8 @@ TRIAL_SHARE = 0.25
 """Of the tokens, after which the best of several first seeds goes on: 25 of 100 billion in section 4.1 of the paper."""
 QUICK_SHARE = 16
 """A quick study has so many times fewer tokens."""
+SCHEDULES = ("training.warmup_steps", "training.cooldown_steps", "recurrence.curriculum_steps")
+"""What a run on a share of the tokens has that share of, too."""
 
 Node = yaml.Node
 Pairs = Sequence[tuple[str, Node, Node]]
@@ -100,6 +102,7 @@ class StudyFile:
         sweep: what every member tries first, if anything.
         tasks, members: in the order of the file.
         lines: the sections that all share.
+        shortened: so many times fewer tokens than the file says is what its tasks have.
     """
 
     path: Path
@@ -111,6 +114,7 @@ class StudyFile:
     tasks: tuple[Task, ...]
     members: tuple[Member, ...]
     lines: tuple[Line, ...]
+    shortened: int = 1
 
     def configuration(self, task: Task, member: Member, words: Sequence[Word], share: float = 1.0) -> LoadedConfig:
         """The configuration of a member's runs on a task, but for run.dir, run.seed and what matching changes.
@@ -130,7 +134,12 @@ class StudyFile:
 
         step = of("training.batch_size") * of("data.sequence_length")
         steps = max(1, math.ceil(share * task.tokens / step))
-        return build({**settings, "training.steps": Setting(steps, f"{self.path}: tokens of {task.name}")})
+        found = {**settings, "training.steps": Setting(steps, f"{self.path}: tokens of {task.name}")}
+        part = share / self.shortened
+        for key in SCHEDULES if part < 1 else ():
+            origin = settings[key].origin if key in settings else "the default"
+            found[key] = Setting(math.floor(part * of(key)), f"{origin}, for {part:.3g} of the tokens")
+        return build(found)
 
 
 def read_study(word: str | Path) -> StudyFile:
@@ -259,7 +268,7 @@ def _sweep(path: Path, node: Node) -> Sweep:
 def quick(study: StudyFile) -> StudyFile:
     """The study with one seed and `QUICK_SHARE` times fewer tokens, to see whether it works."""
     tasks = tuple(replace(task, tokens=math.ceil(task.tokens / QUICK_SHARE)) for task in study.tasks)
-    return replace(study, seeds=1, tries=1, tasks=tasks)
+    return replace(study, seeds=1, tries=1, tasks=tasks, shortened=QUICK_SHARE)
 
 
 def only(study: StudyFile, names: Sequence[str]) -> StudyFile:

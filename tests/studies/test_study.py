@@ -64,6 +64,30 @@ def test_a_task_comes_before_a_member_and_the_command_line_last(tmp_path):
         only(study, ["hard", "tough"])
 
 
+def test_a_shorter_run_keeps_the_proportions_of_its_schedule(tmp_path):
+    text = STUDY.replace("warmup_steps: 2", "warmup_steps: 8, schedule: trapezoid, cooldown_steps: 16")
+    study = read_study(written(tmp_path, text.replace("tokens: 1000", "tokens: 16384")))
+    plain, task = study.members[0], study.tasks[0]
+
+    def schedule(study, share=1.0):
+        training = study.configuration(study.tasks[0], plain, [], share).config.training
+        return training.steps, training.warmup_steps, training.cooldown_steps
+
+    assert schedule(study) == (32, 8, 16)
+    assert schedule(study, share=0.25) == (8, 2, 4)
+    assert schedule(quick(study)) == (2, 0, 1)
+    assert task.tokens == 16 * quick(study).tasks[0].tokens
+
+
+@pytest.mark.parametrize("name", names(["study"]))
+def test_studies_of_the_package_can_be_quick_and_their_sweeps_short(name):
+    study = read_study(name)
+    for task, member in itertools.product(study.tasks, study.members):
+        for share in (1.0, study.sweep.share if study.sweep else 1.0):
+            study.configuration(task, member, [], share)
+            quick(study).configuration(quick(study).tasks[study.tasks.index(task)], member, [], share)
+
+
 def test_a_layered_member_is_evaluated_at_the_depths_that_it_has(tmp_path, monkeypatch):
     text = STUDY.replace("seeds: 2", "seeds: 1\nmatch: none\ndepths: [1, 2, 4]")
     layered = "{family: dreamer, variant: LA, sa_heads: 2, sa_kv_heads: 1, sa_head_size: 8, num_experts: 4}"
