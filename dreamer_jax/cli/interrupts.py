@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import threading
@@ -26,6 +27,10 @@ AGAIN = 0.05
 
 _unnoticed = 0
 """How often Ctrl-C was pressed since `_on_interrupt` has run; training has its own handler, which doesn't count."""
+_reading = -1
+"""The end of the pipe with a byte for every press that `_watch` hasn't counted."""
+_counting = threading.RLock()
+"""Held while presses are counted or forgotten: one that was noticed before it is counted must not count afterwards."""
 
 
 def prepare() -> None:
@@ -43,10 +48,12 @@ def prepare() -> None:
             before(what)
 
     sys.unraisablehook = swallowed
-    reading, writing = os.pipe()
+    global _reading
+    _reading, writing = os.pipe()
+    os.set_blocking(_reading, False)
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # written to at once, also during a long call
-    threading.Thread(target=_watch, args=(reading,), name="interrupts", daemon=True).start()
+    threading.Thread(target=_watch, name="interrupts", daemon=True).start()
 
 
 def leave() -> None:
@@ -66,7 +73,9 @@ def end() -> None:
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
     global _unnoticed
-    _unnoticed = 0
+    with _counting:
+        _presses()
+        _unnoticed = 0
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             leave()  # nothing has begun that would have to be cleaned up
@@ -74,15 +83,26 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _watch(reading: int) -> None:
+def _presses() -> int:
+    """How often Ctrl-C was pressed since this was asked last."""
+    try:
+        return os.read(_reading, 64).count(signal.SIGINT)
+    except BlockingIOError:  # not since then
+        return 0
+
+
+def _watch() -> None:
     """Ends the process some time after the second Ctrl-C that hasn't been noticed, and at once after the third."""
     global _unnoticed
     while True:
-        pressed = os.read(reading, 64).count(signal.SIGINT)
-        _unnoticed += pressed
-        if _unnoticed == 2:
+        select.select([_reading], [], [])
+        with _counting:
+            pressed = _presses()
+            _unnoticed += pressed
+            count = _unnoticed
+        if pressed and count == 2:
             threading.Thread(target=_leave_later, daemon=True).start()
-        elif _unnoticed > 2:
+        elif count > 2:
             leave()
 
 

@@ -65,6 +65,13 @@ def test_those_that_are_noticed_do_not_add_up():
     assert outcome(f"{answer * 4}time.sleep(0.5)\nprint('still here')") == (0, "still here\n", "")
 
 
+def test_nor_where_they_are_counted_late():
+    """The thread that counts has to wait for its turn, and may meet several at once that have been noticed long ago."""
+    late = "interrupts.select.select = lambda *_: time.sleep(0.5)\n"
+    answer = "try:\n    press(0.1)\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    pass\n"
+    assert outcome(f"{late}{answer * 4}time.sleep(1)\nprint('still here')") == (0, "still here\n", "")
+
+
 def test_everywhere_else_it_is_pythons_own():
     code, said, _ = outcome("press(0.1)\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('caught')")
     assert (code, said) == (0, "caught\n")
