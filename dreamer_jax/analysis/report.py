@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+from collections.abc import Sequence
 
 from dreamer_jax.analysis.drawing import DARK, Figure
 from dreamer_jax.analysis.summary import Summary
@@ -25,29 +26,44 @@ p.quiet { color: var(--quiet); }
 
 
 def write_report(summary: Summary, figures: list[Figure]) -> str:
-    """The page as HTML: no script, no request, figures in it as SVG for a light and for a dark screen.
+    """The page as HTML, see `page`.
 
     Args:
         summary: of the model; `run`, `step` and `sequences` beside what `summarise` gives.
         figures: see `make_figures`.
     """
     model = summary["model"]
-    title = f"What {model['variant']} of depth {model['depth']} does"
     about = (
         f"{summary['run']}, checkpoint {summary['step']:,}: {summary['sequences']:,} sequences of {summary['data']}, "
-        f"{summary['tokens']:,} tokens."
+        f"{summary['tokens']:,} tokens. Depths are counted from 0."
     )
     table = numbers(summary)
     paper = "The paper's DR+DA, depth 32" if any(said for _, _, said in table) else ""
-    rows = "\n".join(
-        f"<tr><td>{html.escape(label)}</td><td class=number>{html.escape(value)}</td><td>{html.escape(said)}</td></tr>"
-        for label, value, said in table
-    )
     overlap = "An expert that needs two depths counts as both specialised and generalised in a model this shallow."
-    note = (
-        f'<p class="quiet">{overlap}</p>' if "generalised" in summary.get("experts", {}) and model["depth"] < 10 else ""
-    )
-    sections = "\n".join(_section(figure) for figure in figures)
+    note = overlap if "generalised" in summary.get("experts", {}) and model["depth"] < 10 else ""
+    title = f"What {model['variant']} of depth {model['depth']} does"
+    return page(title, about, [("Measure", "Here", paper), *table], figures, note)
+
+
+def page(title: str, about: str, table: Sequence[Sequence[str]], figures: list[Figure], note: str = "") -> str:
+    """A report as HTML: no script, no request, figures in it as SVG for a light and for a dark screen.
+
+    Args:
+        title: of the page.
+        about: what it is about, in small print.
+        table: its first row is the heading; what stands behind the first column is numbers, or what is said of them.
+        figures: with what is said of each.
+        note: below the table, in small print.
+    """
+    head, *rows = ([html.escape(cell) for cell in row] for row in table)
+
+    def line(cells: Sequence[str]) -> str:
+        label, value, *more = cells
+        return f"<tr><td>{label}</td><td class=number>{value}</td>{''.join(f'<td>{its}</td>' for its in more)}</tr>"
+
+    heading = "".join(f"<th>{cell}</th>" for cell in head)
+    lines, sections = "\n".join(map(line, rows)), "\n".join(map(_section, figures))
+    small = f'<p class="quiet">{html.escape(note)}</p>' if note else ""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -58,12 +74,12 @@ def write_report(summary: Summary, figures: list[Figure]) -> str:
 </head>
 <body>
 <h1>{html.escape(title)}</h1>
-<p class="quiet">{html.escape(about)} Depths are counted from 0.</p>
+<p class="quiet">{html.escape(about)}</p>
 <table>
-<tr><th>Measure</th><th>Here</th><th>{paper}</th></tr>
-{rows}
+<tr>{heading}</tr>
+{lines}
 </table>
-{note}
+{small}
 {sections}
 </body>
 </html>

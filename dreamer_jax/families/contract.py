@@ -321,6 +321,11 @@ class Family(abc.ABC):
         """The residual stream [B, P, h] in a state, which analysis and early exits look at."""
         return state
 
+    def carried(self, state: PyTree) -> jax.Array:
+        """What of a state the next step starts from, [B, P, ...]: as a rule the stream. Sums that a state holds beside,
+        and what is only read out, are left out: the Jacobian of a step is that of this."""
+        return self.stream(state)
+
     # Memories.
 
     @abc.abstractmethod

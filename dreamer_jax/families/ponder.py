@@ -129,6 +129,10 @@ class Ponder(Family):
         """h_t."""
         return state.h
 
+    def carried(self, state: Pondered) -> jax.Array:
+        """x_{t+1}: h_t has gone into it, and the next pass doesn't see it."""
+        return state.x
+
     # Memories.
 
     def fresh(self, batch: int, length: int, slots: int) -> Memory:

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
-from dreamer_jax.config.sections import MeshConfig
+from dreamer_jax.config.sections import Config, MeshConfig
 from dreamer_jax.data import open_data
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import Family
 from dreamer_jax.parallel import batch_spec, make_mesh
-from dreamer_jax.runs.folders import write_atomically
-from dreamer_jax.runs.models import load_run
+from dreamer_jax.runs.folders import run_and_step, write_atomically
+from dreamer_jax.runs.models import TrainedModel, load_run
 from dreamer_jax.training.evaluation import evaluate
 from dreamer_jax.training.train_step import make_evaluation_step
 
 FILE = "depth.json"
 FARTHEST = 4
 """Times the trained depth, up to which models are run that take any depth."""
+SECONDS = 2.0
+"""Between two lines of progress."""
 
+Say = Callable[[str], None]
 ByDepth = dict[int, dict[str, float]]
 """Depth -> loss, perplexity, and exact match where answers are known."""
 
 
-def by_depth(run: Path, depths: Sequence[int] | None, say: Callable[[str], None]) -> ByDepth:
+def by_depth(run: Path, depths: Sequence[int] | None, say: Say) -> ByDepth:
     """Held-out metrics of a run's newest checkpoint at these depths, written to `FILE` in it.
 
     What the file has of the same checkpoint isn't computed again. One device does it.
@@ -35,34 +42,46 @@ def by_depth(run: Path, depths: Sequence[int] | None, say: Callable[[str], None]
     Args:
         run: a run directory.
         depths: by default the powers of two up to `FARTHEST` times the trained depth, and that one.
-        say: gets a line for each depth.
+        say: gets lines of progress.
 
     Raises:
-        UserError: the model can't be run at one of them, or nothing is held out.
+        UserError: there is no run, the model can't be run at one of the depths, or nothing is held out.
     """
-    model = load_run(run)
-    config = model.config
-    asked = usual_depths(model.family) if depths is None else sorted(set(depths))
-    for depth in asked:
-        model.family.check_depth(depth)
-    file = run / FILE
-    known = _read(file, model.step)
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    sharding = NamedSharding(mesh, batch_spec(mesh))
-    data = open_data(config)
-    for depth in asked:
-        if depth not in known:
-            metrics, _ = evaluate(
-                make_evaluation_step(config, mesh, depth), lambda batch: jax.device_put(batch, sharding), model, data
-            )
-            kept = {name.removeprefix("heldout/"): value for name, value in metrics.items() if "heldout/" in name}
-            if not kept:
+    model = open_run(run)
+    asked = checked(model.family, usual_depths(model.family) if depths is None else depths)
+    return heldout(run, model, asked, Kept(run / FILE, model.step), say)
+
+
+def open_run(run: Path) -> TrainedModel:
+    """The newest checkpoint of a run.
+
+    Raises:
+        UserError: there is none, or the path names something else.
+    """
+    if "://" in str(run) or ":/" in str(run):
+        raise UserError(f"{run}: files are written into the run directory, so it has to be on a disk; copy it first")
+    if run_and_step(run)[1] is not None:
+        raise UserError(f"{run}: name the run directory; its newest checkpoint is taken")
+    return load_run(run)
+
+
+def heldout(run: Path, model: TrainedModel, depths: Sequence[int], kept: Kept, say: Say) -> ByDepth:
+    """See `by_depth`; one program serves all depths that aren't known yet."""
+    known = kept.part("depths")
+    missing = [depth for depth in depths if str(depth) not in known]
+    if missing:
+        config = dataclasses.replace(model.config, evaluation=dataclasses.replace(model.config.evaluation, harder=0))
+        data, measure = open_data(config), Measure(config, max(missing))
+        progress = Progress(say, "held-out loss", len(missing))
+        for depth in missing:
+            metrics, _ = evaluate(measure.step(depth), measure.place, model, data)
+            found = {name.removeprefix("heldout/"): value for name, value in metrics.items() if "heldout/" in name}
+            if not found:
                 raise UserError(f"{run} has no held-out records; see data.heldout_records and data.heldout_path")
-            known[depth] = kept
-            written = {"step": model.step, "depths": {str(d): known[d] for d in sorted(known)}}
-            write_atomically(file, json.dumps(written, indent=1) + "\n")
-        say(f"depth {depth}: " + ", ".join(f"{name} {value:.4f}" for name, value in known[depth].items()))
-    return {depth: known[depth] for depth in asked}
+            known[str(depth)] = found
+            kept.write()
+            progress.done(f"depth {depth}: " + ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
+    return {depth: known[str(depth)] for depth in depths}
 
 
 def usual_depths(family: Family) -> list[int]:
@@ -85,8 +104,98 @@ def takes(family: Family, depth: int) -> bool:
     return True
 
 
-def _read(file: Path, step: int) -> ByDepth:
-    if not file.is_file():
-        return {}
-    content = json.loads(file.read_text(encoding="utf-8"))
-    return {int(depth): its for depth, its in content["depths"].items()} if content["step"] == step else {}
+def checked(family: Family, depths: Sequence[int]) -> list[int]:
+    """The depths in order, if the model takes all of them.
+
+    Raises:
+        UserError: it doesn't.
+    """
+    for depth in depths:
+        family.check_depth(depth)
+    return sorted(set(depths))
+
+
+class Measure:
+    """The evaluation of batches at any depth up to a bound, on one device.
+
+    Args:
+        config: of the run, with the shapes of the batches.
+        deepest: the bound.
+    """
+
+    def __init__(self, config: Config, deepest: int):
+        mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+        self._step = make_evaluation_step(dataclasses.replace(config, mesh=MeshConfig()), mesh, deepest)
+        self._sharding = NamedSharding(mesh, batch_spec(mesh))
+
+    def step(self, depth: int) -> Callable[..., Any]:
+        """The evaluation step of one depth."""
+        return lambda params, model_state, batch: self._step(params, model_state, batch, np.int32(depth))
+
+    def place(self, batch: Any) -> Any:
+        """A batch on the device."""
+        return jax.device_put(batch, self._sharding)
+
+
+class Kept:
+    """What is known of a checkpoint at several depths, in a file of its run.
+
+    Args:
+        file: JSON; what it has of another checkpoint is forgotten.
+        step: the checkpoint.
+    """
+
+    def __init__(self, file: Path, step: int):
+        self._file = file
+        self._content: dict[str, Any] = {"step": step}
+        if file.is_file():
+            try:
+                before = json.loads(file.read_text(encoding="utf-8"))
+            except json.JSONDecodeError:
+                raise UserError(f"{file}: is not JSON; remove it, and it is made again") from None
+            if isinstance(before, dict) and before.get("step") == step:
+                self._content = before
+
+    def part(self, name: str, settings: Any = None) -> dict[str, Any]:
+        """A part, to be filled: name of what -> what. Of one that was made with other settings nothing is left."""
+        if settings is None:
+            return self._content.setdefault(name, {})
+        if self._content.get(name, {}).get("settings") != settings:
+            self._content[name] = {"settings": settings, "found": {}}
+        return self._content[name]["found"]
+
+    def write(self) -> None:
+        """Write the file; depths in order."""
+        for part in self._content.values():
+            its = part.get("found", part) if isinstance(part, dict) else {}
+            ordered = {name: its[name] for name in sorted(its, key=_number)}
+            its.clear()
+            its.update(ordered)
+        write_atomically(self._file, json.dumps(self._content, indent=1) + "\n")
+
+
+def _number(name: str) -> tuple[int, ...]:
+    """Sorts names that are numbers, or several with a slash between them."""
+    return tuple(int(part) for part in name.split("/"))
+
+
+class Progress:
+    """Lines for somebody who waits: what begins, and every two seconds how far it is.
+
+    Args:
+        say: gets a line.
+        what: is done.
+        count: of its parts.
+    """
+
+    def __init__(self, say: Say, what: str, count: int):
+        self._say, self._what, self._count, self._done = say, what, count, 0
+        self._said = time.monotonic()
+        say(f"{what}: {count} to compute")
+
+    def done(self, line: str) -> None:
+        """One part is done, of which this can be said."""
+        self._done += 1
+        if time.monotonic() - self._said >= SECONDS:
+            self._said = time.monotonic()
+            self._say(f"{self._what}: {self._done} of {self._count}, {line}")

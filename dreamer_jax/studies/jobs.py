@@ -144,7 +144,9 @@ def _start(job: Job, folder: Path, place: int, at_once: int) -> _Running:
     write_atomically(config, to_yaml(job.loaded.config))
     commands = deque([["train", str(config)]])
     if job.depths:
-        commands.append(["depth", str(job.run), *([] if job.depths == "usual" else ["--depths", job.depths])])
+        commands.append(
+            ["depth", str(job.run), "--loss-only", *([] if job.depths == "usual" else ["--depths", job.depths])]
+        )
     started = _Running(job, place, log, _locked(log), commands)
     started.start_next(at_once)
     return started

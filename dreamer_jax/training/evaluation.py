@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from dreamer_jax.data import Data
+from dreamer_jax.data.records import Batch
 
 FILE = "heldout.jsonl"
 """What a run keeps of its evaluations beside their means: a line of `Sums` for each, which later lines of its step
@@ -60,16 +61,9 @@ def evaluate(evaluation_step: Callable[..., Any], place: Callable, state: Weight
     metrics: dict[str, float] = {}
     parts: Sums = {}
     for kind, batches in (("heldout", data.heldout_batches()), ("harder", data.harder_batches())):
-        found = [
-            {
-                name: np.asarray(its, np.float64)
-                for name, its in evaluation_step(state.params, state.model_state, placed).items()
-            }
-            for placed in map(place, batches)
-        ]
-        if not found:
+        rows = sums_of_rows(evaluation_step, place, state, batches)
+        if not rows:
             continue
-        rows = {name: np.concatenate([its[name] for its in found]) for name in found[0]}
         sums = {name: float(its.sum()) for name, its in rows.items()}
         if not sums["targets"]:
             continue
@@ -81,6 +75,20 @@ def evaluate(evaluation_step: Callable[..., Any], place: Callable, state: Weight
         if kind == "heldout":
             parts = {name: _dealt(its) for name, its in rows.items()}
     return Evaluation(metrics, parts)
+
+
+def sums_of_rows(
+    evaluation_step: Callable[..., Any], place: Callable, state: Weights, batches: Iterable[Batch]
+) -> dict[str, np.ndarray]:
+    """What the evaluation step says of the rows of all batches, one after the other, float64; empty without any."""
+    found = [
+        {
+            name: np.asarray(its, np.float64)
+            for name, its in evaluation_step(state.params, state.model_state, placed).items()
+        }
+        for placed in map(place, batches)
+    ]
+    return {name: np.concatenate([its[name] for its in found]) for name in found[0]} if found else {}
 
 
 def _dealt(rows: np.ndarray) -> list[float]:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from dreamer_jax.blocks.operations import operations_of
 from dreamer_jax.config.sections import Config
-from dreamer_jax.families import Family, build, forward
+from dreamer_jax.families import Drawn, Family, build, forward
 from dreamer_jax.parallel.expert_parallel import parallel_operations
 from dreamer_jax.parallel.gather import gather, means, scatter, squared_norm, sum_over
 from dreamer_jax.parallel.layout import parameter_layouts
@@ -160,9 +160,12 @@ def family_on(config: Config, mesh: Mesh) -> Family:
     return build(config.model, parallel_operations(operations, config.mesh.exchange, mesh.shape[EXPERT]))
 
 
-def make_evaluation_step(config: Config, mesh: Mesh, depth: int | None = None) -> Callable[[Any, Any, Batch], Metrics]:
-    """The jitted evaluation of a batch, at the trained depth or another: (params, model state, batch) -> sums over each
-    row of the whole batch [B].
+def make_evaluation_step(config: Config, mesh: Mesh, deepest: int | None = None) -> Callable[..., Metrics]:
+    """The jitted evaluation of a batch: (params, model state, batch) -> sums over each row of the whole batch [B].
+
+    With `deepest` it takes the depth as well, a number at run time up to that: (params, model state, batch, depth). One
+    program then serves all depths. It makes a pass for each: where a step knows how many are left, what a pass has come
+    to at some depth isn't what a pass of that depth comes to.
 
     Keys: `loss` and `targets` over all targets of the loss mask; `answers` and `exact`, the documents with an
     answer and those whose every answer token is the most likely one given the true tokens before it. That is
@@ -172,9 +175,10 @@ def make_evaluation_step(config: Config, mesh: Mesh, depth: int | None = None) -
     layouts = parameter_layouts(family.boxed, mesh)
     length = config.data.sequence_length
 
-    def evaluate(params, model_state, batch: Batch) -> Metrics:
+    def evaluate(params, model_state, batch: Batch, *depth: jax.Array) -> Metrics:
         params = gather(params, layouts, family.cast)
-        losses, correct = family.evaluate(params, forward(family, params, model_state, batch, depth), batch)
+        drawn = Drawn(depth[0], deepest) if deepest is not None else None
+        losses, correct = family.evaluate(params, forward(family, params, model_state, batch, drawn), batch)
         mask, answer = batch["loss_mask"], batch["answer_mask"]
         wrong = answer & ~correct
 
@@ -191,7 +195,8 @@ def make_evaluation_step(config: Config, mesh: Mesh, depth: int | None = None) -
         return jnp.zeros(mesh.size * len(own), own.dtype).at[_numbers(batch, mesh)].set(own)
 
     specs = jax.tree.map(lambda layout: layout.spec, layouts)
+    depth = () if deepest is None else (P(),)
     sharded = jax.shard_map(
-        evaluate, mesh=mesh, in_specs=(specs, P(), batch_spec(mesh)), out_specs=P(), check_vma=False
+        evaluate, mesh=mesh, in_specs=(specs, P(), batch_spec(mesh), *depth), out_specs=P(), check_vma=False
     )
     return jax.jit(sharded)
