@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dreamer_jax.blocks.loss import chunks
+from dreamer_jax.data import records
 from dreamer_jax.families import Family, Pass, forward
 from dreamer_jax.families.contract import Batch, Drawn
 
@@ -91,10 +92,10 @@ def look(family: Family, slots: int, params: Any, model_state: Any, batch: Batch
     return passed.counts
 
 
-def counted(family: Family, batch: Batch) -> np.ndarray:
+def counted(family: Family, batch: records.Batch) -> np.ndarray:
     """[B, S] bool, the places whose targets the loss counts; of puzzles [B, 1], the rows that have a question."""
-    mask = np.asarray(batch["loss_mask"])
-    return mask if family.flags.generates else mask.any(axis=1, keepdims=True)
+    mask = batch["loss_mask"]
+    return mask if family.flags.generates else np.any(mask, axis=1)[:, None]
 
 
 def depths_needed(tokens: np.ndarray) -> np.ndarray:
@@ -103,7 +104,7 @@ def depths_needed(tokens: np.ndarray) -> np.ndarray:
     return 1 + (np.arange(1, len(tokens) + 1)[:, None] * differs).max(axis=0)
 
 
-def summarise_pass(family: Family, batch: Batch, seen: Seen, depth: int) -> dict[str, Any]:
+def summarise_pass(family: Family, batch: records.Batch, seen: Seen, depth: int) -> dict[str, Any]:
     """What is kept of a pass of one depth L, as numbers and lists that JSON can hold.
 
     Returns:
@@ -111,7 +112,7 @@ def summarise_pass(family: Family, batch: Batch, seen: Seen, depth: int) -> dict
         second. None where there is no such number (a first state that is 0). `needed` [L]: targets by the depths they
         need, from 1. `halted` [L + 1], of models that halt: targets by the depths they take, and those that never halt.
     """
-    real, mask = np.asarray(batch["segment_ids"]) > 0, counted(family, batch)
+    real, mask = batch["segment_ids"] > 0, counted(family, batch)
     norm, residual = (np.asarray(its)[:depth][:, real] for its in (seen.norm, seen.residual))
     needed = depths_needed(np.asarray(seen.likeliest)[:depth][:, mask])
     found = {
@@ -121,7 +122,7 @@ def summarise_pass(family: Family, batch: Batch, seen: Seen, depth: int) -> dict
         "needed": np.bincount(needed, minlength=depth + 1)[1:].tolist(),
     }
     if seen.finished is not None:
-        finished = np.asarray(seen.finished)[:depth][:, np.asarray(batch["loss_mask"])]
+        finished = np.asarray(seen.finished)[:depth][:, batch["loss_mask"]]
         taken = np.where(finished.any(axis=0), finished.argmax(axis=0), depth)
         found["halted"] = np.bincount(taken, minlength=depth + 1).tolist()
     return found

@@ -11,6 +11,9 @@ from typing import Any
 from dreamer_jax.cli.arguments import Parser, natural, positive, say
 from dreamer_jax.errors import UserError
 
+LINES = 16
+"""Depths of a pass that are printed, about; the files have all."""
+
 
 def run(arguments: list[str]) -> int:
     """Measure and print; returns the exit code."""
@@ -72,10 +75,14 @@ def _difficulty_table(found: Mapping[str, Any], trained: int) -> str:
 
 
 def _pass_table(passes: Mapping[str, Any]) -> str:
-    """What single passes do after each depth, side by side."""
-    titles = "".join(f" |{f'a pass of depth {depth}':^35}" for depth in passes)
-    lines = [f"       {titles}", "  depth" + f" |{'norm':>10}{'change':>10}{'radius':>8}{'stand':>7}" * len(passes)]
-    for l in range(max(map(int, passes))):
+    """What single passes do after each depth, or `LINES` of them, side by side."""
+    from dreamer_jax.studies.depth_report import even
+
+    measured = passes[max(passes, key=int)]["spectral_radius"]["depths"]
+    shown = {int(depth) - 1 for depth in passes} | {measured[i] - 1 for i in even(len(measured), LINES)}
+    lines = ["       " + "".join(f" |{f'a pass of depth {depth}':^35}" for depth in passes)]
+    lines.append("  depth" + f" |{'norm':>10}{'change':>10}{'radius':>8}{'stand':>7}" * len(passes))
+    for l in sorted(shown):
         cells = (f" |{_of_pass(its, l) if l < int(depth) else '':35}" for depth, its in passes.items())
         lines.append(f"  {l + 1:>5}" + "".join(cells).rstrip())
     lines.append(

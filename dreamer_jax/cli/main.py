@@ -38,7 +38,7 @@ COMMANDS = {
     "convert": ("dreamer_jax.cli.convert", "a pretrained Llama, Qwen3 or OLMo 2 as a model of recurrent depth"),
     "frontier": ("dreamer_jax.cli.frontier", "accuracy by task depth and thinking steps, beside a paper's"),
     "study": ("dreamer_jax.cli.study", "models of one cost trained alike on several tasks, with seeds, and compared"),
-    "depth": ("dreamer_jax.cli.depth", "held-out loss of a trained model at other depths"),
+    "depth": ("dreamer_jax.cli.depth", "a trained model at other depths: loss, accuracy, what its steps do; a report"),
     "completion": ("dreamer_jax.cli.completion", "let bash, zsh or fish complete commands, names and options"),
     "info": ("dreamer_jax.cli.info", "versions, devices, and which extras are installed"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,7 +59,7 @@ def open_run(run: Path) -> TrainedModel:
     Raises:
         UserError: there is none, or the path names something else.
     """
-    if "://" in str(run) or ":/" in str(run):
+    if re.match("[a-z0-9]+:/", str(run)):  # Path makes one slash of two
         raise UserError(f"{run}: files are written into the run directory, so it has to be on a disk; copy it first")
     if run_and_step(run)[1] is not None:
         raise UserError(f"{run}: name the run directory; its newest checkpoint is taken")
