@@ -112,6 +112,8 @@ def _within(canvas: Any, theme: Mapping[str, Any], result: Mapping[str, Any]) ->
         mean, least, greatest = (np.array(its[name], float) for name in ("mean", "least", "greatest"))
         radius.plot(its["depths"], mean, **look)
         radius.fill_between(its["depths"], least, greatest, color=colour, alpha=0.2, linewidth=0)
+    if all(value for its in result["passes"].values() for value in its["spectral_radius"]["least"]):
+        radius.set_yscale("log")  # the first step leads from a stream of another size, and stands far above the others
     radius.axhline(1, color=theme["grid"], linestyle="--", linewidth=1)
     if any(value for its in result["passes"].values() for value in its["residual"] if value):
         residual.set_yscale("log")

@@ -26,6 +26,8 @@ FOLDER = "depth"
 """Of a run, with the page and its figures."""
 MOST = 32
 """Depths that are asked for without being named, at most; and depths of a pass whose spectral radius is measured."""
+CELLS = 12
+"""Depths at which every difficulty is asked, of those that aren't named, at most."""
 ROWS, INSTANCES, JACOBIAN_ROWS = 16, 64, 4
 """Held-out rows that agreement and single passes are looked at over; instances of each difficulty; and of those rows,
 the first ones, that the spectral radius is measured on."""
@@ -92,7 +94,8 @@ def report(
         },
     }
     if generated(model.config):
-        right = accuracy(model, asked, instances, kept, say)
+        few = asked if depths is not None else sorted({*(asked[i] for i in even(len(asked), CELLS - 1)), family.depth})
+        right = accuracy(model, few, instances, kept, say)
         by_difficulty = {str(d): {str(depth): its for depth, its in row.items()} for d, row in right.items()}
         result["difficulty"] = {"trained_to": hardest(model.config), "instances": instances, "accuracy": by_difficulty}
     say("drawing")

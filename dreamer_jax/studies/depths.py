@@ -27,8 +27,8 @@ from dreamer_jax.training.train_step import make_evaluation_step
 FILE = "depth.json"
 FARTHEST = 4
 """Times the trained depth, up to which models are run that take any depth."""
-SECONDS = 2.0
-"""Between two lines of progress."""
+SECONDS, LATER = 2.0, 10.0
+"""Until the first line of progress, and between two."""
 
 Say = Callable[[str], None]
 ByDepth = dict[int, dict[str, float]]
@@ -181,7 +181,7 @@ def _number(name: str) -> tuple[int, ...]:
 
 
 class Progress:
-    """Lines for somebody who waits: what begins, and every two seconds how far it is.
+    """Lines for somebody who waits: what begins, after two seconds how far it is, and then every ten.
 
     Args:
         say: gets a line.
@@ -191,12 +191,12 @@ class Progress:
 
     def __init__(self, say: Say, what: str, count: int):
         self._say, self._what, self._count, self._done = say, what, count, 0
-        self._said = time.monotonic()
+        self._next = time.monotonic() + SECONDS
         say(f"{what}: {count} to compute")
 
     def done(self, line: str) -> None:
         """One part is done, of which this can be said."""
         self._done += 1
-        if time.monotonic() - self._said >= SECONDS:
-            self._said = time.monotonic()
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + LATER
             self._say(f"{self._what}: {self._done} of {self._count}, {line}")
