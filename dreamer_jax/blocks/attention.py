@@ -18,7 +18,8 @@ from dreamer_jax.blocks.positions import Depth, DepthCode, rope
 from dreamer_jax.blocks.projections import Projections
 from dreamer_jax.blocks.routing import Router
 from dreamer_jax.blocks.self_attention import scores_cost
-from pallas_kernels.depth_attention import DepthCache, empty_cache
+from pallas_kernels.depth_attention import WHOLE, DepthCache, Ring, Window, empty_cache
+from pallas_kernels.depth_attention.reference import visible_slots
 from pallas_kernels.kept import keep
 from pallas_kernels.tape import Tape
 
@@ -223,7 +224,13 @@ class SequenceAttention(Attention):
 
 
 class DepthAttention(Attention):
-    """Tokens look back at what they were at shallower depths; nothing crosses tokens. Base 500 over depths."""
+    """Tokens look back at what they were at shallower depths; nothing crosses tokens. Base 500 over depths.
+
+    Attributes:
+        window: which of the depths are seen.
+    """
+
+    window: Window = WHOLE
 
     @nn.compact
     def __call__(
@@ -246,9 +253,11 @@ class DepthAttention(Attention):
         if self.code is not None:
             code: Any = self.code
             q, k = code(q, depth.flat(1)), code(k, depth.flat(1))
-        attended, memory = self.operations.depth_attention(q, k, v, memory, depth.index, tape=tape.get("keys"))
+        attended, memory = self.operations.depth_attention(
+            q, k, v, memory, depth.index, tape=tape.get("keys"), window=self.window
+        )
         if self.observe:
-            weights = depth_weights(q, memory.heads(self.head_size)[0], depth.index)  # [L, T, n]
+            weights = depth_weights(q, memory.heads(self.head_size)[0], depth.index, self.window)  # [L, T, n]
             scores = jnp.einsum("ltn,t->nl", weights, context.real * 1.0, precision="highest")
             seen = {**(seen or {}), "depth_scores": scores}
         out = project.out(attended.reshape(flat.shape[0], -1), choice, maps)
@@ -256,19 +265,29 @@ class DepthAttention(Attention):
 
     @nn.nowrap
     def memory(self, slots: int, tokens: int, dtype: str) -> DepthCache:
-        """The empty cache of T tokens for L = `slots` depths."""
+        """The empty cache of T tokens for L = `slots` depths: a backward pass asks for the keys of all of them."""
         return empty_cache(slots, tokens, self.kv_heads, self.head_size, dtype)
+
+    @nn.nowrap
+    def newest(self, slots: int, tokens: int, dtype: str) -> DepthCache:
+        """The same where there is no backward pass: of as many depths as are still looked at."""
+        span = self.window.span(slots)
+        cache = self.memory(span, tokens, dtype)
+        return Ring(*cache) if span < slots else cache
 
     @nn.nowrap
     def start_tape(self, weights: dict[str, Any], tokens: int, dtype: str, slots: int = 1) -> dict[str, Tape]:
         """The empty tapes of the keys and values, and of the projections."""
-        keys = self.operations.depth_attention.start_tape(self.memory(slots, tokens, dtype), self.heads, self.head_size)
+        cache = self.memory(slots, tokens, dtype)
+        keys = self.operations.depth_attention.start_tape(cache, self.heads, self.head_size, window=self.window)
         return {**({} if keys is None else {"keys": keys}), **super().start_tape(weights, tokens, dtype)}
 
     @nn.nowrap
     def keys_met(self, reach: Reach) -> float:
-        """Keys that a query meets on average: over depths."""
-        return reach.depths
+        """Keys that a query meets on average: over depths, those that it sees."""
+        if self.window.whole:
+            return reach.depths
+        return self.window.mean(reach.total) if reach.total else self.window.most(round(reach.depths))
 
     @nn.nowrap
     def flight_elements(self) -> int:
@@ -276,15 +295,25 @@ class DepthAttention(Attention):
         return 2 * self.kv_heads * self.head_size
 
     @nn.nowrap
+    def flight_read(self, reach: Reach) -> float:
+        """Of the depths that are seen."""
+        return self.keys_met(reach) * self.flight_elements()
+
+    @nn.nowrap
     def gradient_cache_elements(self) -> int:
         """Keys and values."""
         return 2 * self.kv_heads * self.head_size
 
     @nn.nowrap
+    def gradient_depths(self, depths: int) -> int:
+        """What is older than the window's oldest depth has got its gradient."""
+        return depths if self.window.whole else self.window.span(depths)
+
+    @nn.nowrap
     def step_cost(self, on: OnChip) -> Iterator[Operation]:
         """Projections, and the cache's traffic."""
         yield self._projecting("depth attention", on)
-        slots = (on.total_depth + 1) / 2
+        slots = self.window.mean(on.total_depth)
         keys_values = 2 * on.tokens * self.kv_heads * self.head_size * BFLOAT16_BYTES
         queries = 2 * on.tokens * self.heads * self.head_size * BFLOAT16_BYTES
         # Backward: keys and values below, and queries and cotangents above.
@@ -292,10 +321,11 @@ class DepthAttention(Attention):
         yield Operation("depth attention: scores", 0, traffic)
 
 
-def depth_weights(q: jax.Array, keys: jax.Array, depth: jax.Array) -> jax.Array:
-    """The softmax of Eq. 1 over the depths up to `depth`: q [T, n, d], keys [L, T, kv, d] -> [L, T, n] float32."""
+def depth_weights(q: jax.Array, keys: jax.Array, depth: jax.Array, window: Window = WHOLE) -> jax.Array:
+    """The softmax of Eq. 1 over the depths that are seen at `depth`: q [T, n, d], keys [L, T, kv, d] -> [L, T, n]
+    float32."""
     slots, tokens, kv_heads, size = keys.shape
     queries = q.reshape(tokens, kv_heads, -1, size).astype(jnp.float32)
     logits = jnp.einsum("tkgd,ltkd->ltkg", queries, keys.astype(jnp.float32), precision="highest") * size**-0.5
-    visible = (jnp.arange(slots) <= depth)[:, None, None, None]
+    visible = visible_slots(slots, depth, window)[:, None, None, None]
     return jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), axis=0).reshape(slots, tokens, -1)

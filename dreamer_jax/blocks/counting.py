@@ -30,10 +30,12 @@ class Reach:
     Attributes:
         context: over the sequence, its own included.
         depths: over its own depths, the present one included.
+        total: L, where `depths` is the average over a pass of so many; 0 where every depth meets `depths` keys.
     """
 
     context: float
     depths: float
+    total: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,10 @@ class Counted:
         """Numbers kept in generation for the newest position only, which the next one writes over."""
         return 0
 
+    def flight_read(self, reach: Reach) -> float:
+        """Of those of all depths, numbers that a depth reads on average."""
+        return reach.depths * self.flight_elements()
+
     def intermediate_elements(self) -> int:
         """Numbers that the backward pass reads of a forward pass in which nothing is computed again."""
         return 0
@@ -138,6 +144,10 @@ class Counted:
     def gradient_cache_elements(self) -> int:
         """Numbers that later depths attend to: kept for the backward pass, and so are their gradients, in float32."""
         return 0
+
+    def gradient_depths(self, depths: int) -> int:
+        """Of how many depths at once those gradients are kept, in a pass of so many."""
+        return depths
 
     def score_elements(self, length: int) -> int:
         """Attention scores [.., S] that a form without a kernel writes down, float32."""
@@ -152,7 +162,8 @@ class Counted:
 
         By default every product reads its weights and activations from HBM, and writes its results there.
         """
-        flops = self.matmul_flops(Reach((on.length + 1) / 2, (on.total_depth + 1) / 2)) * on.tokens
+        reach = Reach((on.length + 1) / 2, (on.total_depth + 1) / 2, on.total_depth)
+        flops = self.matmul_flops(reach) * on.tokens
         weights, moved = self.parameters(), 2 * self.intermediate_elements() * on.tokens * BFLOAT16_BYTES
         if not (flops or weights or moved):
             return

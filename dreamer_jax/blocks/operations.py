@@ -75,11 +75,11 @@ class Plain:
 
     function: Callable[..., Any]
 
-    def __call__(self, *arguments: Any, tape: None = None) -> Any:
+    def __call__(self, *arguments: Any, tape: None = None, **options: Any) -> Any:
         """What the function makes of them."""
-        return self.function(*arguments)
+        return self.function(*arguments, **options)
 
-    def start_tape(self, *sizes: Any) -> None:
+    def start_tape(self, *sizes: Any, **options: Any) -> None:
         """There is none."""
 
     def arrange(self, weight: Any) -> Any:

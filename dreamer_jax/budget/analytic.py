@@ -110,7 +110,9 @@ def total(counts: dict[str, int] | Counts) -> float:
 
 
 def _reach(family: Family, context: float, depth_context: float | None) -> Reach:
-    return Reach(context, average_context(family.depth) if depth_context is None else depth_context)
+    if depth_context is None:
+        return Reach(context, average_context(family.depth), family.depth)
+    return Reach(context, depth_context)
 
 
 def _by_part(family: Family, count: Callable[[Share], float]) -> dict:

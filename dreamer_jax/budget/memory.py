@@ -84,8 +84,11 @@ def activations(family: Family, sequence_length: int, batch: int, remat: Remat) 
     layer = _sum(shares, lambda share: share.block.intermediate_elements() * share.depths // family.depth)
     outside = sum(share.block.intermediate_elements() * share.depths for share in shares if share.outside)
     cache = _sum(shares, lambda share: share.block.gradient_cache_elements() * share.depths)
+    gradient = _sum(
+        shares, lambda share: share.block.gradient_cache_elements() * share.block.gradient_depths(share.depths)
+    )
     tokens = batch * sequence_length
-    return tokens * ((states + kept + layer + outside) * element + cache * (element + MASTER))
+    return tokens * ((states + kept + layer + outside + cache) * element + gradient * MASTER)
 
 
 def scores(family: Family, sequence_length: int, batch: int, remat: Remat) -> int:

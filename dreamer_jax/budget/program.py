@@ -20,7 +20,8 @@ from dreamer_jax.blocks.operations import Operations, Plain
 from dreamer_jax.budget import analytic, lowered
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import Family, build, forward, initialise
-from pallas_kernels.depth_attention import DepthCache, write_slot
+from pallas_kernels.depth_attention import WHOLE, DepthCache, Window, write_slot
+from pallas_kernels.depth_attention.windowed import seen
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,15 @@ def _sequence_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: j
     return jnp.einsum("bgnqk,bkgd->bqgnd", weights, v).reshape(q.shape)
 
 
-def _depth_attention(q: jax.Array, k: jax.Array, v: jax.Array, cache: DepthCache, depth: jax.Array):
-    """Depth attention by two products over all L slots of the cache (the shipped one multiplies and reduces)."""
-    cache = write_slot(cache, k, v, depth)
-    keys, values = cache.heads(q.shape[-1])  # [L, T, kv, d]
+def _depth_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, cache: DepthCache, depth: jax.Array, window: Window = WHOLE
+):
+    """Depth attention by two products over all L slots of the cache, or as many as a window has (the shipped one
+    multiplies and reduces)."""
+    cache, looked_at = write_slot(cache, k, v, depth), None
+    if not window.whole:
+        looked_at, depth = seen(cache, depth, window), depth // window.dilation
+    keys, values = (looked_at or cache).heads(q.shape[-1])  # [L, T, kv, d]
     slots, tokens, kv_heads, size = keys.shape
     grouped = q.reshape(tokens, kv_heads, -1, size)
     logits = jnp.einsum("tgnd,ltgd->tgnl", grouped, keys) * size**-0.5

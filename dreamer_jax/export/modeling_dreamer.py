@@ -10,7 +10,8 @@ With it: `AutoModelForCausalLM.from_pretrained("folder", trust_remote_code=True)
 A token passes L depths. At each it attends to earlier tokens (SA), to what it was at earlier depths (DA), and to MLP
 experts (EA). In the variants DR and DR+DA one layer serves every depth, and the projections of SA and DA are linear
 experts, one selected a token; in LA and LA+DA every depth has its own layer. Four settings leave out a part each:
-attention_experts, shared_expert, residual_norm, router_depth_code. A DR model may run at any depth (`depth=...`), an LA
+attention_experts, shared_expert, residual_norm, router_depth_code. DA may see the newest da_window depths only, or
+every da_dilation-th. A DR model may run at any depth (`depth=...`), an LA
 model at no more than it has. In comments, B batch, S sequence, T = B·S tokens, h hidden size,
 V vocabulary, E experts, F expert size, k active experts, r router size, n heads, kv key/value heads, d head size.
 
@@ -70,6 +71,8 @@ class DreamerConfig(PretrainedConfig):
         da_heads=1,
         da_kv_heads=1,
         da_head_size=32,
+        da_window=0,
+        da_dilation=1,
         depth_rope_base=500.0,
         depth_counters="both",
         depth_scaling="none",
@@ -166,7 +169,7 @@ class Step(NamedTuple):
     mask: Tensor | None  # [B, 1, S, keys] bool, True where visible; None: causal
     real: Tensor | None  # [T] bool, False for padding; None: all are real
     cache: Cache | None
-    earlier: list  # (k, v), each [T, kv, d], of the depths below
+    earlier: list  # (k, v), each [T, kv, d], of the depths below that are seen
 
 
 class RMSNorm(nn.Module):
@@ -596,14 +599,18 @@ class Dreamer(nn.Module):
         da, router = (depth_rotation(config, total, its, x.device) for its in (config.da_head_size, config.router_size))
         for l in range(total):
             layer = self.layers[0 if config.recurrent else l]
+            earlier = rows[l % config.da_dilation :: config.da_dilation]  # as many depths below as the window has
+            earlier = earlier[max(0, len(earlier) - config.da_window + 1) :] if config.da_window else earlier
             step = first._replace(
-                depth=l, da_rotation=(da[0][l], da[1][l]), router_rotation=(router[0][l], router[1][l]), earlier=rows[:]
+                depth=l, da_rotation=(da[0][l], da[1][l]), router_rotation=(router[0][l], router[1][l]), earlier=earlier
             )
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
                 x, row, counts = checkpoint(layer, x, step, use_reentrant=False)
             else:
                 x, row, counts = layer(x, step)
             rows.append(row)
+            if config.da_window and l >= (config.da_window - 1) * config.da_dilation:
+                rows[l - (config.da_window - 1) * config.da_dilation] = None  # no depth looks that far back any more
             if self.training:  # here, not in the router: a checkpointed layer runs twice
                 for name, own in layer.routers().items():
                     own.used = counts[name] if own.used is None else own.used + counts[name]

@@ -27,6 +27,7 @@ from dreamer_jax.blocks.routing import Router, balance
 from dreamer_jax.blocks.usage import bias_range, expert_use
 from dreamer_jax.families.contract import Family, Flags, Knob, depth_of
 from dreamer_jax.recurrence import Stepped, Weights
+from pallas_kernels.depth_attention import Window
 from pallas_kernels.kept import keep
 from pallas_kernels.weights import Stacked
 
@@ -177,17 +178,18 @@ class Dreamer(Family):
             sizes = hidden, experts, config.router_size, selected
             return Router(*sizes, code if config.router_depth_code else None, std, parent=None)
 
-        def attention(kind: type, *sizes: Any) -> Any:
+        def attention(kind: type, *sizes: Any, **others: Any) -> Any:
             router_of = router(config.depth, 1) if config.attention_moes else None  # as many linear experts as depths
             mixture = router_of, config.shared_expert
-            return kind(self.operations, hidden, *sizes, std, out_std, *mixture, self.observe, parent=None)
+            return kind(self.operations, hidden, *sizes, std, out_std, *mixture, self.observe, parent=None, **others)
 
         sa = config.sa_heads, config.sa_kv_heads, config.sa_head_size, config.sa_rope_base
         da = config.da_heads, config.da_kv_heads, config.da_head_size, code
+        window = Window(config.da_window, config.da_dilation)
         experts = router(config.num_experts, config.experts_per_token)
         return Layer(
             sequence_attention=attention(SequenceAttention, *sa),
-            depth_attention=attention(DepthAttention, *da) if config.depth_attention else None,
+            depth_attention=attention(DepthAttention, *da, window=window) if config.depth_attention else None,
             expert_attention=ExpertAttention(
                 self.operations, hidden, config.expert_size, experts, std, out_std, self.observe, parent=None
             ),
@@ -281,7 +283,8 @@ class Dreamer(Family):
 
     def fresh(self, batch: int, length: int, slots: int, dtype: Any = None) -> Memory:
         """Nothing of the sequence is kept; a cache for depth attention."""
-        return Memory(Fresh(), self.flight(batch, length, slots, dtype))
+        attention, dtype = self.layer.depth_attention, dtype or self.config.dtype
+        return Memory(Fresh(), attention and attention.memory(slots, batch * length, dtype))
 
     def slots(self, rows: int, capacity: int, depth: int) -> Slots:
         """Keys and values of SA at every depth."""
@@ -291,7 +294,7 @@ class Dreamer(Family):
     def flight(self, batch: int, positions: int, depth: int, dtype: Any = None) -> Any:
         """The cache of DA, whose size doesn't grow with the sequence; None without DA."""
         attention = self.layer.depth_attention
-        return attention and attention.memory(depth, batch * positions, dtype or self.config.dtype)
+        return attention and attention.newest(depth, batch * positions, dtype or self.config.dtype)
 
     # Training.
 
@@ -324,7 +327,8 @@ class Dreamer(Family):
         da = [Share("DA", Counted(), 0, 0)]
         if layer.depth_attention is not None:
             attentions.append(layer.depth_attention)
-            da = [Share("DA", layer.depth_attention, copies, depths), Share("DA", norm, copies, depths)]
+            kept = layer.depth_attention.window.span(depths)
+            da = [Share("DA", layer.depth_attention, copies, depths, cached=kept), Share("DA", norm, copies, depths)]
         rotated = sum((each.heads + each.kv_heads) * each.head_size for each in attentions)
         residual = Residual(hidden, len(attentions) + 1, len(attentions) + 1 + config.residual_norm, rotated)
         return [

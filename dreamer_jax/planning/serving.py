@@ -144,7 +144,7 @@ def _seconds(family: Family, config: Config, topology: Topology, rows: int, cont
     """Of R tokens through the blocks that are applied once, or through all the others, on a chip."""
     chip, size = topology.chip, SIZE[config.model.dtype]
     seen = analytic.average_context(context)
-    reach = Reach(seen, analytic.average_context(family.depth))
+    reach = Reach(seen, analytic.average_context(family.depth), family.depth)
     flops = read = 0.0
     for share in family.blocks():
         if (share.outside or share.depths <= 1) != outside or not share.depths:
@@ -153,7 +153,7 @@ def _seconds(family: Family, config: Config, topology: Topology, rows: int, cont
         kept = share.depths if share.cached is None else min(share.cached, share.depths)
         flops += share.depths * rows * block.matmul_flops(reach)  # of a group's rows a chip has its share
         read += share.depths * block.active_parameters(rows * group) / group * size
-        own_depths = share.depths * reach.depths * block.flight_elements()
+        own_depths = share.depths * block.flight_read(reach)
         read += rows * size * (kept * seen * block.cache_elements() + own_depths)
     return max(flops / chip.peak_flops, read / chip.bandwidth)
 

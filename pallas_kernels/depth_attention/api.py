@@ -8,17 +8,18 @@ import jax
 
 from dreamer_jax.config.values import Implementation
 from pallas_kernels.backend import backend
-from pallas_kernels.depth_attention import pull, tpu, xla
-from pallas_kernels.depth_attention.cache import DepthCache, write_slot
+from pallas_kernels.depth_attention import pull, tpu, windowed, xla
+from pallas_kernels.depth_attention.cache import DepthCache, Ring, write_slot
 from pallas_kernels.depth_attention.layout import head_size
 from pallas_kernels.depth_attention.shapes import unsupported
+from pallas_kernels.depth_attention.window import WHOLE, Window
 from pallas_kernels.kept import keep
 from pallas_kernels.tape import Tape
 
 
 @dataclass(frozen=True)
 class DepthAttention:
-    """Attention of each token over its own depths 0 .. depth (Algorithm 1); softmax in float32.
+    """Attention of each token over its own depths 0 .. depth (Algorithm 1), or some of them; softmax in float32.
 
     Attributes:
         implementation: see `pallas_kernels.backend`.
@@ -34,6 +35,7 @@ class DepthAttention:
         cache: DepthCache,
         depth: jax.Array,
         tape: Tape | None = None,
+        window: Window = WHOLE,
     ) -> tuple[jax.Array, DepthCache]:
         """One depth.
 
@@ -47,12 +49,16 @@ class DepthAttention:
             cache: filled below `depth`.
             depth: int32, [] or, in inference, of each token [T].
             tape: see `start_tape`.
+            window: which of the depths are seen.
 
         Returns:
             [T, n, d], and the cache with slot `depth` filled.
         """
-        if depth.ndim or self._backend(q.shape, q.dtype, cache) != "pallas":
-            return xla.depth_attention(q, k, v, cache, depth, tape)
+        window = _left_out(window, cache)
+        if depth.ndim or self._backend(q.shape, q.dtype, cache, window) != "pallas":
+            if window.whole:
+                return xla.depth_attention(q, k, v, cache, depth, tape)
+            return windowed.depth_attention(q, k, v, cache, depth, window, tape)
         flat = [part.reshape(part.shape[0], -1).astype(q.dtype) for part in (q, k, v)]
         if tape is None:
             out, cache = _attend(*flat, cache, depth)
@@ -62,20 +68,27 @@ class DepthAttention:
             cache = write_slot(cache, jax.lax.stop_gradient(k), jax.lax.stop_gradient(v), depth)
         return out.reshape(q.shape), cache
 
-    def start_tape(self, cache: DepthCache, heads: int, size: int) -> Tape:
+    def start_tape(self, cache: DepthCache, heads: int, size: int, window: Window = WHOLE) -> Tape:
         """The empty tape for the backward pass of a depth scan over this cache.
 
         Args:
             cache: only its shape and dtype matter.
             heads: query heads n.
             size: head size d.
+            window: which of the depths are seen.
         """
-        shape = (cache.keys.shape[1], heads, size)
-        kernel = self._backend(shape, cache.keys.dtype, cache) == "pallas"
-        return pull.start_tape(cache, heads, size) if kernel else xla.start_tape(cache)
+        window, shape = _left_out(window, cache), (cache.keys.shape[1], heads, size)
+        if self._backend(shape, cache.keys.dtype, cache, window) == "pallas":
+            return pull.start_tape(cache, heads, size)
+        return xla.start_tape(cache) if window.whole else windowed.start_tape(cache, window)
 
-    def _backend(self, shape, dtype, cache):
-        return backend("depth attention", self.implementation, lambda: unsupported(shape, dtype, cache))
+    def _backend(self, shape, dtype, cache, window):
+        return backend("depth attention", self.implementation, lambda: unsupported(shape, dtype, cache, window))
+
+
+def _left_out(window: Window, cache: DepthCache) -> Window:
+    """`WHOLE` where a cache of every depth has no more slots than are seen: then it is plain depth attention."""
+    return window if isinstance(cache, Ring) else window.of(cache.keys.shape[0])
 
 
 @jax.custom_vjp

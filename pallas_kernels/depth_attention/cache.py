@@ -1,4 +1,4 @@
-"""What depth attention keeps of a token: its keys and values at every depth so far."""
+"""What depth attention keeps of a token: its keys and values at every depth so far, or at the newest ones."""
 
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ class DepthCache(NamedTuple):
         return self.keys.reshape(slots, tokens, -1, size), self.values.reshape(slots, tokens, -1, size)
 
 
+class Ring(DepthCache):
+    """Of the newest R depths only: depth l is in slot l mod R, where it takes the place of depth l - R."""
+
+    __slots__ = ()
+
+
 def empty_cache(slots: int, tokens: int, kv_heads: int, size: int, dtype: jnp.dtype | str) -> DepthCache:
     """A cache of zeros for L = `slots` depths of T = `tokens` tokens."""
     zeros = jnp.zeros((slots, tokens, kv_heads * size), dtype)
@@ -31,12 +37,14 @@ def empty_cache(slots: int, tokens: int, kv_heads: int, size: int, dtype: jnp.dt
 
 
 def write_slot(cache: DepthCache, k: jax.Array, v: jax.Array, depth: jax.Array) -> DepthCache:
-    """The cache with k and v, each [T, kv, d], in slot `depth`, [] or of each token [T]."""
+    """The cache with k and v, each [T, kv, d], in the slot of `depth`, [] or of each token [T]."""
+    if isinstance(cache, Ring):
+        depth = depth % cache.keys.shape[0]
     if depth.ndim:
         here = (jnp.arange(cache.keys.shape[0])[:, None] == depth)[..., None]  # [L, T, 1]
         new = (part.reshape(cache.keys.shape[1:]).astype(cache.keys.dtype) for part in (k, v))
-        return DepthCache(*(jnp.where(here, part, slots) for slots, part in zip(cache, new, strict=True)))
-    return DepthCache(
+        return type(cache)(*(jnp.where(here, part, slots) for slots, part in zip(cache, new, strict=True)))
+    return type(cache)(
         *(
             jax.lax.dynamic_update_index_in_dim(slots, new.reshape(slots.shape[1:]).astype(slots.dtype), depth, 0)
             for slots, new in zip(cache, (k, v), strict=True)

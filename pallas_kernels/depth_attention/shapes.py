@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from pallas_kernels.depth_attention.cache import DepthCache
+from pallas_kernels.depth_attention.cache import DepthCache, Ring
+from pallas_kernels.depth_attention.window import WHOLE, Window
 from pallas_kernels.tiles import Generation
 
 LANES = 128
@@ -42,9 +43,13 @@ def _largest_divisor(tokens: int, limit: int) -> int:
     return max(size for size in range(LANES, limit + 1, LANES) if tokens % size == 0)
 
 
-def unsupported(shape: tuple[int, ...], dtype: jnp.dtype, cache: DepthCache) -> str | None:
-    """Why no kernel takes queries [T, n, d] of this shape with this cache, or None if one does."""
+def unsupported(shape: tuple[int, ...], dtype: jnp.dtype, cache: DepthCache, window: Window = WHOLE) -> str | None:
+    """Why no kernel takes queries [T, n, d] of this shape with this cache and window, or None if one does."""
     tokens, heads, size = shape
+    if isinstance(cache, Ring):
+        return "the cache is a ring of the newest depths"
+    if not window.whole:
+        return "there is none for a window or dilation"
     if tokens % LANES:
         return f"{tokens} tokens are not a multiple of {LANES}"
     if size != LANES and (heads > 1 or size > LANES or size % 8):

@@ -37,7 +37,7 @@ def depth_attention(
     """Same contract as `DepthAttention`; the tape is that of `start_tape` here."""
     if tape is None:
         cache = write_slot(cache, k, v, depth)
-        return _attend(q, cache, depth), cache
+        return attend(q, cache, depth), cache
     cache = write_slot(cache, jax.lax.stop_gradient(k), jax.lax.stop_gradient(v), depth)
     return _attend_taped(q, k, v, cache, depth, tape), cache
 
@@ -48,21 +48,23 @@ def start_tape(cache: DepthCache) -> CacheGradient:
 
 
 @jax.custom_vjp
-def _attend(q: jax.Array, cache: DepthCache, depth: jax.Array) -> jax.Array:
-    return _forward(q, cache, depth)[0]
+def attend(q: jax.Array, cache: DepthCache, depth: jax.Array) -> jax.Array:
+    """Attention of q [T, n, d] over slots 0 .. depth, [] or of each token [T]: [T, n, d]."""
+    return weighed(q, cache, depth)[0]
 
 
-def _forward(q, cache, depth):
+def weighed(q: jax.Array, cache: DepthCache, depth: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same, and the softmax's weights [L, T, kv, n/kv] float32, zero above the depth."""
     queries, keys, values = _by_group(q, cache)
     logits = _dot(queries, keys) * q.shape[-1] ** -0.5  # [L, T, kv, n/kv]
     visible = jnp.expand_dims(jnp.arange(keys.shape[0]), tuple(range(1, 1 + depth.ndim))) <= depth  # [L] or [L, T]
     visible = visible.reshape(*visible.shape, *[1] * (4 - visible.ndim))
     weights = jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), axis=0)
     out = _sum_over_depths(weights[..., None], values)
-    return out.reshape(q.shape).astype(q.dtype), (q, cache, weights)
+    return out.reshape(q.shape).astype(q.dtype), weights
 
 
-def _gradients(q, cache, weights, d_out):
+def gradients(q: jax.Array, cache: DepthCache, weights: jax.Array, d_out: jax.Array) -> tuple[jax.Array, DepthCache]:
     """d_q as q, and what this depth adds to the cache's gradient, float32."""
     queries, keys, values = _by_group(q, cache)
     d_out = d_out.reshape(queries.shape).astype(jnp.float32)
@@ -75,29 +77,34 @@ def _gradients(q, cache, weights, d_out):
     return d_q.reshape(q.shape).astype(q.dtype), d_cache
 
 
+def _forward(q, cache, depth):
+    out, weights = weighed(q, cache, depth)
+    return out, (q, cache, weights)
+
+
 def _backward(residuals, d_out):
     q, cache, weights = residuals
-    d_q, d_cache = _gradients(q, cache, weights, d_out)
+    d_q, d_cache = gradients(q, cache, weights, d_out)
     return d_q, jax.tree.map(lambda d, slots: d.astype(slots.dtype), d_cache, cache), None
 
 
-_attend.defvjp(_forward, _backward)
+attend.defvjp(_forward, _backward)
 
 
 @jax.custom_vjp
 def _attend_taped(q, k, v, cache, depth, tape):
     del k, v, tape  # k and v are in the cache already; here they are what gets the gradient
-    return _attend(q, cache, depth)
+    return attend(q, cache, depth)
 
 
 def _forward_taped(q, k, v, cache, depth, tape):
-    out, (_, _, weights) = _forward(q, cache, depth)
+    out, weights = weighed(q, cache, depth)
     return out, (q, cache, weights, depth, tape)
 
 
 def _backward_taped(residuals, d_out):
     q, cache, weights, depth, tape = residuals
-    d_q, d_cache = _gradients(q, cache, weights, d_out)
+    d_q, d_cache = gradients(q, cache, weights, d_out)
     tape = CacheGradient(tape.keys + d_cache.keys, tape.values + d_cache.values)
     d_k, d_v = (
         jax.lax.dynamic_index_in_dim(total, depth, 0, keepdims=False).reshape(q.shape[0], -1, q.shape[-1])

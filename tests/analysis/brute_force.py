@@ -49,14 +49,15 @@ class Watched(reference.Pass):
         c = self.config
         out = super().depth_attention(weights, x, l)
         q, _, _ = self.heads(weights, self.choices["depth_attention"], x, c.da_heads, c.da_kv_heads, c.da_head_size)
-        q, keys = self.depth_rope(q, l), np.stack(self.keys)
+        seen = self.depths_seen(l)
+        q, keys = self.depth_rope(q, l), np.stack([self.keys[i] for i in seen])
         for token in range(len(x)):
             look = np.zeros((c.da_heads, c.depth))
             for head in range(c.da_heads):
                 logits = (
                     keys[:, token, head // (c.da_heads // c.da_kv_heads)] @ q[token, head] / np.sqrt(c.da_head_size)
                 )
-                look[head, : l + 1] = np.exp(logits) / np.exp(logits).sum()
+                look[head, seen] = np.exp(logits) / np.exp(logits).sum()
             self.looks[l].append(look)
         return out
 

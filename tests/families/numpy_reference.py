@@ -124,20 +124,26 @@ class Pass:
         return self.project(weights["projections"], "out", choice, mixed.reshape(len(x), -1))
 
     def depth_attention(self, weights: Tree, x: np.ndarray, l: int) -> np.ndarray:
-        """The same over the depths 0..l of each token."""
+        """The same over the depths 0..l of each token, or those that the settings leave of them."""
         c = self.config
         choice = self.choose_projection("depth_attention", weights["projections"], x, l)
         q, k, v = self.heads(weights, choice, x, c.da_heads, c.da_kv_heads, c.da_head_size)
         q, k = self.depth_rope(q, l), self.depth_rope(k, l)
         self.keys.append(k)
         self.values.append(v)
-        keys, values = np.stack(self.keys), np.stack(self.values)
+        seen = self.depths_seen(l)
+        keys, values = np.stack([self.keys[i] for i in seen]), np.stack([self.values[i] for i in seen])
         mixed = np.zeros_like(q)
         for i in range(len(x)):
             for head in range(c.da_heads):
                 shared = head // (c.da_heads // c.da_kv_heads)
                 mixed[i, head] = attend(q[i, head], keys[:, i, shared], values[:, i, shared])
         return self.project(weights["projections"], "out", choice, mixed.reshape(len(x), -1))
+
+    def depths_seen(self, l: int) -> list[int]:
+        """Depths that depth l attends to: from itself down in steps, as many as the window has."""
+        seen = list(range(l, -1, -self.config.da_dilation))
+        return seen[: self.config.da_window] if self.config.da_window else seen
 
     def expert_attention(self, weights: Tree, x: np.ndarray, l: int) -> np.ndarray:
         """Top-k SwiGLU experts, weighted by normalised sigmoids."""

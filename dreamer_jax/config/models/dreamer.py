@@ -44,6 +44,12 @@ class DreamerConfig:
     """Key/value heads of the depth attention; divides da_heads."""
     da_head_size: int = 32
     """d of the depth attention; divisible by 4 (two RoPE halves)."""
+    da_window: int = 0
+    """Depths that depth attention sees, the present one and the newest before it: its cost and its cache in generation
+    no longer grow with the depth. 0: all of them."""
+    da_dilation: int = 1
+    """Steps between the depths that depth attention sees: 2 sees every second one, counted back from the present one, so
+    that a window reaches twice as far at the same cost."""
     depth_rope_base: float = 500.0
     """RoPE base over the depths, in depth attention and in every router."""
     depth_counters: Literal["both", "up", "none"] = "both"
@@ -117,6 +123,13 @@ class DreamerConfig:
         return tuple(name for name in (*_RECURRENT_PARTS, "router_depth_code") if not getattr(self, name))
 
     @property
+    def depths_seen(self) -> str:
+        """In words, what of its depths depth attention sees; nothing where it is all of them."""
+        newest = f"the newest {self.da_window} depths" if self.da_window else "depths"
+        every = "" if self.da_dilation == 1 else f" at steps of {self.da_dilation}"
+        return f"depth attention over {newest}{every}" if self.da_window or every else ""
+
+    @property
     def experts(self) -> int:
         """E: the experts that devices can divide among them."""
         return self.num_experts
@@ -128,11 +141,11 @@ class DreamerConfig:
         return (
             f"{self.variant}, depth {self.depth}, hidden size {self.hidden_size}, vocabulary {self.vocab_size}, "
             f"{experts} of {self.expert_size}, {self.experts_per_token} active"
-            + "".join(f", no {name}" for name in self.left_out)
+            + "".join(f", {words}" for words in (*(f"no {name}" for name in self.left_out), self.depths_seen) if words)
         )
 
     def __post_init__(self) -> None:
-        require_positive(self, "model", allow_zero=("balancing_boost_steps",))
+        require_positive(self, "model", allow_zero=("balancing_boost_steps", "da_window"))
         require(
             self.sa_heads % self.sa_kv_heads == 0,
             "model.sa_kv_heads",
@@ -172,6 +185,23 @@ class DreamerConfig:
                 f"model.{name}",
                 f"false is for DR and DR+DA; {self.variant} has nothing to leave out, so leave the setting out",
             )
+        for name, plain in (("da_window", 0), ("da_dilation", 1)):
+            value = getattr(self, name)
+            require(
+                self.depth_attention or value == plain,
+                f"model.{name}",
+                f"{value} is for depth attention; {self.variant} has none, so leave the setting out",
+            )
+        require(
+            self.da_dilation == 1 or self.da_dilation < self.depth,
+            "model.da_dilation",
+            f"{self.da_dilation} leaves no earlier depth to see at model.depth {self.depth}; use a smaller number",
+        )
+        require(
+            self.da_dilation == 1 or self.da_window != 1,
+            "model.da_dilation",
+            f"{self.da_dilation} has no meaning with model.da_window 1, which sees the present depth alone",
+        )
         require(
             self.attention_experts or self.shared_expert,
             "model.shared_expert",
