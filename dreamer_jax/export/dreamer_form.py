@@ -195,7 +195,7 @@ class DreamerForm(Form):
 A causal language model of the Dreamer family (depth-recurrent attention mixtures), written by `dreamer export`.
 Variant {model.variant}: {_KINDS[model.variant]}. Hidden size {model.hidden_size}, vocabulary {model.vocab_size},
 {model.num_experts} experts{"" if model.recurrent else " a layer"} of {model.expert_size} with
-{model.experts_per_token} active, mixing order `{model.mixing}`{"".join(f", no `{name}`" for name in model.left_out)}{_seen(model)}.
+{model.experts_per_token} active, mixing order `{model.mixing}`{_differences(model)}.
 
 Matrices are {description.dtype}; norms, router keys and balancing biases are float32. Shared experts are
 {_shared(description)}""",
@@ -247,8 +247,10 @@ def _trace(dreamer: Any, tokens: np.ndarray) -> Trace:
     return Trace(parts, logits, np.ones(tokens.shape, bool))
 
 
-def _seen(model: DreamerConfig) -> str:
-    return f", {model.depths_seen}" if model.depths_seen else ""
+def _differences(model: DreamerConfig) -> str:
+    """What the settings leave out."""
+    words = [f"no `{name}`" for name in model.left_out] + ([model.depths_seen] if model.depths_seen else [])
+    return "".join(f", {each}" for each in words)
 
 
 def _shared(description: Description) -> str:

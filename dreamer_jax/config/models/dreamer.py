@@ -48,8 +48,8 @@ class DreamerConfig:
     """Depths that depth attention sees, the present one and the newest before it: its cost and its cache in generation
     no longer grow with the depth. 0: all of them."""
     da_dilation: int = 1
-    """Steps between the depths that depth attention sees: 2 sees every second one, counted back from the present one, so
-    that a window reaches twice as far at the same cost."""
+    """Steps between the depths that depth attention sees: with 2 every second one, counted back from the present one. A
+    window then reaches twice as far at the same cost."""
     depth_rope_base: float = 500.0
     """RoPE base over the depths, in depth attention and in every router."""
     depth_counters: Literal["both", "up", "none"] = "both"
