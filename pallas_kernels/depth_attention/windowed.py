@@ -22,6 +22,8 @@ from pallas_kernels.tape import Tape
 class WindowGradient(flax.struct.PyTreeNode, Tape):
     """The float32 gradient of the slots that the present depth or shallower ones may still add to, newest first.
 
+    It moves on by one depth whenever it is used: right for a scan that goes back through every depth, deepest first.
+
     Attributes:
         keys, values: [R, T, kv d]; row a is that of the slot a depths below.
     """

@@ -46,7 +46,7 @@ class DreamerConfig:
     """d of the depth attention; divisible by 4 (two RoPE halves)."""
     da_window: int = 0
     """Depths that depth attention sees, the present one and the newest before it: its cost and its cache in generation
-    no longer grow with the depth. 0: all of them."""
+    no longer grow with the depth. 0: all of them. 1: the present depth alone, and queries and keys learn nothing."""
     da_dilation: int = 1
     """Steps between the depths that depth attention sees: with 2 every second one, counted back from the present one. A
     window then reaches twice as far at the same cost."""
@@ -200,7 +200,7 @@ class DreamerConfig:
         require(
             self.da_dilation == 1 or self.da_window != 1,
             "model.da_dilation",
-            f"{self.da_dilation} has no meaning with model.da_window 1, which sees the present depth alone",
+            f"{self.da_dilation} has no meaning with model.da_window 1, the present depth alone; use a larger window",
         )
         require(
             self.attention_experts or self.shared_expert,
