@@ -140,7 +140,7 @@ class TrainingConfig:
             f"only training.schedule trapezoid has a descent of so many steps, and it is {self.schedule}",
         )
         require(
-            self.warmup_steps + self.cooldown_steps <= self.steps or self.schedule == "constant",
+            self.schedule != "trapezoid" or self.warmup_steps + self.cooldown_steps <= self.steps,
             "training.cooldown_steps",
             f"training.warmup_steps {self.warmup_steps} and {self.cooldown_steps} of cool-down are more than "
             f"training.steps {self.steps}",

@@ -23,6 +23,13 @@ def rates(**settings) -> np.ndarray:
     return np.array([float(learning_rate(config, step)) for step in range(1, 13)])
 
 
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_a_run_that_is_shorter_than_its_warm_up_only_warms_up(schedule):
+    """To try a configuration with a few steps takes no other setting."""
+    config = TrainingConfig(steps=3, warmup_steps=8, learning_rate=0.8, schedule=schedule)
+    np.testing.assert_allclose([learning_rate(config, step) for step in (1, 2, 3)], [0.1, 0.2, 0.3], rtol=1e-6)
+
+
 def test_cosine_falls_along_half_a_wave_to_the_floor():
     for floor in (0.0, 0.1):
         wave = [(1 + np.cos(np.pi * (step - 2) / 10)) / 2 for step in range(2, 13)]
