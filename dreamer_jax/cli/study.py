@@ -9,6 +9,7 @@ from typing import Any
 
 from dreamer_jax.cli.arguments import Parser, positive, say, split_overrides
 from dreamer_jax.config.loading import split_words
+from dreamer_jax.configs import names
 from dreamer_jax.errors import UserError
 
 
@@ -60,9 +61,8 @@ def _parser() -> Parser:
         epilog="What a file says: docs/studies.md. A setting on the command line is one of all runs.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "study", metavar="STUDY", help="a YAML file, or a study of the package: any_depth, depth8, section37, zoo"
-    )
+    known = ", ".join(names(["study"]))
+    parser.add_argument("study", metavar="STUDY", help=f"a YAML file, or a study of the package: {known}")
     parser.add_argument("--out", metavar="DIR", help="the folder of the study (runs/studies/NAME)")
     parser.add_argument("--tasks", metavar="NAMES", help="of its tasks only these, with commas between them")
     parser.add_argument(
