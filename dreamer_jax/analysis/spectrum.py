@@ -24,6 +24,7 @@ import numpy as np
 
 from dreamer_jax.families import Family, Pass, forward
 from dreamer_jax.families.contract import Batch, Drawn
+from dreamer_jax.families.nearby import step_near
 
 ITERATIONS = 64
 """Products with the Jacobian at each depth. In language models a token's state depends on those of earlier tokens; such
@@ -39,9 +40,7 @@ Product = Callable[[jax.Array], jax.Array]
 def pulled_back(function: Product, at: jax.Array) -> Product:
     """u -> J^T u for the Jacobian of a function at a point. A matrix and its transpose have the same eigenvalues.
 
-    It is not v -> J v (`jax.jvp`), because experts, attention along depth and all Pallas kernels define how gradients
-    go back and nothing else: JAX can't differentiate them forward. So this is one way for every family, and costs the
-    same.
+    It is not v -> J v (`jax.jvp`), which not all operations allow (see `step_near`); it costs the same.
     """
     pull = jax.vjp(function, at)[1]
     return lambda u: pull(u)[0]
@@ -114,16 +113,10 @@ def radii(
         def observed(weights, state, inputs, depth, memory, context, tape=None):
             # The pass ends at l, but its steps see the L of the whole one, as codes of what is left to go want it.
             depth = depth._replace(total=jnp.asarray(total, jnp.int32))
-            carried, into = jax.vjp(family.carried, state)
-
-            def after(change: jax.Array) -> jax.Array:
-                changed = jax.tree.map(_moved, state, into(change.astype(carried.dtype))[0])
-                stepped = step(weights, changed, inputs, depth, memory, context)
-                return family.carried(stepped.state).astype(jnp.float32)
 
             def measured() -> jax.Array:
-                start = jax.random.normal(key, carried.shape)
-                product = pulled_back(after, jnp.zeros(carried.shape))
+                after, nothing = step_near(family, weights, state, inputs, depth, memory, context)
+                start, product = jax.random.normal(key, nothing.shape), pulled_back(after, nothing)
                 return spectral_radius(product, start, context.segment_ids > 0, iterations)
 
             found = jax.lax.cond(depth.index == at, measured, lambda: jnp.zeros(rows))
@@ -135,8 +128,3 @@ def radii(
         family, family.cast(params), model_state, batch, Drawn(jnp.asarray(at, jnp.int32) + 1, slots), observe=observe
     )
     return jnp.sum(passed.counts, axis=0)
-
-
-def _moved(leaf: jax.Array, change: jax.Array) -> jax.Array:
-    """A leaf of the state with a change; integers and truth values have none."""
-    return leaf if change.dtype == jax.dtypes.float0 else leaf + change

@@ -188,9 +188,12 @@ class RecurrenceConfig:
     settling: float = 0.0
     """Weight of a loss that asks the last depth to change little: its relative squared change of the stream, mean over
     the targets (a terminal fixed-point loss)."""
+    jacobian: float = 0.0
+    """Weight of a loss that asks the last depth to be a gentle step: an estimate, by one random vector a row, of the
+    mean square of its Jacobian's columns. A step of its own is computed for it, without kernels."""
 
     def __post_init__(self) -> None:
-        may_be_zero = ("most", "mean", "sigma", "curriculum_steps", "differentiated", "settling")
+        may_be_zero = ("most", "mean", "sigma", "curriculum_steps", "differentiated", "settling", "jacobian")
         require_positive(self, "recurrence", allow_zero=may_be_zero)
         require(
             self.most == 0 or self.least <= self.most, "recurrence.most", f"{self.most} is below least {self.least}"

@@ -124,6 +124,7 @@ class Pass(NamedTuple):
         memory, context: for the readout.
         depth: L, or [B].
         states: after the last few depths, [k, ...], the last of them `state`; () unless asked for.
+        left: the memory as the depths have left it, without gradient; () for rows with depths of their own.
     """
 
     state: PyTree
@@ -134,6 +135,7 @@ class Pass(NamedTuple):
     context: Context
     depth: jax.Array
     states: PyTree = ()
+    left: PyTree = ()
 
 
 class Family(abc.ABC):

@@ -84,8 +84,9 @@ def forward(
     if kept_states:
         scan = dataclasses.replace(scan, step=_showing_states(scan.step), output_depths=kept_states)
     scanned = scan(weights, initial_state, inputs, memory, context, drawn.depth)
-    passed = Pass(*scanned, inputs, memory, context, depth)
-    return passed._replace(outputs=(), states=scanned.outputs) if kept_states else passed
+    state, outputs, counts, left = scanned
+    passed = Pass(state, outputs, counts, inputs, memory, context, depth, left=left)
+    return passed._replace(outputs=(), states=outputs) if kept_states else passed
 
 
 def _showing_states(step: Callable[..., Stepped]) -> Callable[..., Stepped]:

@@ -78,11 +78,13 @@ class Scanned(NamedTuple):
         outputs: of every depth, or of the last `output_depths`, stacked [slots, ...] or [output_depths, ...]; zero
             where no depth was.
         counts: of every depth, [slots, ...], zero from `depth` on.
+        memory: filled by all depths; no gradient comes back through it.
     """
 
     state: PyTree
     outputs: PyTree
     counts: PyTree
+    memory: PyTree
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ class _Run:
 
         if not keep:
             state, memory, stacks = jax.lax.fori_loop(0, depth, plain, carry)
-            return Scanned(state, *stacks), None
+            return Scanned(state, *stacks, memory), None
         first = self.first(depth)
         if how.gradient_depths is not None:
             carry = jax.lax.fori_loop(0, first, plain, carry)
@@ -209,7 +211,7 @@ class _Run:
         room = how.slots if how.gradient_depths is None else min(how.gradient_depths, how.slots)
         kept = _zeros(jax.eval_shape(keep_step, fixed, state, memory, jnp.int32(0))[1], room)
         (state, memory, stacks), _, kept = jax.lax.fori_loop(first, depth, keeping, (carry, fixed, kept))
-        return Scanned(state, *stacks), (weights, kept, inputs, memory, context, total)
+        return Scanned(state, *stacks, memory), (weights, kept, inputs, memory, context, total)
 
     def _store(self, stepped, stacks, l, depth):
         """The carry after depth l."""

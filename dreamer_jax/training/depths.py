@@ -12,6 +12,7 @@ from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import Family
 from dreamer_jax.families.contract import Batch, Drawn, Pass
 from dreamer_jax.recurrence.draws import exponential, grown, poisson_lognormal, uniform
+from dreamer_jax.training.penalties import jacobian, last_change
 
 LONG_TAIL = 4
 """Times the mean: the deepest that is drawn of distributions without an end, unless `most` says otherwise."""
@@ -32,8 +33,8 @@ def check(config: RecurrenceConfig, family: Family) -> None:
     if config.least > slots:
         raise ConfigError(f"recurrence.least: {config.least} is more than the most, {slots}", "recurrence.least")
     name, flags = family.config.family, family.flags
-    if kept_states(config) and flags.weighs_depths:
-        key, value = ("scored", "1") if config.scored > 1 else ("settling", "0")
+    key, value = _asks_for_states(config) or ("", "")
+    if key and flags.weighs_depths:
         raise ConfigError(
             f"recurrence.{key}: the loss of family {name} weighs its depths itself; leave it at {value}",
             f"recurrence.{key}",
@@ -46,8 +47,7 @@ def check(config: RecurrenceConfig, family: Family) -> None:
             "a step's depths; use step",
             "recurrence.by",
         )
-    if kept_states(config):
-        key, value = ("scored", "1") if config.scored > 1 else ("settling", "0")
+    if key:
         raise ConfigError(
             f"recurrence.{key}: rows with depths of their own keep their last state only; leave it at {value}",
             f"recurrence.{key}",
@@ -100,18 +100,42 @@ def draw(config: RecurrenceConfig, family: Family, key: jax.Array, step: jax.Arr
 
 def kept_states(config: RecurrenceConfig) -> int:
     """Depths, the last ones, whose states the loss wants to see; 0 if the last alone."""
-    kept = max(config.scored, 2 if config.settling else 1)
-    return kept if kept > 1 else 0
+    return max(config.scored, 2) if _asks_for_states(config) else 0
+
+
+def _asks_for_states(config: RecurrenceConfig) -> tuple[str, str] | None:
+    """The first setting, and its value that doesn't, for which the loss wants to see more than the last state."""
+    asking = {
+        "scored": ("1", config.scored > 1),
+        "settling": ("0", config.settling),
+        "jacobian": ("0", config.jacobian),
+    }
+    return next(((key, value) for key, (value, asks) in asking.items() if asks), None)
 
 
 def loss(
-    config: RecurrenceConfig, family: Family, params: Any, passed: Pass, batch: Batch
+    config: RecurrenceConfig,
+    family: Family,
+    params: Any,
+    passed: Pass,
+    batch: Batch,
+    keys: jax.Array | None = None,
+    smooth: Family | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """`family.loss` after the last depth; of the scored depths before it the mean, times `scored_weight`; and the last
-    depth's relative change, times `settling`.
+    """`family.loss` after the last depth; of the scored depths before it the mean, times `scored_weight`; the last
+    depth's relative change, times `settling`; and the size of its Jacobian, times `jacobian`.
 
-    What is logged is the last depth's, `depth` as it was drawn, and, where there is more to the loss, `last_loss` and
-    `last_change`.
+    What is logged is the last depth's, `depth` as it was drawn, and, where there is more to the loss, `last_loss`,
+    `last_change` and `last_jacobian`.
+
+    Args:
+        config: says what there is to the loss.
+        family: what is trained.
+        params: of the model.
+        passed: with the last `kept_states`.
+        batch: its rows.
+        keys: [B], one a row, for what the size of a Jacobian is estimated with; needed for that alone, as is
+        smooth: the same model with operations that can be differentiated twice.
     """
     last, logged = family.loss(params, passed, batch)
     total = last
@@ -121,8 +145,11 @@ def loss(
     if config.scored > 1:
         total = total + config.scored_weight * _earlier(config.scored, family, params, passed, batch)
     if config.settling:
-        change = jnp.sum(_last_change(family, passed) * batch["loss_mask"])
+        change = jnp.sum(last_change(family, passed) * batch["loss_mask"])
         total, logged = total + config.settling * change, {**logged, "last_change": change}
+    if config.jacobian and keys is not None:
+        size = jnp.sum(jacobian(smooth or family, params, passed, keys) * batch["loss_mask"])
+        total, logged = total + config.jacobian * size, {**logged, "last_jacobian": size}
     return total, logged if total is last else {**logged, "last_loss": last}
 
 
@@ -140,14 +167,3 @@ def _earlier(scored: int, family: Family, params: Any, passed: Pass, batch: Batc
     there = jnp.arange(scored, 1, -1) <= passed.depth  # of a shallow step fewer depths than are scored
     summed, _ = jax.lax.scan(at, jnp.float32(0), (there, earlier))
     return summed / jnp.maximum(jnp.sum(there), 1)
-
-
-def _last_change(family: Family, passed: Pass) -> jax.Array:
-    """[B, S] float32: |x_L - x_{L-1}|^2 / |x_L|^2 of the residual stream, the denominator without gradient; zero for a
-    pass of one depth."""
-    before, after = (
-        family.stream(jax.tree.map(lambda states, i=i: states[i], passed.states)).astype(jnp.float32) for i in (-2, -1)
-    )
-    moved = jnp.sum((after - before) ** 2, axis=-1)
-    size = jnp.sum(jax.lax.stop_gradient(after) ** 2, axis=-1)
-    return jnp.where(passed.depth > 1, moved / jnp.maximum(size, 1e-12), 0.0)

@@ -10,6 +10,7 @@ training.scatter and training.balance put there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -54,12 +55,18 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[TrainState, Batch],
         return family.update(model_state, sum_over(mesh, counts), step)
 
     at_once = config.training.balance == "microbatch"
-    loss_and_gradient = make_loss_and_gradient(config, family, divided if each else None, balanced if at_once else None)
+    smooth = None
+    if config.recurrence.jacobian:
+        smooth = family_on(replace(config, model=replace(config.model, implementation="xla")), mesh)
+    loss_and_gradient = make_loss_and_gradient(
+        config, family, divided if each else None, balanced if at_once else None, smooth
+    )
     trained = trained_leaves(config.training, family.roles)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         weights = gather(state.params, layouts, family.cast)
-        rows = {"rows": _numbers(batch, mesh)} if family.flags.random else {}
+        numbered = family.flags.random or config.recurrence.jacobian
+        rows = {"rows": _numbers(batch, mesh)} if numbered else {}
         sums, gradients, model_state = loss_and_gradient(weights, state.model_state, {**batch, **rows}, state.step)
         (loss, (counts, logged)), targets = sums, jnp.sum(batch["loss_mask"])
         loss, counts, logged, targets = sum_over(mesh, (loss, counts, logged, targets))
@@ -99,6 +106,7 @@ def make_loss_and_gradient(
     family: Family,
     divided: Callable[[Any], Any] | None = None,
     balanced: Callable[[Any, Any, jax.Array], Any] | None = None,
+    smooth: Family | None = None,
 ) -> Callable[..., Any]:
     """(weights, model state, batch, step) -> ((loss sum, (counts, logged sums)), gradients, model state), of one
     device's rows; inside a shard_map.
@@ -106,6 +114,7 @@ def make_loss_and_gradient(
     Weights are what `gather` returned; gradients have their shapes and are float32, summed in float32 over depths and
     microbatches. With `divided` each microbatch's gradients pass through it before they are added. With `balanced`
     (model state, counts, step) -> model state is applied after each microbatch; without it the model state stays.
+    `smooth` is the model without kernels, see `depths.loss`.
     """
 
     def loss_sum(params, model_state, batch, step):
@@ -114,7 +123,10 @@ def make_loss_and_gradient(
         drawn = depths.draw(config.recurrence, family, key, step, len(batch["tokens"]))
         kept = depths.kept_states(config.recurrence)
         passed = forward(family, params, model_state, batch, drawn, config.training.remat, own, kept_states=kept)
-        loss, logged = depths.loss(config.recurrence, family, params, passed, batch)
+        keys = None
+        if smooth is not None:
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, 2), batch["rows"])
+        loss, logged = depths.loss(config.recurrence, family, params, passed, batch, keys, smooth)
         return loss, (passed.counts, logged)
 
     def of_rows(weights, *rest):

@@ -57,7 +57,7 @@ def checkpointed_scan(step, *_):
             return (stepped.state, stepped.memory), stepped.counts
 
         (state, _), counts = jax.lax.scan(body, (state, memory), jnp.arange(depth))
-        return Scanned(state, (), counts)
+        return Scanned(state, (), counts, memory)
 
     return scan
 
