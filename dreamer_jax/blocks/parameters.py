@@ -12,11 +12,12 @@ import jax.numpy as jnp
 
 from dreamer_jax.blocks.counting import Counted
 
-Role = Literal["matrix", "embedding", "norm", "bias", "gate", "router_key"]
+Role = Literal["matrix", "embedding", "norm", "bias", "gate", "router_key", "injection"]
 """What a parameter is for. Compute precision, weight decay and export follow it; its name says nothing.
 
 matrix: multiplies activations. embedding: rows that are looked up, and the output head. norm: scales of a norm. bias:
-is added. gate: of a gate or a halting unit. router_key: keys that tokens are routed by.
+is added. gate: of a gate or a halting unit. router_key: keys that tokens are routed by. injection: the matrix of what
+enters every depth.
 """
 
 FLOAT32: frozenset[Role] = frozenset({"norm", "bias", "gate", "router_key"})

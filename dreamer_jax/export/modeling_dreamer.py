@@ -11,9 +11,11 @@ A token passes L depths. At each it attends to earlier tokens (SA), to what it w
 experts (EA). In the variants DR and DR+DA one layer serves every depth, and the projections of SA and DA are linear
 experts, one selected a token; in LA and LA+DA every depth has its own layer. Four settings leave out a part each:
 attention_experts, shared_expert, residual_norm, router_depth_code. DA may see the newest da_window depths only, or
-every da_dilation-th. A DR model may run at any depth (`depth=...`), an LA
-model at no more than it has. In comments, B batch, S sequence, T = B·S tokens, h hidden size,
-V vocabulary, E experts, F expert size, k active experts, r router size, n heads, kv key/value heads, d head size.
+every da_dilation-th; residual_scale divides by L what a depth adds; with injection every depth gets the embedding.
+A DR model may run at any depth (`depth=...`), an LA model at no more than it has.
+
+In comments, B batch, S sequence, T = B·S tokens, h hidden size, V vocabulary, E experts, F expert size, k active
+experts, r router size, n heads, kv key/value heads, d head size.
 
 Router queries, softmaxes, norms and logits are float32 whatever the weights are. Matrices are stored [in, out], but
 for the embedding and head [V, h] and the experts' gate_up [E, 2F, h].
@@ -79,6 +81,8 @@ class DreamerConfig(PretrainedConfig):
         attention_experts=True,
         shared_expert=True,
         residual_norm=True,
+        residual_scale="none",
+        injection="none",
         router_depth_code=True,
         num_experts=64,
         experts_per_token=4,
@@ -170,6 +174,8 @@ class Step(NamedTuple):
     real: Tensor | None  # [T] bool, False for padding; None: all are real
     cache: Cache | None
     earlier: list  # (k, v), each [T, kv, d], of the depths below that are seen
+    entered: Tensor  # [B, S, h], what entered depth 0
+    scale: float  # of what this depth adds
 
 
 class RMSNorm(nn.Module):
@@ -481,6 +487,22 @@ class ExpertAttention(Weights):
         return grouped_product(F.silu(gate) * up, self.down, groups)
 
 
+class DiagonalInjection(nn.Module):
+    """exp(-dt exp(A)) x + dt B e, dt = softplus(rate): every depth is given what entered depth 0, in a stable way."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.norm, self.matrix = RMSNorm(size), nn.Parameter(torch.eye(size))
+        self.fall = nn.Parameter(torch.zeros(size))
+        self.rate = nn.Parameter(torch.full((size,), 5**0.5).log().expm1().log())  # keeps 1 / sqrt(5) of x
+
+    def forward(self, x: Tensor, entered: Tensor) -> Tensor:
+        """[B, S, h] -> [B, S, h]."""
+        dt = F.softplus(self.rate.float())
+        new = self.norm(entered) @ self.matrix.to(x.dtype)
+        return ((-dt * self.fall.float().exp()).exp() * x + dt * new).to(x.dtype)
+
+
 class Layer(nn.Module):
     """One depth: x + DA + SA + EA in one of three orders, each with its pre-norm; in DR normalised at the end."""
 
@@ -496,19 +518,22 @@ class Layer(nn.Module):
             self.depth_norm = RMSNorm(hidden)
         if config.normalised_stream:
             self.residual_norm = RMSNorm(hidden)
+        self.injection = DiagonalInjection(hidden) if config.injection == "diagonal" else None
 
     def forward(self, x: Tensor, step: Step):
         """[B, S, h] -> [B, S, h], (k, v) of this depth or None, router name -> selections."""
+        if self.injection is not None:
+            x = self.injection(x, step.entered)
         counts, row, y = {}, None, x
         if self.depth_attention is not None:
             out, counts["depth_attention"], row = self.depth_attention(self.depth_norm(x), step)
-            y = y + out
+            y = y + step.scale * out
         seen = y if self.mixing == "sequential" else x
         out, counts["sequence_attention"], _ = self.sequence_attention(self.sequence_norm(seen), step)
-        y = y + out
+        y = y + step.scale * out
         seen = x if self.mixing == "parallel" else y
         out, counts["expert_attention"] = self.expert_attention(self.expert_norm(seen), step)
-        y = y + out
+        y = y + step.scale * out
         if self.residual_norm is not None:
             y = self.residual_norm(y)
         return y, row, counts
@@ -594,8 +619,9 @@ class Dreamer(nn.Module):
             raise ValueError(f"this {self.config.variant} model of {self.config.depth} depths can't run at {total}")
         x = self.embedding(tokens)
         x = x.to(self.compute_dtype or x.dtype)
-        first = self.step(tokens, segment_ids, positions, cache)
         config, rows = self.config, []
+        first = self.step(tokens, segment_ids, positions, cache)._replace(entered=x)
+        first = first._replace(scale=1 / total if config.residual_scale == "depth" else 1.0)
         da, router = (depth_rotation(config, total, its, x.device) for its in (config.da_head_size, config.router_size))
         for l in range(total):
             layer = self.layers[0 if config.recurrent else l]
@@ -633,7 +659,7 @@ class Dreamer(nn.Module):
         if positions is None:
             positions = (place - starts)[:, held:]
         cos, sin = rotation(positions, self.config.sa_head_size, self.config.sa_rope_base)
-        return Step(0, (cos[:, :, None], sin[:, :, None]), (), (), mask, real, cache, [])
+        return Step(0, (cos[:, :, None], sin[:, :, None]), (), (), mask, real, cache, [], starts, 1.0)
 
     def logits(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., V] float32: bfloat16 factors, but the sum isn't rounded to bfloat16."""
@@ -707,7 +733,12 @@ if PreTrainedModel is not None:
             super().__init__(config)
             self.model = Dreamer(config)
             self.post_init()
-            self._keep_in_fp32_modules_strict = {r"\w+_norm", "router.keys", "router.bias"}
+            self._keep_in_fp32_modules_strict = {
+                r"\w+_norm",
+                "router.keys",
+                "router.bias",
+                "injection.(norm|fall|rate)",
+            }
 
         def _init_weights(self, module: nn.Module) -> None:
             if isinstance(module, Weights):

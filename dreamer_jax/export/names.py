@@ -34,6 +34,12 @@ SHARED = (
     ("projections.qkv_shared", "projections.qkv_shared"),
     ("projections.out_shared", "projections.out_shared"),
 )
+INJECTION = (
+    ("norm.scale", "norm.weight"),
+    ("fall", "fall"),
+    ("rate", "rate"),
+    ("matrix", "matrix"),
+)
 EXPERTS = (
     ("gate_up", "gate_up"),
     ("down", "down"),
@@ -121,6 +127,8 @@ def _layer(config: DreamerConfig, keep_shared: bool, index: int) -> Iterator[Ent
         kind = leaf.partition("_")[0]
         if not absent.get(kind):
             yield name(leaf, tensor, parts[kind])
+    for leaf, tensor in INJECTION if config.injection != "none" else ():
+        yield name(f"injection.{leaf}", f"injection.{tensor}", "injection")
     for kind in ("depth", "sequence"):
         attention, prefix = f"{kind}_attention", "projections."
         if absent.get(kind):

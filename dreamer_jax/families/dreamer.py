@@ -17,6 +17,7 @@ from dreamer_jax.blocks.attention import Attention, DepthAttention, SequenceAtte
 from dreamer_jax.blocks.counting import Counted, Share
 from dreamer_jax.blocks.experts import ExpertAttention
 from dreamer_jax.blocks.head import Embedding, Head, embed
+from dreamer_jax.blocks.injection import DiagonalInjection
 from dreamer_jax.blocks.memory import Context, Fresh, Memory, Slots
 from dreamer_jax.blocks.norms import RMSNorm, rms_norm
 from dreamer_jax.blocks.operations import REFERENCE
@@ -39,6 +40,8 @@ class Layer(nn.Module):
         sequence_attention, depth_attention, expert_attention: SA, DA (or None), EA.
         mixing: how they are combined.
         normalised: whether the residual stream is, as in DR.
+        injection: gives every depth what entered the recurrence; or None.
+        averaged: whether what is added to the stream is divided by the depth of the pass.
     """
 
     sequence_attention: SequenceAttention
@@ -46,6 +49,8 @@ class Layer(nn.Module):
     expert_attention: ExpertAttention
     mixing: str
     normalised: bool
+    injection: DiagonalInjection | None = None
+    averaged: bool = False
 
     @nn.compact
     def __call__(
@@ -56,6 +61,7 @@ class Layer(nn.Module):
         bias: dict[str, Any],
         context: Context,
         tape: dict[str, Any] | None = None,
+        entered: jax.Array | None = None,
     ) -> tuple[jax.Array, Memory, dict[str, jax.Array], dict[str, Any]]:
         """Apply the layer at one depth.
 
@@ -66,19 +72,26 @@ class Layer(nn.Module):
             bias: router name -> balancing bias b.
             context: see Context.
             tape: in the backward pass of the depth scan, what `start_tape` made.
+            entered: [B, P, h], what is injected.
 
         Returns:
             x_{l+1} [B, P, h]; the memory with depth l; counts, router name -> [E] int32; what was observed, likewise.
         """
         (sequence, depths), tape, counts, seen = memory, tape or {}, {}, {}
         sequence_norm, expert_norm = RMSNorm(name="sequence_norm"), RMSNorm(name="expert_norm")
+        if self.injection is not None:
+            x = self.injection(x, entered)
+
+        def scaled(branch):  # 1/N (arXiv:2606.18524): however many depths, together they add as much
+            total = depth.total[..., None] if depth.total.ndim else depth.total
+            return (branch / total).astype(branch.dtype) if self.averaged else branch
 
         def sa(x):
             nonlocal sequence
             name = "sequence_attention"
             its = self.sequence_attention(sequence_norm(x), depth, sequence, bias.get(name), context, tape.get(name))
             sequence, counts[name], seen[name] = its.memory, its.counts, its.seen
-            return its.out
+            return scaled(its.out)
 
         def da(x):
             nonlocal depths
@@ -87,13 +100,13 @@ class Layer(nn.Module):
             name, normed = "depth_attention", RMSNorm(name="depth_norm")(x)
             its = self.depth_attention(normed, depth, depths, bias.get(name), context, tape.get(name))
             depths, counts[name], seen[name] = its.memory, its.counts, its.seen
-            return its.out
+            return scaled(its.out)
 
         def ea(x):
             name = "expert_attention"
             its = self.expert_attention(expert_norm(x), depth, bias[name], context, tape.get(name))
             counts[name], seen[name] = its.counts, its.seen
-            return its.out
+            return scaled(its.out)
 
         if self.mixing == "sequential":  # Eq. 4
             y = x + da(x)
@@ -149,7 +162,7 @@ class Dreamer(Family):
     @property
     def flags(self) -> Flags:
         """DR goes to any depth; every variant keeps the keys of every depth."""
-        return Flags(recurrent=self.config.recurrent)
+        return Flags(recurrent=self.config.recurrent, injects_inputs=self.config.injection != "none")
 
     @property
     def depth(self) -> int:
@@ -195,6 +208,8 @@ class Dreamer(Family):
             ),
             mixing=config.mixing,
             normalised=config.normalised_stream,
+            injection=DiagonalInjection(hidden, parent=None) if config.injection == "diagonal" else None,
+            averaged=config.residual_scale == "depth",
             parent=None,
         )
 
@@ -223,7 +238,8 @@ class Dreamer(Family):
         reference = Dreamer(config, REFERENCE)
         bias = {name: jnp.zeros(its.num_experts) for name, its in self.routers.items()}
         x, memory = jnp.zeros((1, 1, config.hidden_size)), reference.fresh(1, 1, 1, jnp.float32)
-        return reference.layer.init(key, x, depth_of(0, 1), memory, bias, Context(token, token))["params"]
+        context = Context(token, token)
+        return reference.layer.init(key, x, depth_of(0, 1), memory, bias, context, entered=x)["params"]
 
     def init_stack(self, key: jax.Array) -> Any:
         """All layers' parameters of LA."""
@@ -247,7 +263,7 @@ class Dreamer(Family):
     # A pass.
 
     def enter(self, params: Any, batch: Any, memory: Memory, context: Context) -> tuple[Any, Memory]:
-        """The embedding enters depth 0 as it is; later depths get nothing of it."""
+        """The embedding enters depth 0 as it is; later depths get nothing of it, but where it is injected."""
         return embed(params["embedding"], batch["tokens"], self.config.dtype), memory
 
     def start(self, entered: jax.Array, context: Context, scale: Any = 1.0) -> jax.Array:
@@ -259,7 +275,8 @@ class Dreamer(Family):
         bias, its = context.state["balancing"], weights.shared
         if not self.config.recurrent:
             bias, its = {name: Stacked(rows, depth.flat().index) for name, rows in bias.items()}, weights.stacked
-        layer: Any = self.layer.apply({"params": its}, state, depth, memory, bias, context, tape)
+        entered = inputs if self.flags.injects_inputs else None
+        layer: Any = self.layer.apply({"params": its}, state, depth, memory, bias, context, tape, entered)
         out, memory, counts, seen = layer
         return Stepped(out, memory, (), _observed(counts, seen) if self.observe else counts)
 
@@ -341,6 +358,7 @@ class Dreamer(Family):
             *(Share("routers", router, copies, depths) for router in self.routers.values()),
             Share("residual", residual, 0, depths),
             Share("residual", norm, 1, depths if config.normalised_stream else 1),
+            *([] if layer.injection is None else [Share("residual", layer.injection, 1, depths)]),
             Share("head", Head(config.vocab_size, hidden), 1, 1, outside=True),
         ]
 

@@ -75,6 +75,16 @@ def test_program_and_arithmetic_agree_without_a_part_of_section_3_7(part: str) -
     assert (program.expected(without, 6).parameters == program.expected(whole, 6).parameters) == same
 
 
+def test_program_and_arithmetic_agree_on_injection() -> None:
+    """A matrix at every depth; stored once."""
+    sizes = {"variant": "DR", "depth": 3, "hidden_size": 24, "num_experts": 8, "expert_size": 16}
+    plain, injected = DreamerConfig(**sizes), DreamerConfig(**sizes, injection="diagonal", residual_scale="depth")
+    found = program.count(injected, 6)
+    assert found == program.expected(injected, 6)
+    assert found.parameters - program.expected(plain, 6).parameters == 24 * 24 + 3 * 24
+    assert found.flops_per_token - program.expected(plain, 6).flops_per_token == 3 * 2 * 24 * 24
+
+
 @pytest.mark.parametrize("variant", ["LA", "DR+DA"])
 def test_the_count_is_the_same_over_a_mesh(variant: Variant) -> None:
     model = DreamerConfig(variant=variant, depth=3, hidden_size=24, num_experts=8, expert_size=16)

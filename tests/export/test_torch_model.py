@@ -88,6 +88,7 @@ def test_without_a_part_of_section_3_7(part: str) -> None:
         {"depth_scaling": "interpolated"},
         {"depth_counters": "none"},
         {"da_window": 3, "da_dilation": 2},
+        {"residual_scale": "depth", "injection": "diagonal"},
     ],
 )
 def test_deeper_than_trained(settings: dict[str, Any]) -> None:

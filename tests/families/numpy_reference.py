@@ -75,8 +75,11 @@ class Pass:
         """Hidden states before the head, [n, h], of one document's embeddings [n, h]."""
         self.keys: list[np.ndarray] = []
         self.values: list[np.ndarray] = []
+        entered = x
         for l in range(self.depth):
             layer = self.layer(l)
+            if self.config.injection == "diagonal":
+                x = inject(layer["injection"], x, entered)
             y = self.mixture(layer, x, positions, l)
             x = rms_norm(y, layer["residual_norm"]["scale"]) if self.norms_each_depth else y
         return x if self.norms_each_depth else rms_norm(x, self.params["final_norm"]["scale"])
@@ -87,18 +90,20 @@ class Pass:
 
     def mixture(self, layer: Tree, x: np.ndarray, positions: np.ndarray, l: int) -> np.ndarray:
         """Eq. 4, 5 or 6."""
+        scale = 1 / self.depth if self.config.residual_scale == "depth" else 1
 
         def da(y: np.ndarray) -> np.ndarray:
             if not self.config.depth_attention:
                 return np.zeros_like(y)
-            return self.depth_attention(layer["depth_attention"], rms_norm(y, layer["depth_norm"]["scale"]), l)
+            return scale * self.depth_attention(layer["depth_attention"], rms_norm(y, layer["depth_norm"]["scale"]), l)
 
         def sa(y: np.ndarray) -> np.ndarray:
             normed = rms_norm(y, layer["sequence_norm"]["scale"])
-            return self.sequence_attention(layer["sequence_attention"], normed, positions, l)
+            return scale * self.sequence_attention(layer["sequence_attention"], normed, positions, l)
 
         def ea(y: np.ndarray) -> np.ndarray:
-            return self.expert_attention(layer["expert_attention"], rms_norm(y, layer["expert_norm"]["scale"]), l)
+            normed = rms_norm(y, layer["expert_norm"]["scale"])
+            return scale * self.expert_attention(layer["expert_attention"], normed, l)
 
         if self.config.mixing == "sequential":
             y = x + da(x)
@@ -221,6 +226,13 @@ class Pass:
         if not counters:
             return x
         return np.concatenate([rope(part, place, base) for part, place in zip(parts, counters, strict=True)], axis=-1)
+
+
+def inject(weights: Tree, x: np.ndarray, entered: np.ndarray) -> np.ndarray:
+    """exp(-dt exp(A)) x + dt B e, dt = softplus(rate), e the normed input."""
+    dt = np.log1p(np.exp(weights["rate"]))
+    e = rms_norm(entered, weights["norm"]["scale"])
+    return np.exp(-dt * np.exp(weights["fall"])) * x + dt * (e @ weights["matrix"])
 
 
 def rms_norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:

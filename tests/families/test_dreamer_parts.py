@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dreamer_jax.blocks.injection import DiagonalInjection
+from dreamer_jax.blocks.parameters import DECAYED
 from dreamer_jax.blocks.projections import ProjectionTapes
 from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.errors import ConfigError
+from dreamer_jax.families import build
 from dreamer_jax.inference import Flight, fold
 from pallas_kernels.attention_moe import LinearTape
 from tests.families.cases import (
@@ -27,6 +31,7 @@ from tests.families.cases import (
 )
 from tests.families.cases import apply as full_pass
 from tests.families.numpy_reference import forward
+from tests.families.test_gradients import assert_same, static_depth_gradient, unrolled_gradient
 
 TOLERANCE = 1e-5
 SAFE_MARGIN = 5e-6
@@ -35,6 +40,12 @@ WITHOUT = {
     "shared_expert": small_config("DR+DA", shared_expert=False),
     "residual_norm": small_config("DR+DA", residual_norm=False),
     "router_depth_code": small_config("DR", router_depth_code=False),
+}
+WITH = {
+    "scaled": small_config("DR+DA", residual_scale="depth"),
+    "scaled, in layers": small_config("LA", residual_scale="depth"),
+    "injected": small_config("DR+DA", injection="diagonal"),
+    "both, a plain sum": small_config("DR", injection="diagonal", residual_scale="depth", residual_norm=False),
 }
 PACKED = (SEGMENT_IDS, POSITIONS)
 
@@ -45,10 +56,10 @@ def paths(config: DreamerConfig) -> dict[str, tuple[int, ...]]:
     return {".".join(key.key for key in path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
-@pytest.mark.parametrize("name", WITHOUT)
-def test_without_a_part_the_model_agrees_with_numpy(name):
-    """Packed rows, at the trained depth and a shallower one; and leaving it out changes what comes out."""
-    config = WITHOUT[name]
+@pytest.mark.parametrize("name", [*WITHOUT, *WITH])
+def test_without_and_with_a_part_the_model_agrees_with_numpy(name):
+    """Packed rows, at the trained depth and a shallower one."""
+    config = {**WITHOUT, **WITH}[name]
     params, bias = random_weights(config)
     tokens = random_tokens(config)
     for depth in (3, 2):
@@ -160,9 +171,9 @@ def advance(model, tokens, positions, slots) -> Any:
     return model.logits(hidden), slots
 
 
-@pytest.mark.parametrize("name", WITHOUT)
+@pytest.mark.parametrize("name", [*WITHOUT, "injected", "both, a plain sum"])
 def test_folded_weights_and_slots_give_the_same(name):
-    config = WITHOUT[name]
+    config = {**WITHOUT, **WITH}[name]
     params, bias = random_weights(config)
     model = fold(config, params, {"balancing": bias})
     tokens = random_tokens(config, 1, (2, 6))
@@ -173,6 +184,28 @@ def test_folded_weights_and_slots_give_the_same(name):
         logits, slots = advance(model, tokens[:, part], positions[:, part], slots)
         found.append(np.asarray(logits))
     assert relative_error(np.concatenate(found, axis=1), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["both, a plain sum", pytest.param("injected", marks=pytest.mark.slow)])
+def test_gradients_with_injection_and_scale_are_those_of_an_unrolled_loop(name):
+    """What is injected gets a gradient from every depth."""
+    config = WITH[name]
+    assert_same(static_depth_gradient(config, "full"), unrolled_gradient(config))
+
+
+def test_injection_starts_as_a_known_step():
+    """exp(-dt) is 1/sqrt(5), B the identity; weight decay leaves all of it alone, and it is said."""
+    family = build(WITH["injected"])
+    weights = family.init(jax.random.key(0))[0]["layer"]["injection"]
+    assert {weights[name].role for name in ("fall", "rate", "matrix")}.isdisjoint(DECAYED)
+    block, (x, entered) = DiagonalInjection(8), jax.random.normal(jax.random.key(1), (2, 3, 8))
+    params = nn.meta.unbox(block.init(jax.random.key(0), x, entered))
+    normed = entered / np.sqrt(np.mean(entered**2, axis=-1, keepdims=True))
+    expected = x / np.sqrt(5) + np.log(np.sqrt(5)) * normed
+    np.testing.assert_allclose(block.apply(params, x, entered), expected, rtol=1e-4, atol=1e-5)
+    assert WITH["injected"].summary.endswith("2 active, diagonal injection")
+    with pytest.raises(ConfigError, match=r"model\.injection: diagonal is for DR and DR\+DA"):
+        small_config("LA", injection="diagonal")
 
 
 @pytest.mark.parametrize("variant", ["LA", "LA+DA"])

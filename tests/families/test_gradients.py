@@ -36,7 +36,7 @@ def unrolled_loss(params, bias, config, operations=REFERENCE, depth=None):
     tokens = random_tokens(config)
     context = Context(jnp.asarray(SEGMENT_IDS), jnp.asarray(POSITIONS))
     layer = build(config, operations).layer
-    x = params["embedding"][tokens]
+    x = entered = params["embedding"][tokens]
     empty = jnp.zeros((tokens.size, config.da_kv_heads * config.da_head_size))
     keys, values = [empty] * depth, [empty] * depth
     for l in range(depth):
@@ -45,10 +45,10 @@ def unrolled_loss(params, bias, config, operations=REFERENCE, depth=None):
             weights, own_bias = jax.tree.map(lambda rows, l=l: rows[l], (params["layers"], bias))
         cache = DepthCache(jnp.stack(keys), jnp.stack(values)) if config.depth_attention else None
         at, memory = depth_of(l, depth), Memory(Fresh(), cache)
-        x, memory, _, _ = layer.apply({"params": weights}, x, at, memory, own_bias, context)
+        x, memory, _, _ = layer.apply({"params": weights}, x, at, memory, own_bias, context, entered=entered)
         if config.depth_attention:
             keys[l], values[l] = memory.depths.keys[l], memory.depths.values[l]
-    if not config.recurrent:
+    if not config.normalised_stream:
         x = rms_norm(x, params["final_norm"]["scale"])
     return cross_entropy(x @ params["head"].T, jnp.roll(tokens, -1, axis=1), jnp.asarray(REAL))
 

@@ -66,6 +66,12 @@ class DreamerConfig:
     residual_norm: bool = True
     """DR: the residual stream is normalised after every depth (section 3.7). False: a plain sum and one final norm, as
     in LA."""
+    residual_scale: Literal["none", "depth"] = "none"
+    """depth: what the attentions add to the residual stream is divided by N, the depth of the pass, so that the best
+    learning rate doesn't depend on it. none: it is added as it is, as in the paper."""
+    injection: Literal["none", "diagonal"] = "none"
+    """DR: diagonal: every depth starts with a stable step towards the embedding, x <- a x + dt B e, with learned a < 1
+    and dt for each channel (Parcae). none: the embedding enters at depth 0 alone."""
     router_depth_code: bool = True
     """The queries of all routers are rotated by depth (section 3.5). False: routers see the state alone."""
     num_experts: int = 64
@@ -130,6 +136,12 @@ class DreamerConfig:
         return f"depth attention over {newest}{every}" if self.da_window or every else ""
 
     @property
+    def added(self) -> tuple[str, ...]:
+        """What settings add to the paper's model, in words."""
+        found = ["residual scale 1/N"] if self.residual_scale == "depth" else []
+        return (*found, f"{self.injection} injection") if self.injection != "none" else tuple(found)
+
+    @property
     def experts(self) -> int:
         """E: the experts that devices can divide among them."""
         return self.num_experts
@@ -141,7 +153,11 @@ class DreamerConfig:
         return (
             f"{self.variant}, depth {self.depth}, hidden size {self.hidden_size}, vocabulary {self.vocab_size}, "
             f"{experts} of {self.expert_size}, {self.experts_per_token} active"
-            + "".join(f", {words}" for words in (*(f"no {name}" for name in self.left_out), self.depths_seen) if words)
+            + "".join(
+                f", {words}"
+                for words in (*(f"no {name}" for name in self.left_out), *self.added, self.depths_seen)
+                if words
+            )
         )
 
     def __post_init__(self) -> None:
@@ -185,6 +201,11 @@ class DreamerConfig:
                 f"model.{name}",
                 f"false is for DR and DR+DA; {self.variant} has nothing to leave out, so leave the setting out",
             )
+        require(
+            self.recurrent or self.injection == "none",
+            "model.injection",
+            f"{self.injection} is for DR and DR+DA; in {self.variant} nothing enters again, so leave the setting out",
+        )
         for name, plain in (("da_window", 0), ("da_dilation", 1)):
             value = getattr(self, name)
             require(
