@@ -111,6 +111,11 @@ class TrainingConfig:
     """What every depth keeps for the backward pass. full: the residual stream alone; the layer is computed again (least
     memory). attention: also projections, attention outputs and the experts' gate and up; norms, routing and activations
     are computed again. none: everything; fastest where memory allows."""
+    looping: float = 0.0
+    """Weight of a loss that asks layers of their own to be alike, 1 less the mean cosine between the matrices of layers
+    that lie looping_layers apart: as if those had been looped (Saunshi et al., 2025)."""
+    looping_layers: int = 1
+    """k, the layers of such a loop; model.depth is a multiple of it."""
     gradient_depths: int = 0
     """Depths whose contributions to the expert weight gradients are kept aside and added in one pass, where a kernel
     does it: less memory traffic, more memory. 1 adds at every depth, with the least memory. 0 chooses: as many, up to
@@ -130,7 +135,7 @@ class TrainingConfig:
             "training",
             allow_zero=(
                 *("warmup_steps", "cooldown_steps", "learning_rate_floor"),
-                *("weight_decay", "beta1", "beta2", "gradient_depths"),
+                *("weight_decay", "beta1", "beta2", "gradient_depths", "looping"),
             ),
         )
         require(self.learning_rate_floor <= 1, "training.learning_rate_floor", "is a share, at most 1")

@@ -173,16 +173,17 @@ def _refuse_other(place: epath.Path, before: Config, now: Config) -> None:
         changeable = tuple(key for key in CHANGEABLE if key != "training.steps")
     changed = [line for line in difference(before, now) if not line.startswith(changeable)]
     refused = [line for line in changed if not line.startswith(allowed)] if allowed else changed
-    recurrent = build(now.model).flags.recurrent
-    if "depth" in now.checkpoint.allowed and not recurrent and any(line.startswith("model.depth:") for line in changed):
+    has, wanted = build(before.model), build(now.model)
+    other_depth = any(line.startswith("model.depth:") for line in changed)
+    fits = wanted.flags.recurrent or has.depth <= wanted.depth <= 2 * has.depth
+    if "depth" in now.checkpoint.allowed and other_depth and not fits:
         raise UserError(
-            f"model.depth: {place} holds a model of {build(before.model).depth} distinct layers, which can't be given "
-            "another depth; only depth-recurrent models can"
+            f"model.depth: {place} holds a model of {has.depth} layers of their own. They can become up to "
+            f"{2 * has.depth}, the middle ones repeated, but not {wanted.depth}"
         )
     if not refused:
         return
     names = [name for name, keys in ALLOWED.items() if any(line.startswith(keys) for line in refused)]
-    names = [name for name in names if name != "depth" or recurrent]
     hint = f", or add --checkpoint.allow {','.join((*now.checkpoint.allowed, *names))} to change that" if names else ""
     raise UserError(
         f"{place} holds a run with another configuration:\n  "

@@ -1,4 +1,4 @@
-"""What training may ask of the last depth beside its loss: to change little, and to be a gentle step."""
+"""What training may ask beside the loss: that the last depth changes little, or is a gentle step; or like layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dreamer_jax.blocks.parameters import is_box
 from dreamer_jax.blocks.positions import Depth
+from dreamer_jax.config.sections import Config
+from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import Family, Pass
 from dreamer_jax.families.nearby import step_near
 
@@ -49,6 +52,53 @@ def jacobian(family: Family, params: Any, passed: Pass, keys: jax.Array) -> jax.
         nothing.size // (nothing.shape[0] * nothing.shape[1])
     )
     return jnp.where(passed.depth > 1, size, 0.0)
+
+
+def check_likeness(config: Config, family: Family) -> None:
+    """Refuse to ask for what a model, or a mesh, hasn't.
+
+    Raises:
+        ConfigError: with the key and what to do.
+    """
+    apart = config.training.looping_layers
+    if not config.training.looping:
+        return
+    if not _layered(family):
+        raise ConfigError(
+            "training.looping: this model has no layers of their own that could be alike; leave it at 0",
+            "training.looping",
+        )
+    if family.depth % apart or family.depth == apart:
+        raise ConfigError(
+            f"training.looping_layers: {apart} layers don't make {family.depth}, looped twice or more often",
+            "training.looping_layers",
+        )
+    if config.mesh.expert > 1:
+        raise ConfigError(
+            "training.looping: devices that divide the experts don't see whole layers; use mesh.expert 1",
+            "training.looping",
+        )
+
+
+def likeness(family: Family, params: Any, apart: int) -> jax.Array:
+    """How alike layers are that lie so many apart, float32: the cosine between their matrices, the mean over pairs of
+    neighbouring loops and over kinds of matrices (R_G(k) of Saunshi et al., 2025, "Reasoning with latent thoughts")."""
+    found = []
+    for path in _layered(family):
+        leaf: Any = params
+        for key in path:
+            leaf = leaf[key.key]
+        flat = leaf.reshape(leaf.shape[0], -1).astype(jnp.float32)  # [L, n]
+        products = jnp.sum(flat[:-apart] * flat[apart:], axis=1)
+        sizes = jnp.sqrt(jnp.sum(flat**2, axis=1) + 1e-30)
+        found.append(jnp.mean(products / (sizes[:-apart] * sizes[apart:])))
+    return jnp.mean(jnp.stack(found))
+
+
+def _layered(family: Family) -> list[Any]:
+    """Paths of the matrices of which every layer has its own."""
+    boxes = jax.tree_util.tree_flatten_with_path(family.boxed, is_leaf=is_box)[0]
+    return [path for path, box in boxes if box.axes[0] == "layer" and box.role == "matrix"]
 
 
 def _state(passed: Pass, place: int) -> Any:

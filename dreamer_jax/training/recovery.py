@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from etils import epath
 from jax.sharding import Mesh
 
@@ -166,12 +167,13 @@ class Recovery:
         text = self.checkpoints.folders.meta(step).get("config")
         saved = config_of_text(text) if text else self._config
         before, now = build(saved.model), build(self._config.model)
-        if before.depth == now.depth or not now.flags.recurrent:
+        if before.depth == now.depth:
             return self.checkpoints.restore(like, step)
         model = dataclasses.replace(self._config.model, depth=before.depth)
         old = self.checkpoints.restore(abstract_state(dataclasses.replace(self._config, model=model), self._mesh), step)
         self._say(f"depth {before.depth} of checkpoint {step} becomes {now.depth}")
-        return with_other_depth(old, create_state(self._config, self._mesh))
+        fresh = create_state(self._config, self._mesh)
+        return with_other_depth(old, fresh) if now.flags.recurrent else with_more_layers(old, fresh)
 
 
 def with_other_depth(old: TrainState, fresh: TrainState) -> TrainState:
@@ -193,6 +195,31 @@ def with_other_depth(old: TrainState, fresh: TrainState) -> TrainState:
         return put(ours, new)
 
     return jax.tree.map(fit, old, fresh)
+
+
+def with_more_layers(old: TrainState, fresh: TrainState) -> TrainState:
+    """The state of a model with layers of their own, the middle ones repeated (stacking: MIDAS, Saunshi et al., 2024).
+
+    Args:
+        old: with its own number of layers, the first axis of all that they differ in.
+        fresh: of the same model with more layers, at most twice as many.
+    """
+
+    def fit(ours: jax.Array, new: jax.Array) -> jax.Array:
+        if ours.shape == new.shape:
+            return ours
+        places = jnp.asarray(stacking(len(ours), len(new)))
+        return jax.jit(lambda ours: ours[places], out_shardings=new.sharding)(ours)
+
+    return jax.tree.map(fit, old, fresh)
+
+
+def stacking(before: int, now: int) -> list[int]:
+    """Which of the layers before each layer now starts as: all of them, the middle ones, as many as are missing, twice
+    in a row as one block."""
+    added = now - before
+    start = (before - added) // 2
+    return [*range(start + added), *range(start, before)]
 
 
 def recorded_config(place: epath.Path) -> Config | None:

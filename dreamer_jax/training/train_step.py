@@ -29,6 +29,7 @@ from dreamer_jax.parallel.mesh import EXPERT, batch_spec
 from dreamer_jax.runs.state import TrainState
 from dreamer_jax.training import depths
 from dreamer_jax.training.optimizer import make_optimizer, next_learning_rate, trained_leaves
+from dreamer_jax.training.penalties import check_likeness, likeness
 from dreamer_jax.training.state import state_specs
 
 Batch = Mapping[str, jax.Array]
@@ -127,6 +128,12 @@ def make_loss_and_gradient(
         if smooth is not None:
             keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, 2), batch["rows"])
         loss, logged = depths.loss(config.recurrence, family, params, passed, batch, keys, smooth)
+        if config.training.looping:
+            alike, targets = likeness(family, params, config.training.looping_layers), jnp.sum(batch["loss_mask"])
+            loss, logged = (
+                loss + config.training.looping * targets * (1 - alike),
+                {**logged, "likeness": targets * alike},
+            )
         return loss, (passed.counts, logged)
 
     def of_rows(weights, *rest):
@@ -167,6 +174,7 @@ def family_on(config: Config, mesh: Mesh) -> Family:
     """The model of a configuration, with the operations of a train step on a mesh."""
     plain = build(config.model)
     depths.check(config.recurrence, plain)
+    check_likeness(config, plain)
     deepest = max(plain.depth, depths.deepest(config.recurrence, plain))
     operations = operations_of(config.model.implementation, config.training.gradient_depths, deepest)
     return build(config.model, parallel_operations(operations, config.mesh.exchange, mesh.shape[EXPERT]))

@@ -12,15 +12,11 @@ import numpy as np
 import pytest
 
 from dreamer_jax.cli.main import main
-from dreamer_jax.config import load_config
 from dreamer_jax.errors import RESTART_EXIT_CODE, UserError
-from dreamer_jax.families import build
 from dreamer_jax.runs.metrics import read_metrics
 from dreamer_jax.runs.models import load_run
 from dreamer_jax.training.stability import SkipCounter
 from tests.end_to_end.cases import TINY, programs_kept
-from tests.export.cases import write_small_run
-from tests.families.cases import drawn_params
 
 CONFIG = (
     TINY.format(variant="DR+DA", depth=2)
@@ -247,13 +243,16 @@ def test_changes_that_are_allowed_by_name(config, tmp_path, capsys, without_endi
     assert (before.step, after.step) == (3, 6)
 
 
-def test_a_layered_model_keeps_its_depth(config, tmp_path, capsys):
+def test_layers_are_stacked(config, tmp_path, capsys):
+    """A model of two layers goes on with three; five, or one, it can't become."""
     words = ["--run.dir", str(tmp_path / "run"), "--model.variant=LA"]
-    loaded = load_config(config, words).config
-    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), build(loaded.model).shapes[1])
-    write_small_run(loaded, drawn_params(loaded.model), state)
-    assert main(["train", config, *words, "--model.depth=3", "--checkpoint.allow=depth"]) == 2
-    assert "can't be given another depth" in error_of(capsys)
+    assert main(["train", config, *words, "--model.depth=2", "--training.steps=2"]) == 0
+    for depth in (5, 1):
+        assert main(["train", config, *words, f"--model.depth={depth}", "--checkpoint.allow=depth"]) == 2
+        assert f"They can become up to 4, the middle ones repeated, but not {depth}" in error_of(capsys)
+    assert main(["train", config, *words, "--model.depth=3", "--training.steps=3", "--checkpoint.allow=depth"]) == 0
+    assert "depth 2 of checkpoint 2 becomes 3" in capsys.readouterr().out
+    assert load_run(tmp_path / "run").params["layers"]["sequence_norm"]["scale"].shape[0] == 3
 
 
 def test_a_run_without_its_configuration_is_still_the_same_run(config, finished, tmp_path, capsys):

@@ -20,7 +20,7 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.runs.checkpoints import SMALL_FILES, Checkpoints
 from dreamer_jax.runs.integrity import is_complete
 from dreamer_jax.runs.state import TrainState
-from dreamer_jax.training.recovery import with_other_depth
+from dreamer_jax.training.recovery import stacking, with_more_layers, with_other_depth
 
 META = {"data": "d", "tokenizer": "t"}
 
@@ -230,6 +230,21 @@ def test_another_depth():
         np.testing.assert_array_equal(tree["shared"], np.full((2, 3), 7.0))
     np.testing.assert_array_equal(deeper.model_state["balancing"]["router"], [7, 7, 1])
     assert with_other_depth(state(3, 7.0), state(2, 1.0)).params["qkv"].shape == (2, 2, 3)
+
+
+def test_more_layers():
+    """The middle ones twice, as a block, with their moments and biases; what has no layers stays."""
+
+    def state(layers: list[float], step: int) -> TrainState:
+        leaves = {"layers": {"out": jnp.asarray(layers)[:, None] + jnp.zeros(3)}, "head": jnp.full((2, 3), step)}
+        return TrainState(jnp.int32(step), leaves, {"mu": leaves}, {"balancing": {"router": jnp.asarray(layers)}})
+
+    deeper = with_more_layers(state([0, 1, 2, 3], 7), state([9] * 6, 1))
+    for rows in (deeper.params["layers"]["out"][:, 0], deeper.optimizer["mu"]["layers"]["out"][:, 1]):
+        np.testing.assert_array_equal(rows, [0, 1, 2, 1, 2, 3])
+    np.testing.assert_array_equal(deeper.model_state["balancing"]["router"], [0, 1, 2, 1, 2, 3])
+    assert int(deeper.step) == 7 and deeper.params["head"][0, 0] == 7
+    assert stacking(4, 8) == [0, 1, 2, 3, 0, 1, 2, 3] and stacking(3, 4) == [0, 1, 1, 2] and stacking(2, 2) == [0, 1]
 
 
 def test_command_line(two, tmp_path, capsys):

@@ -1,7 +1,9 @@
-"""The penalty on the last step's Jacobian: against the whole matrix, and its gradient against finite differences."""
+"""What is asked beside the loss: against whole matrices, NumPy and finite differences."""
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dreamer_jax.blocks.parameters import is_box
 from dreamer_jax.config.sections import RecurrenceConfig
 from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import build, forward
@@ -120,3 +123,61 @@ def test_in_a_train_step():
     assert once["last_jacobian"] > 0
     with pytest.raises(ConfigError, match=r"recurrence\.jacobian: rows"):
         depths.check(RecurrenceConfig(draw="uniform", by="row", jacobian=0.1), build(CONFIG))
+
+
+LAYERS = small_config("LA", depth=4)
+
+
+def test_layers_that_are_alike():
+    """The cosine of layers k apart, over all matrices; 1 for loops that are equal, and its gradient is right."""
+    family, (params, _) = build(LAYERS), random_weights(LAYERS)
+    wanted = []
+    for path, box in jax.tree_util.tree_flatten_with_path(family.boxed, is_leaf=is_box)[0]:
+        if box.role == "matrix" and path[0].key == "layers":
+            rows = functools.reduce(lambda tree, key: tree[key.key], path, params).astype(np.float64).reshape(4, -1)
+            unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+            wanted.append(np.mean([unit[l] @ unit[l + 2] for l in (0, 1)]))
+    assert len(wanted) == 5  # q k v and out of SA, the routers' queries, gate and up, down
+    found = penalties.likeness(family, params, 2)
+    np.testing.assert_allclose(found, np.mean(wanted), rtol=1e-5)
+    looped = {**params, "layers": jax.tree.map(lambda leaf: np.concatenate([leaf[:2]] * 2), params["layers"])}
+    assert float(penalties.likeness(family, looped, 2)) == pytest.approx(1, abs=1e-6)
+    assert float(penalties.likeness(family, looped, 1)) < 0.5
+
+    def moved(by):
+        shifted = params["layers"]["expert_attention"]["down"] + by * params["layers"]["expert_attention"]["down"][::-1]
+        expert_attention = {**params["layers"]["expert_attention"], "down": shifted}
+        return penalties.likeness(
+            family, {**params, "layers": {**params["layers"], "expert_attention": expert_attention}}, 2
+        )
+
+    slope = jax.grad(moved)(0.0)
+    np.testing.assert_allclose(slope, (moved(0.01) - moved(-0.01)) / 0.02, rtol=1e-3)
+
+
+def test_training_makes_layers_alike():
+    """The loss has it whatever the number of targets and of microbatches; and who has no such layers is told."""
+
+    def run(weight, microbatches=1):
+        config = tiny_config(
+            model__variant="LA", training__looping=weight, training__microbatches=microbatches, model__depth=2
+        )
+        mesh = make_mesh(config.mesh)
+        step, state, found = make_train_step(config, mesh), create_state(config, mesh), []
+        for _ in range(4):
+            state, metrics = step(state, random_batch(0))
+            found.append({name: float(its) for name, its in metrics.items() if name != "counts"})
+        return found
+
+    plain, asked = run(0.0), run(2.0)
+    assert asked[0]["loss"] == pytest.approx(plain[0]["loss"] + 2 * (1 - asked[0]["likeness"]), rel=1e-5)
+    assert asked[-1]["likeness"] > asked[0]["likeness"] + 0.05
+    assert run(2.0, 2)[0]["loss"] == pytest.approx(asked[0]["loss"], rel=1e-5)
+    for changes, line in (
+        ({"model__variant": "DR"}, "training.looping: this model has no layers of their own"),
+        ({"model__variant": "LA", "training__looping_layers": 2}, "training.looping_layers: 2 layers don't make 2"),
+        ({"model__variant": "LA", "mesh__expert": 2}, "training.looping: devices that divide the experts"),
+    ):
+        config = tiny_config(**{"training__looping": 1.0, **changes})
+        with pytest.raises(ConfigError, match=re.escape(line)):
+            penalties.check_likeness(config, build(config.model))
