@@ -14,7 +14,7 @@ from dreamer_jax.blocks.memory import Context
 from dreamer_jax.blocks.norms import RMSNorm
 from dreamer_jax.blocks.operations import Operations
 from dreamer_jax.blocks.parameters import Block
-from dreamer_jax.blocks.positions import Depth, DepthCode, rope
+from dreamer_jax.blocks.positions import Depth, DepthCode, rope, tell_depth
 from dreamer_jax.blocks.projections import Projections
 from dreamer_jax.blocks.routing import Router
 from dreamer_jax.blocks.self_attention import scores_cost
@@ -94,8 +94,9 @@ class Attention(Block):
 
     @nn.nowrap
     def parameters(self, folded: bool = False) -> int:
-        """Projections, and the norms of queries and keys; the router counts itself."""
-        return self.projections(parent=None).parameters(folded) + 2 * self.head_size
+        """Projections, norms of queries and keys, what is learned of depths; the router counts itself."""
+        told = self.code.rows if isinstance(self.code, DepthCode) else 0
+        return self.projections(parent=None).parameters(folded) + (2 + told) * self.head_size
 
     @nn.nowrap
     def keys_met(self, reach: Reach) -> float:
@@ -250,9 +251,8 @@ class DepthAttention(Attention):
         choice, counts, seen = project.route(flat, depth, bias, context.real)
         q, k, v = self.split(keep(project.qkv(flat, choice, maps)))  # [T, n or kv, d]
         q, k = RMSNorm(name="q_norm")(q), RMSNorm(name="k_norm")(k)
-        if self.code is not None:
-            code: Any = self.code
-            q, k = code(q, depth.flat(1)), code(k, depth.flat(1))
+        code: Any = self.code
+        q, k = tell_depth(self, code, depth.flat(1), q, k)
         attended, memory = self.operations.depth_attention(
             q, k, v, memory, depth.index, tape=tape.get("keys"), window=self.window
         )

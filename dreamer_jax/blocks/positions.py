@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from dreamer_jax.blocks.parameters import Block
 from dreamer_jax.config.values import DepthCounters, DepthScaling
 
 
@@ -56,7 +58,8 @@ class DepthCode:
 
     Attributes:
         base: of the RoPE.
-        counters: "both" as in the paper; "up": the whole head counts up, and nothing asks for L.
+        counters: "both" as in the paper; "up": the whole head counts up, and nothing asks for L; "learned": no rotation
+            but `signal`.
         scaling: what a pass does that goes deeper than `trained`, with s = (L - 1) / (trained - 1). "none": nothing, it
             meets positions it has not seen. "interpolated": positions are divided by s (Chen et al., 2023), so that the
             last of them is a known one. "ntk": the base is multiplied by s^(d / (d - 2)), d being the rotated size: the
@@ -86,3 +89,32 @@ class DepthCode:
             return rope(x, up, base)
         first, second = jnp.split(x, 2, axis=-1)
         return jnp.concatenate([rope(first, up, base), rope(second, down, base)], axis=-1)
+
+    @property
+    def rows(self) -> int:
+        """Vectors that it learns."""
+        return self.trained if self.counters == "learned" else 0
+
+    def signal(self, table: jax.Array, depth: Depth) -> jax.Array:
+        """[..., d] float32, what is added at a depth: its row of a table [trained, d]. Deeper than trained it is the
+        last row, or, interpolated, what lies between two rows at place l / s."""
+        place = jnp.asarray(depth.index, jnp.float32)
+        if self.scaling == "interpolated":
+            place = place / jnp.maximum((depth.total - 1) / max(self.trained - 1, 1), 1.0)
+        place = jnp.minimum(place, self.trained - 1)
+        below = jnp.floor(place).astype(jnp.int32)
+        share = (place - below)[..., None]
+        rows = table.astype(jnp.float32)
+        return (1 - share) * rows[below] + share * rows[jnp.minimum(below + 1, self.trained - 1)]
+
+
+def tell_depth(block: Block, code: DepthCode | None, depth: Depth, *heads: jax.Array) -> Any:
+    """Queries and keys [..., d] of a block as the code has them at a depth, broadcastable to them without their last
+    axis. What is learned of depths is a parameter of the block, which all of them share."""
+    if code is None:
+        return heads
+    if code.counters != "learned":
+        return tuple(code(x, depth) for x in heads)
+    shape = (code.trained, heads[0].shape[-1])
+    rows = block.weight("depth_signals", nn.initializers.zeros, shape, ("depths", "norm"), "bias")
+    return tuple((x + code.signal(rows, depth)).astype(x.dtype) for x in heads)

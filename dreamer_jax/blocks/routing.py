@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from dreamer_jax.blocks.counting import BFLOAT16_BYTES, FLOAT32_BYTES, OnChip, Operation, Reach, tiled
 from dreamer_jax.blocks.norms import RMSNorm, rms_norm
 from dreamer_jax.blocks.parameters import Block, normal
-from dreamer_jax.blocks.positions import Depth, DepthCode
+from dreamer_jax.blocks.positions import Depth, DepthCode, tell_depth
 from dreamer_jax.config.values import Balancing
 from pallas_kernels.weights import Stacked, own
 
@@ -53,8 +53,7 @@ class Router(Block):
 
         # Routing is float32: the product of compute-dtype factors is accumulated and kept in float32.
         query = RMSNorm(name="query_norm")(_project(x, query_weight))
-        if self.depth_code is not None:
-            query = self.depth_code(query, depth)
+        (query,) = tell_depth(self, self.depth_code, depth, query)
         if not self.folded("keys_norm"):
             keys = RMSNorm(name="keys_norm")(keys)
         letters = "tr,ter->te" if keys.ndim == 3 else "tr,er->te"
@@ -69,8 +68,9 @@ class Router(Block):
 
     @nn.nowrap
     def parameters(self, folded: bool = False) -> int:
-        """Query projection, keys, and the norms of both."""
-        return (self.hidden_size + self.num_experts + 2) * self.size
+        """Query projection, keys, the norms of both, and what is learned of depths."""
+        told = self.depth_code.rows if self.depth_code else 0
+        return (self.hidden_size + self.num_experts + 2 + told) * self.size
 
     @nn.nowrap
     def matmul_flops(self, reach: Reach, folded: bool = True) -> float:

@@ -176,6 +176,7 @@ class Step(NamedTuple):
     earlier: list  # (k, v), each [T, kv, d], of the depths below that are seen
     entered: Tensor  # [B, S, h], what entered depth 0
     scale: float  # of what this depth adds
+    place: float  # of this depth among those that are learned
 
 
 class RMSNorm(nn.Module):
@@ -212,7 +213,7 @@ def depth_rotation(config: DreamerConfig, total: int, size: int, device: torch.d
     """(cos, sin), each [L, parts, size / parts / 2]: one half counts depths up and the other down, each a RoPE of size
     d/2; or the whole head counts up, or no part of it turns. Deeper than trained, as `depth_scaling` says."""
     up = torch.arange(total, device=device).float()
-    places = {"both": [up, total - 1 - up], "up": [up], "none": [0 * up]}[config.depth_counters]
+    places = {"both": [up, total - 1 - up], "up": [up]}.get(config.depth_counters, [0 * up])
     rotated, base = size // len(places), config.depth_rope_base
     stretch = max((total - 1) / max(config.depth - 1, 1), 1.0)
     if config.depth_scaling == "interpolated":
@@ -220,6 +221,18 @@ def depth_rotation(config: DreamerConfig, total: int, size: int, device: torch.d
     elif config.depth_scaling == "ntk":
         base *= stretch ** (rotated / (rotated - 2))
     return rotation(torch.stack(places, -1), rotated, base)
+
+
+def depth_signals(config: DreamerConfig, size: int) -> nn.Parameter | None:
+    """A vector for each depth [L, size], where depths are learned."""
+    return nn.Parameter(torch.zeros(config.depth, size)) if config.depth_counters == "learned" else None
+
+
+def signal(rows: Tensor, step: Step) -> Tensor:
+    """[size] float32: the row of this depth; the last one, or interpolated, deeper than trained."""
+    below = int(step.place)
+    share = step.place - below
+    return (1 - share) * rows[below].float() + share * rows[min(below + 1, len(rows) - 1)].float()
 
 
 class Weights(nn.Module):
@@ -261,6 +274,7 @@ class Router(Weights):
         self.matrix("query", config.hidden_size, config.router_size, deviation=input_deviation(config))
         self.matrix("keys", experts, config.router_size, deviation=input_deviation(config))
         self.query_norm, self.keys_norm = RMSNorm(config.router_size), RMSNorm(config.router_size)
+        self.depth_signals = depth_signals(config, config.router_size) if self.depth_code else None
         self.register_buffer("bias", torch.zeros(experts))
         self.used: Tensor | None = None  # selections since the last update_balancing
 
@@ -268,7 +282,11 @@ class Router(Weights):
         """[T, h] -> selected experts [T, k], their sigmoid scores [T, k] float32, in training selections [E]."""
         query = x.float() @ self.query.to(x.dtype).float()
         query = F.rms_norm(query, query.shape[1:], eps=EPSILON)
-        logits = query @ self.rotated_keys(step).T
+        if self.depth_signals is not None:
+            logits = (self.query_norm(query) + signal(self.depth_signals, step)) @ self.keys_norm(self.keys.float()).T
+            logits = logits * query.shape[1] ** -0.5
+        else:
+            logits = query @ self.rotated_keys(step).T
         indices = (logits.detach() + self.bias.float()).topk(self.active, -1).indices
         counts = None
         if self.training:
@@ -448,9 +466,17 @@ class SequenceAttention(Attention):
 class DepthAttention(Attention):
     """DA: tokens look back at what they were at earlier depths; nothing crosses tokens, nothing outlives one."""
 
+    def __init__(self, config: DreamerConfig, heads: int, kv_heads: int, size: int):
+        super().__init__(config, heads, kv_heads, size)
+        self.depth_signals = depth_signals(config, size)
+
     def attend(self, qk: Tensor, v: Tensor, shape, step: Step):
         """Queries and keys [T, n + kv, d], values [T, kv, d] -> [T, n d], and the row of the depth cache."""
-        q, k = rotate_by_depth(qk, step.da_rotation).split([self.heads, self.kv_heads], 1)
+        if self.depth_signals is not None:
+            qk = (qk + signal(self.depth_signals, step)).to(qk.dtype)
+        else:
+            qk = rotate_by_depth(qk, step.da_rotation)
+        q, k = qk.split([self.heads, self.kv_heads], 1)
         rows = [*step.earlier, (k, v)]
         keys, values = (torch.stack([row[i] for row in rows], 2).float() for i in (0, 1))  # [T, kv, l + 1, d]
         grouped = q.float().view(len(q), self.kv_heads, -1, self.size)  # [T, kv, n / kv, d]
@@ -623,12 +649,17 @@ class Dreamer(nn.Module):
         first = self.step(tokens, segment_ids, positions, cache)._replace(entered=x)
         first = first._replace(scale=1 / total if config.residual_scale == "depth" else 1.0)
         da, router = (depth_rotation(config, total, its, x.device) for its in (config.da_head_size, config.router_size))
+        stretch = max((total - 1) / max(config.depth - 1, 1), 1.0) if config.depth_scaling == "interpolated" else 1.0
         for l in range(total):
             layer = self.layers[0 if config.recurrent else l]
             earlier = rows[l % config.da_dilation :: config.da_dilation]  # as many depths below as the window has
             earlier = earlier[max(0, len(earlier) - config.da_window + 1) :] if config.da_window else earlier
             step = first._replace(
-                depth=l, da_rotation=(da[0][l], da[1][l]), router_rotation=(router[0][l], router[1][l]), earlier=earlier
+                depth=l,
+                place=min(l / stretch, config.depth - 1),
+                da_rotation=(da[0][l], da[1][l]),
+                router_rotation=(router[0][l], router[1][l]),
+                earlier=earlier,
             )
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
                 x, row, counts = checkpoint(layer, x, step, use_reentrant=False)
@@ -659,7 +690,7 @@ class Dreamer(nn.Module):
         if positions is None:
             positions = (place - starts)[:, held:]
         cos, sin = rotation(positions, self.config.sa_head_size, self.config.sa_rope_base)
-        return Step(0, (cos[:, :, None], sin[:, :, None]), (), (), mask, real, cache, [], starts, 1.0)
+        return Step(0, (cos[:, :, None], sin[:, :, None]), (), (), mask, real, cache, [], starts, 1.0, 0.0)
 
     def logits(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., V] float32: bfloat16 factors, but the sum isn't rounded to bfloat16."""
@@ -734,10 +765,7 @@ if PreTrainedModel is not None:
             self.model = Dreamer(config)
             self.post_init()
             self._keep_in_fp32_modules_strict = {
-                r"\w+_norm",
-                "router.keys",
-                "router.bias",
-                "injection.(norm|fall|rate)",
+                *(r"\w+_norm", "router.keys", "router.bias", "depth_signals", "injection.(norm|fall|rate)")
             }
 
         def _init_weights(self, module: nn.Module) -> None:

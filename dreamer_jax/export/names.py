@@ -50,6 +50,7 @@ ROUTER = (
     ("router.query_norm.scale", "router.query_norm.weight"),
     ("router.keys_norm.scale", "router.keys_norm.weight"),
 )
+SIGNALS = (("depth_signals", "depth_signals"),)
 BIAS = "router.bias"
 
 FOLDED = {"qkv": "qkv_shared", "out": "out_shared"}
@@ -121,6 +122,8 @@ def _layer(config: DreamerConfig, keep_shared: bool, index: int) -> Iterator[Ent
     def bias(router: str, prefix: str, part: str) -> Entry:
         return f"model.layers.{index}.{prefix}{BIAS}", "balancing", router, layer, part + where
 
+    told = config.depth_counters == "learned" and config.router_depth_code
+    router = (*ROUTER, *((f"router.{leaf}", f"router.{tensor}") for leaf, tensor in SIGNALS if told))
     parts = {"sequence": "SA", "depth": "DA", "expert": "EA", "residual": "residual norm"}
     absent = {"depth": not config.depth_attention, "residual": not config.normalised_stream}
     for leaf, tensor in NORMS:
@@ -133,11 +136,12 @@ def _layer(config: DreamerConfig, keep_shared: bool, index: int) -> Iterator[Ent
         attention, prefix = f"{kind}_attention", "projections."
         if absent.get(kind):
             continue
-        moe = [(f"{prefix}{leaf}", f"{prefix}{tensor}") for leaf, tensor in ROUTER] if config.attention_moes else []
-        for leaf, tensor in (*ATTENTION, *(SHARED if config.shared_experts and keep_shared else ()), *moe):
+        learned = SIGNALS if kind == "depth" and config.depth_counters == "learned" else ()
+        moe = [(f"{prefix}{leaf}", f"{prefix}{tensor}") for leaf, tensor in router] if config.attention_moes else []
+        for leaf, tensor in (*ATTENTION, *learned, *(SHARED if config.shared_experts and keep_shared else ()), *moe):
             yield name(f"{attention}.{leaf}", f"{attention}.{tensor}", parts[kind])
         if moe:
             yield bias(attention, f"{attention}.{prefix}", parts[kind])
-    for leaf, tensor in (*EXPERTS, *ROUTER):
+    for leaf, tensor in (*EXPERTS, *router):
         yield name(f"expert_attention.{leaf}", f"expert_attention.{tensor}", "EA")
     yield bias("expert_attention", "expert_attention.", "EA")

@@ -85,6 +85,13 @@ def test_program_and_arithmetic_agree_on_injection() -> None:
     assert found.flops_per_token - program.expected(plain, 6).flops_per_token == 3 * 2 * 24 * 24
 
 
+def test_program_and_arithmetic_agree_on_learned_depths() -> None:
+    sizes = {"depth": 3, "hidden_size": 24, "num_experts": 8, "expert_size": 16, "depth_counters": "learned"}
+    for variant in ("DR", "DR+DA"):
+        model = DreamerConfig(variant=variant, **sizes)
+        assert program.count(model, 6) == program.expected(model, 6)
+
+
 @pytest.mark.parametrize("variant", ["LA", "DR+DA"])
 def test_the_count_is_the_same_over_a_mesh(variant: Variant) -> None:
     model = DreamerConfig(variant=variant, depth=3, hidden_size=24, num_experts=8, expert_size=16)

@@ -87,6 +87,8 @@ def test_without_a_part_of_section_3_7(part: str) -> None:
         {"depth_counters": "up", "depth_scaling": "ntk"},
         {"depth_scaling": "interpolated"},
         {"depth_counters": "none"},
+        {"depth_counters": "learned"},
+        {"depth_counters": "learned", "depth_scaling": "interpolated", "variant": "DR"},
         {"da_window": 3, "da_dilation": 2},
         {"residual_scale": "depth", "injection": "diagonal"},
     ],

@@ -133,7 +133,7 @@ class Pass:
         c = self.config
         choice = self.choose_projection("depth_attention", weights["projections"], x, l)
         q, k, v = self.heads(weights, choice, x, c.da_heads, c.da_kv_heads, c.da_head_size)
-        q, k = self.depth_rope(q, l), self.depth_rope(k, l)
+        q, k = self.told(q, weights, l), self.told(k, weights, l)
         self.keys.append(k)
         self.values.append(v)
         seen = self.depths_seen(l)
@@ -195,7 +195,7 @@ class Pass:
         """[n, E]: queries, rotated by depth unless that is left out, against unrotated keys."""
         queries = rms_norm(x @ router["query"], router["query_norm"]["scale"])
         if self.config.router_depth_code:
-            queries = self.depth_rope(queries, l)
+            queries = self.told(queries, router, l)
         keys = rms_norm(router["keys"], router["keys_norm"]["scale"])
         return queries @ keys.T / np.sqrt(self.config.router_size)
 
@@ -209,11 +209,20 @@ class Pass:
             self.counts[name][l, expert] += 1
         return [int(e) for e in order[:k]]
 
+    def told(self, x: np.ndarray, weights: Tree, l: int) -> np.ndarray:
+        """Rotated by depth; or, where depths are learned, with the vector of this one, or one between two."""
+        if self.config.depth_counters != "learned":
+            return self.depth_rope(x, l)
+        rows, last = weights["depth_signals"], self.config.depth - 1
+        s = max(1.0, (self.depth - 1) / last) if self.config.depth_scaling == "interpolated" else 1.0
+        place = min(l / s, last)
+        return x + np.stack([np.interp(place, np.arange(last + 1), column) for column in rows.T])
+
     def depth_rope(self, x: np.ndarray, l: int) -> np.ndarray:
         """First half of the head rotated by l, second by L - 1 - l, each a full RoPE of half the size; or the settings'
         other ways."""
         config = self.config
-        counters = {"both": [l, self.depth - 1 - l], "up": [l], "none": []}[config.depth_counters]
+        counters = {"both": [l, self.depth - 1 - l], "up": [l], "none": [], "learned": []}[config.depth_counters]
         s, base = 1.0, config.depth_rope_base
         if self.depth > config.depth:
             s = (self.depth - 1) / (config.depth - 1)

@@ -11,6 +11,7 @@ import pytest
 
 from dreamer_jax.blocks.positions import Depth, DepthCode, rope
 from dreamer_jax.errors import ConfigError
+from dreamer_jax.families import build
 from dreamer_jax.families.contract import Drawn, depth_of
 from tests.families.cases import (
     POSITIONS,
@@ -23,6 +24,7 @@ from tests.families.cases import (
     small_config,
 )
 from tests.families.numpy_reference import forward
+from tests.families.test_gradients import assert_same, model_loss, unrolled_gradient
 
 WAYS: dict[str, dict[str, Any]] = {
     "interpolated": {"depth_scaling": "interpolated"},
@@ -30,12 +32,18 @@ WAYS: dict[str, dict[str, Any]] = {
     "ntk": {"depth_scaling": "ntk"},
     "up": {"depth_counters": "up"},
     "none": {"depth_counters": "none"},
+    "learned": {"depth_counters": "learned"},
+    "learned, interpolated": {"depth_counters": "learned", "depth_scaling": "interpolated"},
 }
 X = np.random.default_rng(0).normal(size=(5, 16)).astype(np.float32)
 
 
 @pytest.mark.parametrize(
-    "way", [w if w in ("interpolated", "up, ntk") else pytest.param(w, marks=pytest.mark.slow) for w in WAYS]
+    "way",
+    [
+        w if w in ("interpolated", "up, ntk", "learned, interpolated") else pytest.param(w, marks=pytest.mark.slow)
+        for w in WAYS
+    ],
 )
 def test_the_model_agrees_with_numpy(way):
     """At the trained depth, a shallower one and a deeper one: logits, and which experts are used."""
@@ -105,7 +113,45 @@ def test_counting_up_a_pass_is_the_beginning_of_a_deeper_one():
         np.testing.assert_array_equal(two[router], three[router][:2])
 
 
+def test_learned_depths_start_as_none_and_learn():
+    """Zeros at first, so that the model is the one that is told nothing; every row of a table gets a gradient."""
+    config, plain = (small_config("DR+DA", depth_counters=counters) for counters in ("learned", "none"))
+    learning, bias = jax.tree.map(jnp.asarray, random_weights(config))
+    tokens, packed = random_tokens(config), (SEGMENT_IDS, POSITIONS)
+    fresh = build(config).init(jax.random.key(0))[0]["layer"]
+    assert not fresh["depth_attention"]["depth_signals"].value.any()
+    tables = {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(learning)
+        if path[-1].key == "depth_signals"
+    }
+    assert len(tables) == 4 and all(len(table) == 3 for table in tables.values())  # DA and three routers
+    without = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: 0 * leaf if path[-1].key == "depth_signals" else leaf, learning
+    )
+    kept = _without_tables(without)
+    found = apply(config, without, bias, tokens, *packed).logits
+    np.testing.assert_allclose(found, apply(plain, kept, bias, tokens, *packed).logits, atol=1e-5)
+    loss, gradient = jax.value_and_grad(model_loss)(learning, bias, config, "full")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+        if path[-1].key == "depth_signals":
+            assert (jnp.abs(leaf).max(axis=1) > 0).all(), jax.tree_util.keystr(path)
+    assert_same((loss, gradient), unrolled_gradient(config))
+
+
+def _without_tables(tree: Any) -> Any:
+    return {
+        name: _without_tables(leaf) if isinstance(leaf, dict) else leaf
+        for name, leaf in tree.items()
+        if name != "depth_signals"
+    }
+
+
 def test_settings_that_cannot_be():
+    with pytest.raises(ConfigError, match=r"model.depth_scaling: ntk is about rotations"):
+        small_config(depth_counters="learned", depth_scaling="ntk")
+    with pytest.raises(ConfigError, match=r"model.depth_counters: learned is for DR and DR\+DA"):
+        small_config("LA+DA", depth_counters="learned")
     with pytest.raises(ConfigError, match=r"model.depth_scaling: interpolated has no meaning where"):
         small_config(depth_counters="none", depth_scaling="interpolated")
     with pytest.raises(ConfigError, match=r"model.depth_scaling: ntk has no meaning where each counter"):

@@ -52,9 +52,10 @@ class DreamerConfig:
     window then reaches twice as far at the same cost."""
     depth_rope_base: float = 500.0
     """RoPE base over the depths, in depth attention and in every router."""
-    depth_counters: Literal["both", "up", "none"] = "both"
+    depth_counters: Literal["both", "up", "learned", "none"] = "both"
     """What depth attention and routers are told of a depth l: both: l and L - 1 - l (section 3.4). up: l alone, for
-    models that don't know how deep they will go. none: nothing."""
+    models that don't know how deep they will go. learned: in DR, a vector for each depth, added to queries and keys in
+    place of turning them; deeper than trained it is the last one's. none: nothing."""
     depth_scaling: DepthScaling = "none"
     """Of a pass deeper than model.depth. interpolated: its places are spread over the known ones. ntk: slow rotations
     become slower, fast ones stay. none: it meets places that training has not had."""
@@ -189,6 +190,16 @@ class DreamerConfig:
             self.depth_scaling != "ntk" or rotated > 2,
             "model.depth_scaling",
             "ntk has no meaning where each counter turns one pair; take larger model.da_head_size and router_size",
+        )
+        require(
+            self.depth_counters != "learned" or self.depth_scaling != "ntk",
+            "model.depth_scaling",
+            "ntk is about rotations, and learned depth counters have none; use interpolated or none",
+        )
+        require(
+            self.depth_counters != "learned" or self.recurrent,
+            "model.depth_counters",
+            f"learned is for DR and DR+DA; every layer of {self.variant} can learn its own place, so use another value",
         )
         require(
             self.depth_counters != "none" or self.depth_scaling == "none",
