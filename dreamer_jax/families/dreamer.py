@@ -61,7 +61,7 @@ class Layer(nn.Module):
         bias: dict[str, Any],
         context: Context,
         tape: dict[str, Any] | None = None,
-        entered: jax.Array | None = None,
+        entered: Any = None,
     ) -> tuple[jax.Array, Memory, dict[str, jax.Array], dict[str, Any]]:
         """Apply the layer at one depth.
 
