@@ -69,7 +69,7 @@ class Attention(Block):
     @nn.nowrap
     def projections(self, **place: Any) -> Projections:
         """The projections; `place` is Linen's name or parent."""
-        qkv_size, out_size = (self.heads + 2 * self.kv_heads) * self.head_size, self.heads * self.head_size
+        qkv_size, out_size = self._qkv_size, self.heads * self.head_size
         router = self.router and self.router.clone(parent=None, name=None)
         sizes = self.hidden_size, qkv_size, out_size
         std, mixture = (self.std, self.out_std), (router, self.shared_expert)
@@ -281,6 +281,11 @@ class DepthAttention(Attention):
         cache = self.memory(slots, tokens, dtype)
         keys = self.operations.depth_attention.start_tape(cache, self.heads, self.head_size, window=self.window)
         return {**({} if keys is None else {"keys": keys}), **super().start_tape(weights, tokens, dtype)}
+
+    @nn.nowrap
+    def cached_depths(self, depths: int) -> int:
+        """Of a pass of so many, those that are kept in generation."""
+        return self.window.span(depths)
 
     @nn.nowrap
     def keys_met(self, reach: Reach) -> float:

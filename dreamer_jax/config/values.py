@@ -10,6 +10,7 @@ from dreamer_jax.errors import ConfigError
 Implementation = Literal["auto", "xla", "pallas"]
 Remat = Literal["full", "attention", "none"]
 DepthCounters = Literal["both", "up", "learned"]
+DepthForm = Literal["softmax", "gated_delta", "gated_recurrent"]
 DepthScaling = Literal["none", "interpolated", "ntk"]
 Balancing = Literal["sign_median", "sign_mean", "tanh", "proportional"]
 Readout = Literal["pair", "pair_linear", "cls"]

@@ -11,8 +11,8 @@ A token passes L depths. At each it attends to earlier tokens (SA), to what it w
 experts (EA). In the variants DR and DR+DA one layer serves every depth, and the projections of SA and DA are linear
 experts, one selected a token; in LA and LA+DA every depth has its own layer. Four settings leave out a part each:
 attention_experts, shared_expert, residual_norm, router_depth_code. DA may see the newest da_window depths only, or
-every da_dilation-th; residual_scale divides by L what a depth adds; with injection every depth gets the embedding.
-A DR model may run at any depth (`depth=...`), an LA model at no more than it has.
+every da_dilation-th, or fold them into a state (da_form); residual_scale divides by L what a depth adds; with injection
+every depth gets the embedding. A DR model may run at any depth (`depth=...`), an LA model at no more than it has.
 
 In comments, B batch, S sequence, T = B·S tokens, h hidden size, V vocabulary, E experts, F expert size, k active
 experts, r router size, n heads, kv key/value heads, d head size.
@@ -73,6 +73,7 @@ class DreamerConfig(PretrainedConfig):
         da_heads=1,
         da_kv_heads=1,
         da_head_size=32,
+        da_form="softmax",
         da_window=0,
         da_dilation=1,
         depth_rope_base=500.0,
@@ -173,7 +174,7 @@ class Step(NamedTuple):
     mask: Tensor | None  # [B, 1, S, keys] bool, True where visible; None: causal
     real: Tensor | None  # [T] bool, False for padding; None: all are real
     cache: Cache | None
-    earlier: list  # (k, v), each [T, kv, d], of the depths below that are seen
+    earlier: list  # (k, v), each [T, kv, d], of the depths below that are seen; or their states, the newest last
     entered: Tensor  # [B, S, h], what entered depth 0
     scale: float  # of what this depth adds
     place: float  # of this depth among those that are learned
@@ -207,6 +208,11 @@ def rotate(x: Tensor, cos_sin: tuple[Tensor, ...]) -> Tensor:
 def rotate_by_depth(x: Tensor, cos_sin: tuple[Tensor, ...]) -> Tensor:
     """Both parts of the head, or the whole of it, turned by as many angles as there are."""
     return rotate(x.unflatten(-1, (len(cos_sin[0]), -1)), cos_sin).flatten(-2)
+
+
+def turned(qk: Tensor, step: Step) -> Tensor:
+    """Queries and keys of DA, turned by their depth."""
+    return rotate_by_depth(qk, step.da_rotation)
 
 
 def depth_rotation(config: DreamerConfig, total: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -475,13 +481,72 @@ class DepthAttention(Attention):
         if self.depth_signals is not None:
             qk = (qk + signal(self.depth_signals, step)).to(qk.dtype)
         else:
-            qk = rotate_by_depth(qk, step.da_rotation)
+            qk = turned(qk, step)
         q, k = qk.split([self.heads, self.kv_heads], 1)
         rows = [*step.earlier, (k, v)]
         keys, values = (torch.stack([row[i] for row in rows], 2).float() for i in (0, 1))  # [T, kv, l + 1, d]
         grouped = q.float().view(len(q), self.kv_heads, -1, self.size)  # [T, kv, n / kv, d]
         out = F.scaled_dot_product_attention(grouped, keys, values)
         return out.to(q.dtype).reshape(len(q), -1), (k, v)
+
+
+class GatedDelta(nn.Module):
+    """DA as a state [T, kv, d, d]: S <- a S (I - b k k') + b v k', read as S q; a and b from x, q and k of length 1."""
+
+    def __init__(self, config: DreamerConfig, heads: int, kv_heads: int, size: int):
+        super().__init__()
+        self.heads, self.kv_heads, self.size = heads, kv_heads, size
+        self.projections = Projections(config, (heads + 2 * kv_heads) * size, heads * size)
+        self.gates = nn.Parameter(torch.randn(config.hidden_size, 2 * kv_heads) * input_deviation(config))
+        self.fall = nn.Parameter(torch.zeros(kv_heads))
+        self.rate = nn.Parameter(torch.full((kv_heads,), 1 / 16).expm1().log())  # fallen to 1/e after 16 depths
+        self.depth_signals = depth_signals(config, size)
+
+    def forward(self, x: Tensor, step: Step):
+        """[B, S, h] -> [B, S, h], selections, and the state."""
+        flat, own = x.flatten(0, 1), self.projections
+        choice, counts = own.route(flat, step)
+        qkv = own.project(flat, choice, own.qkv, own.qkv_shared).view(len(flat), -1, self.size).float()
+        qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], 1)
+        qk = unit(qk)
+        qk = qk + signal(self.depth_signals, step) if self.depth_signals is not None else turned(qk, step)
+        q, k = qk.split([self.heads, self.kv_heads], 1)
+        k = unit(k)
+        falling, taking = (flat.float() @ self.gates.float()).chunk(2, -1)
+        kept = (-self.fall.float().exp() * F.softplus(falling + self.rate.float())).exp()[..., None]
+        state = step.earlier[-1] if step.earlier else v.new_zeros(*v.shape, self.size)
+        stood = torch.einsum("tkvd,tkd->tkv", state, k)
+        change = taking.sigmoid()[..., None] * (v - kept * stood)
+        state = kept[..., None] * state + change[..., None] * k[:, :, None]
+        read = torch.einsum("tkvd,tkgd->tkgv", state, q.unflatten(1, (self.kv_heads, -1)))
+        return own.project(read.flatten(1).to(x.dtype), choice, own.out, own.out_shared).view_as(x), counts, state
+
+
+class GatedRecurrent(nn.Module):
+    """DA as a gated unit a channel, [T, kv, d]: s <- (1 - z) s + z v, read as sigmoid(q) s; z from x."""
+
+    def __init__(self, config: DreamerConfig, heads: int, kv_heads: int, size: int):
+        super().__init__()
+        self.heads, self.kv_heads, self.size = heads, kv_heads, size
+        self.projections = Projections(config, (heads + kv_heads) * size, heads * size)
+        self.gates = nn.Parameter(torch.randn(config.hidden_size, kv_heads * size) * input_deviation(config))
+        self.offset = nn.Parameter(torch.full((kv_heads * size,), 1 / 3).log())  # a depth takes a quarter
+
+    def forward(self, x: Tensor, step: Step):
+        """[B, S, h] -> [B, S, h], selections, and the state."""
+        flat, own = x.flatten(0, 1), self.projections
+        choice, counts = own.route(flat, step)
+        qv = own.project(flat, choice, own.qkv, own.qkv_shared).view(len(flat), -1, self.size).float()
+        q, v = qv.split([self.heads, self.kv_heads], 1)
+        z = (flat.float() @ self.gates.float() + self.offset.float()).sigmoid().view_as(v)
+        state = (1 - z) * (step.earlier[-1] if step.earlier else 0) + z * v
+        read = q.sigmoid().unflatten(1, (self.kv_heads, -1)) * state[:, :, None]
+        return own.project(read.flatten(1).to(x.dtype), choice, own.out, own.out_shared).view_as(x), counts, state
+
+
+def unit(x: Tensor) -> Tensor:
+    """Vectors of length 1 along the last axis."""
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 class ExpertAttention(Weights):
@@ -540,7 +605,8 @@ class Layer(nn.Module):
         self.sequence_norm, self.expert_norm = RMSNorm(hidden), RMSNorm(hidden)
         self.depth_attention = self.depth_norm = self.residual_norm = None
         if config.depth_attention:
-            self.depth_attention = DepthAttention(config, config.da_heads, config.da_kv_heads, config.da_head_size)
+            kind = {"gated_delta": GatedDelta, "gated_recurrent": GatedRecurrent}.get(config.da_form, DepthAttention)
+            self.depth_attention = kind(config, config.da_heads, config.da_kv_heads, config.da_head_size)
             self.depth_norm = RMSNorm(hidden)
         if config.normalised_stream:
             self.residual_norm = RMSNorm(hidden)
@@ -666,6 +732,8 @@ class Dreamer(nn.Module):
             else:
                 x, row, counts = layer(x, step)
             rows.append(row)
+            if config.da_form != "softmax":
+                rows[:-1] = [None] * (len(rows) - 1)  # the newest state has all of them
             if config.da_window and l >= (config.da_window - 1) * config.da_dilation:
                 rows[l - (config.da_window - 1) * config.da_dilation] = None  # no depth looks that far back any more
             if self.training:  # here, not in the router: a checkpointed layer runs twice
@@ -765,7 +833,17 @@ if PreTrainedModel is not None:
             self.model = Dreamer(config)
             self.post_init()
             self._keep_in_fp32_modules_strict = {
-                *(r"\w+_norm", "router.keys", "router.bias", "depth_signals", "injection.(norm|fall|rate)")
+                *(
+                    r"\w+_norm",
+                    "router.keys",
+                    "router.bias",
+                    "depth_signals",
+                    "injection.(norm|fall|rate)",
+                    "gates",
+                    "fall",
+                    "rate",
+                    "offset",
+                )
             }
 
         def _init_weights(self, module: nn.Module) -> None:

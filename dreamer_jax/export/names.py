@@ -24,6 +24,10 @@ NORMS = (
     ("expert_norm.scale", "expert_norm.weight"),
     ("residual_norm.scale", "residual_norm.weight"),
 )
+DEPTH_STATES = {
+    "gated_delta": (("gates", "gates"), ("fall", "fall"), ("rate", "rate")),
+    "gated_recurrent": (("gates", "gates"), ("offset", "offset")),
+}
 ATTENTION = (
     ("q_norm.scale", "q_norm.weight"),
     ("k_norm.scale", "k_norm.weight"),
@@ -136,9 +140,13 @@ def _layer(config: DreamerConfig, keep_shared: bool, index: int) -> Iterator[Ent
         attention, prefix = f"{kind}_attention", "projections."
         if absent.get(kind):
             continue
+        of_kind = ATTENTION
+        if kind == "depth" and config.da_form != "softmax":
+            of_kind = (*ATTENTION[2:], *DEPTH_STATES[config.da_form])
         learned = SIGNALS if kind == "depth" and config.depth_counters == "learned" else ()
+        learned = () if config.da_form == "gated_recurrent" else learned
         moe = [(f"{prefix}{leaf}", f"{prefix}{tensor}") for leaf, tensor in router] if config.attention_moes else []
-        for leaf, tensor in (*ATTENTION, *learned, *(SHARED if config.shared_experts and keep_shared else ()), *moe):
+        for leaf, tensor in (*of_kind, *learned, *(SHARED if config.shared_experts and keep_shared else ()), *moe):
             yield name(f"{attention}.{leaf}", f"{attention}.{tensor}", parts[kind])
         if moe:
             yield bias(attention, f"{attention}.{prefix}", parts[kind])

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from dreamer_jax.blocks.attention import Attention, DepthAttention, SequenceAttention
 from dreamer_jax.blocks.counting import Counted, Share
+from dreamer_jax.blocks.depth_states import FORMS, Carried, DepthState
 from dreamer_jax.blocks.experts import ExpertAttention
 from dreamer_jax.blocks.head import Embedding, Head, embed
 from dreamer_jax.blocks.injection import DiagonalInjection
@@ -45,7 +46,7 @@ class Layer(nn.Module):
     """
 
     sequence_attention: SequenceAttention
-    depth_attention: DepthAttention | None
+    depth_attention: DepthAttention | DepthState | None
     expert_attention: ExpertAttention
     mixing: str
     normalised: bool
@@ -198,11 +199,15 @@ class Dreamer(Family):
 
         sa = config.sa_heads, config.sa_kv_heads, config.sa_head_size, config.sa_rope_base
         da = config.da_heads, config.da_kv_heads, config.da_head_size, code
-        window = Window(config.da_window, config.da_dilation)
+        depth_attention = None
+        if config.da_form != "softmax":
+            depth_attention = attention(FORMS[config.da_form], *da)
+        elif config.depth_attention:
+            depth_attention = attention(DepthAttention, *da, window=Window(config.da_window, config.da_dilation))
         experts = router(config.num_experts, config.experts_per_token)
         return Layer(
             sequence_attention=attention(SequenceAttention, *sa),
-            depth_attention=attention(DepthAttention, *da, window=window) if config.depth_attention else None,
+            depth_attention=depth_attention,
             expert_attention=ExpertAttention(
                 self.operations, hidden, config.expert_size, experts, std, out_std, self.observe, parent=None
             ),
@@ -238,6 +243,8 @@ class Dreamer(Family):
         reference = Dreamer(config, REFERENCE)
         bias = {name: jnp.zeros(its.num_experts) for name, its in self.routers.items()}
         x, memory = jnp.zeros((1, 1, config.hidden_size)), reference.fresh(1, 1, 1, jnp.float32)
+        if reference.folds_depths is not None:
+            memory = memory._replace(depths=reference.folds_depths.start(1, 1))
         context = Context(token, token)
         return reference.layer.init(key, x, depth_of(0, 1), memory, bias, context, entered=x)["params"]
 
@@ -266,9 +273,26 @@ class Dreamer(Family):
         """The embedding enters depth 0 as it is; later depths get nothing of it, but where it is injected."""
         return embed(params["embedding"], batch["tokens"], self.config.dtype), memory
 
-    def start(self, entered: jax.Array, context: Context, scale: Any = 1.0) -> jax.Array:
-        """x_0 [B, P, h]."""
-        return entered
+    @property
+    def folds_depths(self) -> DepthState | None:
+        """The depth attention that keeps a state in place of a cache, if it is of that kind."""
+        return its if isinstance(its := self.layer.depth_attention, DepthState) else None
+
+    def start(self, entered: jax.Array, context: Context, scale: Any = 1.0) -> jax.Array | Carried:
+        """x_0 [B, P, h], perhaps with an empty state of its depths."""
+        folding = self.folds_depths
+        return entered if folding is None else Carried(entered, folding.start(*entered.shape[:2]))
+
+    def stream(self, state: jax.Array | Carried) -> jax.Array:
+        """x_l."""
+        return state.stream if isinstance(state, Carried) else state
+
+    def state_elements(self) -> int:
+        """The stream; and a state of depths, whose float32 counts as two numbers of bfloat16."""
+        folding, size = self.folds_depths, self.config.hidden_size
+        if folding is None:
+            return size
+        return size + folding.flight_elements() // (1 if self.config.dtype == "bfloat16" else 2)
 
     def step(self, weights, state, inputs, depth, memory, context, tape=None) -> Stepped:
         """x_l -> x_{l+1}."""
@@ -276,8 +300,13 @@ class Dreamer(Family):
         if not self.config.recurrent:
             bias, its = {name: Stacked(rows, depth.flat().index) for name, rows in bias.items()}, weights.stacked
         entered = inputs if self.flags.injects_inputs else None
-        layer: Any = self.layer.apply({"params": its}, state, depth, memory, bias, context, tape, entered)
+        x, folded = self.stream(state), isinstance(state, Carried)
+        if folded:
+            memory = memory._replace(depths=state.depths)
+        layer: Any = self.layer.apply({"params": its}, x, depth, memory, bias, context, tape, entered)
         out, memory, counts, seen = layer
+        if folded:
+            out, memory = Carried(out, memory.depths), memory._replace(depths=None)
         return Stepped(out, memory, (), _observed(counts, seen) if self.observe else counts)
 
     def start_tape(self, weights: Weights, tokens: int, slots: int) -> dict[str, Any]:
@@ -294,7 +323,8 @@ class Dreamer(Family):
 
     def readout(self, params: Any, state: jax.Array, memory: Memory, context: Context) -> tuple[jax.Array, Memory]:
         """DR's stream is normalised already; LA, and DR without that, have one final norm."""
-        return (state if self.config.normalised_stream else rms_norm(state, params["final_norm"]["scale"])), memory
+        x = self.stream(state)
+        return (x if self.config.normalised_stream else rms_norm(x, params["final_norm"]["scale"])), memory
 
     # Memories.
 
@@ -344,7 +374,7 @@ class Dreamer(Family):
         da = [Share("DA", Counted(), 0, 0)]
         if layer.depth_attention is not None:
             attentions.append(layer.depth_attention)
-            kept = layer.depth_attention.window.span(depths)
+            kept = layer.depth_attention.cached_depths(depths)
             da = [Share("DA", layer.depth_attention, copies, depths, cached=kept), Share("DA", norm, copies, depths)]
         rotated = sum((each.heads + each.kv_heads) * each.head_size for each in attentions)
         residual = Residual(hidden, len(attentions) + 1, len(attentions) + 1 + config.residual_norm, rotated)

@@ -192,7 +192,7 @@ class _Run:
 
         if not keep:
             state, memory, stacks = jax.lax.fori_loop(0, depth, plain, carry)
-            return Scanned(state, *stacks, memory), None
+            return Scanned(state, stacks[0], stacks[1], memory), None
         first = self.first(depth)
         if how.gradient_depths is not None:
             carry = jax.lax.fori_loop(0, first, plain, carry)
@@ -211,7 +211,7 @@ class _Run:
         room = how.slots if how.gradient_depths is None else min(how.gradient_depths, how.slots)
         kept = _zeros(jax.eval_shape(keep_step, fixed, state, memory, jnp.int32(0))[1], room)
         (state, memory, stacks), _, kept = jax.lax.fori_loop(first, depth, keeping, (carry, fixed, kept))
-        return Scanned(state, *stacks, memory), (weights, kept, inputs, memory, context, total)
+        return Scanned(state, stacks[0], stacks[1], memory), (weights, kept, inputs, memory, context, total)
 
     def _store(self, stepped, stacks, l, depth):
         """The carry after depth l."""

@@ -91,6 +91,8 @@ def test_without_a_part_of_section_3_7(part: str) -> None:
         {"depth_counters": "learned", "depth_scaling": "interpolated", "variant": "DR"},
         {"da_window": 3, "da_dilation": 2},
         {"residual_scale": "depth", "injection": "diagonal"},
+        {"da_form": "gated_delta", "da_heads": 2},
+        {"da_form": "gated_recurrent", "depth_counters": "learned"},
     ],
 )
 def test_deeper_than_trained(settings: dict[str, Any]) -> None:

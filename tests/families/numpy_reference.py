@@ -132,6 +132,9 @@ class Pass:
         """The same over the depths 0..l of each token, or those that the settings leave of them."""
         c = self.config
         choice = self.choose_projection("depth_attention", weights["projections"], x, l)
+        if c.da_form != "softmax":
+            read = getattr(self, c.da_form)(weights, choice, x, l)
+            return self.project(weights["projections"], "out", choice, read)
         q, k, v = self.heads(weights, choice, x, c.da_heads, c.da_kv_heads, c.da_head_size)
         q, k = self.told(q, weights, l), self.told(k, weights, l)
         self.keys.append(k)
@@ -144,6 +147,39 @@ class Pass:
                 shared = head // (c.da_heads // c.da_kv_heads)
                 mixed[i, head] = attend(q[i, head], keys[:, i, shared], values[:, i, shared])
         return self.project(weights["projections"], "out", choice, mixed.reshape(len(x), -1))
+
+    def gated_delta(self, weights: Tree, choice: list[tuple[int, float]], x: np.ndarray, l: int) -> np.ndarray:
+        """S (I - b k k^T) a + b v k^T for each token and key/value head, by whole matrices."""
+        c, n = self.config, len(x)
+        size, kv = c.da_head_size, c.da_kv_heads
+        parts = self.project(weights["projections"], "qkv", choice, x)
+        q, k, v = (part.reshape(n, -1, size) for part in np.split(parts, [c.da_heads * size, -kv * size], axis=-1))
+        q, k = (self.told(unit(part), weights, l) for part in (q, k))
+        k = unit(k)
+        gates = x @ weights["gates"]
+        states = self.keys[-1] if self.keys else np.zeros((n, kv, size, size))
+        states, read = states.copy(), np.zeros_like(q)
+        for i in range(n):
+            for head in range(kv):
+                a = np.exp(-np.exp(weights["fall"][head]) * np.log1p(np.exp(gates[i, head] + weights["rate"][head])))
+                b, key = sigmoid(gates[i, kv + head]), k[i, head]
+                forget = a * (np.eye(size) - b * np.outer(key, key))
+                states[i, head] = states[i, head] @ forget + b * np.outer(v[i, head], key)
+            for head in range(c.da_heads):
+                read[i, head] = states[i, head // (c.da_heads // kv)] @ q[i, head]
+        self.keys.append(states)
+        return read.reshape(n, -1)
+
+    def gated_recurrent(self, weights: Tree, choice: list[tuple[int, float]], x: np.ndarray, l: int) -> np.ndarray:
+        """(1 - z) s + z v for each channel."""
+        c, n = self.config, len(x)
+        parts = self.project(weights["projections"], "qkv", choice, x)
+        q, v = np.split(parts, [c.da_heads * c.da_head_size], axis=-1)
+        z = sigmoid(x @ weights["gates"] + weights["offset"])
+        state = z * v + (1 - z) * (self.keys[-1] if self.keys else 0)
+        self.keys.append(state)
+        shared = np.repeat(state.reshape(n, c.da_kv_heads, -1), c.da_heads // c.da_kv_heads, axis=1)
+        return sigmoid(q) * shared.reshape(n, -1)
 
     def depths_seen(self, l: int) -> list[int]:
         """Depths that depth l attends to: from itself down in steps, as many as the window has."""
@@ -235,6 +271,11 @@ class Pass:
         if not counters:
             return x
         return np.concatenate([rope(part, place, base) for part, place in zip(parts, counters, strict=True)], axis=-1)
+
+
+def unit(x: np.ndarray) -> np.ndarray:
+    """Vectors of length 1."""
+    return x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6)
 
 
 def inject(weights: Tree, x: np.ndarray, entered: np.ndarray) -> np.ndarray:

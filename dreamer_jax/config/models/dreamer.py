@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dreamer_jax.config.values import Balancing, DepthScaling, Implementation, require, require_positive
+from dreamer_jax.config.values import Balancing, DepthForm, DepthScaling, Implementation, require, require_positive
 
 Variant = Literal["LA", "LA+DA", "DR", "DR+DA"]
 Mixing = Literal["sequential", "parallel_attention", "parallel"]
@@ -44,6 +44,10 @@ class DreamerConfig:
     """Key/value heads of the depth attention; divides da_heads."""
     da_head_size: int = 32
     """d of the depth attention; divisible by 4 (two RoPE halves)."""
+    da_form: DepthForm = "softmax"
+    """Depth attention as softmax: over a cache of all depths, as in the paper. gated_delta: a matrix for each head that
+    maps keys to values, in which every depth replaces what stood at its key. gated_recurrent: a gated unit for each
+    channel. The last two keep a state of one size whatever the depth."""
     da_window: int = 0
     """Depths that depth attention sees, the present one and the newest before it: its cost and its cache in generation
     no longer grow with the depth. 0: all of them. 1: the present depth alone, and queries and keys learn nothing."""
@@ -132,6 +136,8 @@ class DreamerConfig:
     @property
     def depths_seen(self) -> str:
         """In words, what of its depths depth attention sees; nothing where it is all of them."""
+        if self.da_form != "softmax":
+            return f"depth attention as a {self.da_form} state"
         newest = f"the newest {self.da_window} depths" if self.da_window else "depths"
         every = "" if self.da_dilation == 1 else f" at steps of {self.da_dilation}"
         return f"depth attention over {newest}{every}" if self.da_window or every else ""
@@ -217,12 +223,17 @@ class DreamerConfig:
             "model.injection",
             f"{self.injection} is for DR and DR+DA; in {self.variant} nothing enters again, so leave the setting out",
         )
-        for name, plain in (("da_window", 0), ("da_dilation", 1)):
+        for name, plain in (("da_form", "softmax"), ("da_window", 0), ("da_dilation", 1)):
             value = getattr(self, name)
             require(
                 self.depth_attention or value == plain,
                 f"model.{name}",
                 f"{value} is for depth attention; {self.variant} has none, so leave the setting out",
+            )
+            require(
+                self.da_form == "softmax" or name == "da_form" or value == plain,
+                f"model.{name}",
+                f"{value} is for softmax; with model.da_form {self.da_form} there is one state of all depths",
             )
         require(
             self.da_dilation == 1 or self.da_dilation < self.depth,
