@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dreamer_jax.blocks.attention import Attention, DepthAttention, SequenceAttention
+from dreamer_jax.blocks.attention_mixture import AttentionMixture
 from dreamer_jax.blocks.counting import Counted, Share
 from dreamer_jax.blocks.depth_states import FORMS, Carried, DepthState
 from dreamer_jax.blocks.experts import ExpertAttention
@@ -23,105 +24,14 @@ from dreamer_jax.blocks.memory import Context, Fresh, Memory, Slots
 from dreamer_jax.blocks.norms import RMSNorm, rms_norm
 from dreamer_jax.blocks.operations import REFERENCE
 from dreamer_jax.blocks.parameters import Block, normal
-from dreamer_jax.blocks.positions import Depth, DepthCode
+from dreamer_jax.blocks.positions import DepthCode
 from dreamer_jax.blocks.residual import Residual
 from dreamer_jax.blocks.routing import Router, balance
 from dreamer_jax.blocks.usage import bias_range, expert_use
 from dreamer_jax.families.contract import Family, Flags, Knob, depth_of
 from dreamer_jax.recurrence import Stepped, Weights
 from pallas_kernels.depth_attention import Window
-from pallas_kernels.kept import keep
 from pallas_kernels.weights import Stacked
-
-
-class Layer(nn.Module):
-    """Eq. 4-6: one depth step, the mixture of the three attentions around the residual stream.
-
-    Attributes:
-        sequence_attention, depth_attention, expert_attention: SA, DA (or None), EA.
-        mixing: how they are combined.
-        normalised: whether the residual stream is, as in DR.
-        injection: gives every depth what entered the recurrence; or None.
-        averaged: whether what is added to the stream is divided by the depth of the pass.
-    """
-
-    sequence_attention: SequenceAttention
-    depth_attention: DepthAttention | DepthState | None
-    expert_attention: ExpertAttention
-    mixing: str
-    normalised: bool
-    injection: DiagonalInjection | None = None
-    averaged: bool = False
-
-    @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        depth: Depth,
-        memory: Memory,
-        bias: dict[str, Any],
-        context: Context,
-        tape: dict[str, Any] | None = None,
-        entered: Any = None,
-    ) -> tuple[jax.Array, Memory, dict[str, jax.Array], dict[str, Any]]:
-        """Apply the layer at one depth.
-
-        Args:
-            x: [B, P, h], the residual stream x_l.
-            depth: of the positions.
-            memory: of the sequence, and of their own depths below l.
-            bias: router name -> balancing bias b.
-            context: see Context.
-            tape: in the backward pass of the depth scan, what `start_tape` made.
-            entered: [B, P, h], what is injected.
-
-        Returns:
-            x_{l+1} [B, P, h]; the memory with depth l; counts, router name -> [E] int32; what was observed, likewise.
-        """
-        (sequence, depths), tape, counts, seen = memory, tape or {}, {}, {}
-        sequence_norm, expert_norm = RMSNorm(name="sequence_norm"), RMSNorm(name="expert_norm")
-        if self.injection is not None:
-            x = self.injection(x, entered)
-
-        def scaled(branch):  # 1/N (arXiv:2606.18524): however many depths, together they add as much
-            total = depth.total[..., None] if depth.total.ndim else depth.total
-            return (branch / total).astype(branch.dtype) if self.averaged else branch
-
-        def sa(x):
-            nonlocal sequence
-            name = "sequence_attention"
-            its = self.sequence_attention(sequence_norm(x), depth, sequence, bias.get(name), context, tape.get(name))
-            sequence, counts[name], seen[name] = its.memory, its.counts, its.seen
-            return scaled(its.out)
-
-        def da(x):
-            nonlocal depths
-            if self.depth_attention is None:
-                return 0
-            name, normed = "depth_attention", RMSNorm(name="depth_norm")(x)
-            its = self.depth_attention(normed, depth, depths, bias.get(name), context, tape.get(name))
-            depths, counts[name], seen[name] = its.memory, its.counts, its.seen
-            return scaled(its.out)
-
-        def ea(x):
-            name = "expert_attention"
-            its = self.expert_attention(expert_norm(x), depth, bias[name], context, tape.get(name))
-            counts[name], seen[name] = its.counts, its.seen
-            return scaled(its.out)
-
-        if self.mixing == "sequential":  # Eq. 4
-            y = x + da(x)
-            y = keep(y + sa(y))
-            y = y + ea(y)
-        elif self.mixing == "parallel_attention":  # Eq. 5
-            y = keep(x + da(x) + sa(x))
-            y = y + ea(y)
-        else:  # Eq. 6
-            y = x + da(x) + sa(x) + ea(x)
-
-        if self.normalised:  # section 3.7: x_{l+1} = Norm(y_l), so that scales agree across depths
-            y = RMSNorm(name="residual_norm")(keep(y))
-        return y, Memory(sequence, depths), _present(counts), _present(seen)
 
 
 class _Parameters(Block):
@@ -176,7 +86,7 @@ class Dreamer(Family):
         return (1 / (5 * self.config.hidden_size)) ** 0.5
 
     @functools.cached_property
-    def layer(self) -> Layer:
+    def layer(self) -> AttentionMixture:
         """The layer, unbound: SA, DA and EA as the configuration wants them."""
         config = self.config
         hidden, std = config.hidden_size, self.std
@@ -205,7 +115,7 @@ class Dreamer(Family):
         elif config.depth_attention:
             depth_attention = attention(DepthAttention, *da, window=Window(config.da_window, config.da_dilation))
         experts = router(config.num_experts, config.experts_per_token)
-        return Layer(
+        return AttentionMixture(
             sequence_attention=attention(SequenceAttention, *sa),
             depth_attention=depth_attention,
             expert_attention=ExpertAttention(
@@ -417,10 +327,6 @@ class Dreamer(Family):
         if its.recurrent and not self.config.recurrent:
             experts = max(its.experts_per_token, experts // its.depth)
         return {"expert_size": its.expert_size, "num_experts": experts}
-
-
-def _present(by_name: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in by_name.items() if value is not None}
 
 
 def _observed(counts: dict[str, jax.Array], seen: dict[str, dict[str, Any]]) -> dict[str, Any]:
