@@ -28,6 +28,8 @@ def run(arguments: list[str]) -> int:
     topology = parse_topology(options.topology, options.slices)
     check_options(options)
     loaded = load_config(options.config, overrides)
+    if options.explain:
+        return _explain(with_mesh(loaded, topology), topology, options.json)
     if options.sweep:
         return _sweep(loaded.config, topology, options.compile, options.json)
     config = with_mesh(loaded, topology)
@@ -45,6 +47,8 @@ def check_options(options: argparse.Namespace) -> None:
         raise UserError(f"{given[0].replace('_', '-')} is about serving; give --serve too")
     if options.serve and (options.sweep or options.hlo is not None):
         raise UserError("--serve compiles nothing; leave --sweep and --hlo out")
+    if options.explain and (options.serve or options.sweep or options.hlo is not None):
+        raise UserError("--explain compiles nothing and stands alone; leave --serve, --sweep and --hlo out")
 
 
 def with_mesh(loaded: LoadedConfig, topology: Topology) -> Config:
@@ -68,6 +72,7 @@ def _parser() -> Parser:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--roofline", action="store_true", help="only the bound, without compiling")
     parser.add_argument("--hlo", type=Path, help="also write the compiled program's text to this file")
+    parser.add_argument("--explain", action="store_true", help="what bounds the step, and what would shorten it")
     parser.add_argument("--sweep", action="store_true", help="try meshes, microbatches and remat policies; rank them")
     parser.add_argument("--compile", type=positive, default=3, help="candidates of a sweep to compile that fit (3)")
     parser.add_argument("--serve", action="store_true", help="plan `dreamer serve` there instead of training")
@@ -93,6 +98,16 @@ def _plan(config: Config, topology: Topology, options) -> int:
     plan = describe(config, topology, compiled, roofline(config, topology, compiled.collectives if compiled else None))
     print(json.dumps(plan, indent=2) if options.json else render(plan))
     return 0 if compiled is None or compiled.fits else 1
+
+
+def _explain(config: Config, topology: Topology, as_json: bool) -> int:
+    from dreamer_jax.planning.compiling import check_mesh
+    from dreamer_jax.planning.explain import as_data, explain, render
+
+    check_mesh(config, topology)
+    reasons = explain(config, topology)
+    print(json.dumps(as_data(reasons), indent=2) if as_json else render(reasons, topology))
+    return 0
 
 
 def _serving(config: Config, topology: Topology, options: argparse.Namespace) -> int:

@@ -82,7 +82,7 @@ def candidates(config: Config, topology: Topology) -> Iterator[Candidate]:
             changed = dataclasses.replace(config, mesh=mesh, training=training)
         except ConfigError:
             continue  # rows that don't divide, or more chips than experts
-        yield Candidate(changed, roofline(changed, topology), _estimate(changed, topology.chip.name))
+        yield Candidate(changed, roofline(changed, topology), estimate(changed, topology.chip.name))
 
 
 def meshes(topology: Topology) -> list[MeshConfig]:
@@ -120,7 +120,7 @@ def _settings(training: TrainingConfig) -> Iterator[dict]:
         yield {"microbatches": microbatch, "remat": policy, "gradient_depths": depths}
 
 
-def _estimate(config: Config, chip: str) -> float:
+def estimate(config: Config, chip: str) -> float:
     """Bytes of HBM: the state, a copy of the weights and their gradients, and what is kept for the backward pass.
 
     The experts' rows have room for whatever the router does: under expert parallelism, for those of the whole group.
