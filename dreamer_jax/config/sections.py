@@ -161,7 +161,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class RecurrenceConfig:
-    """How deep train steps go; evaluation and generation go to model.depth. See docs/deeper.md."""
+    """How deep train steps go; evaluation and generation go to model.depth. See docs/depth.md."""
 
     draw: Literal["model", "fixed", "uniform", "poisson_lognormal", "exponential"] = "model"
     """model: as the family does, model.depth for most. fixed: to `mean`. The others draw it anew for every step: each

@@ -29,7 +29,7 @@ def jacobian(family: Family, params: Any, passed: Pass, keys: jax.Array) -> jax.
     row's real positions; zero for a pass of one depth.
 
     Its expectation, summed over the positions, is |J|_F^2 / h (Hutchinson, 1990). That the state of the last loop is
-    taken without gradient, and one vector a step, are of STARS (see docs/deeper.md): weights learn to make the step
+    taken without gradient, and one vector a step, are of STARS (see docs/depth.md): weights learn to make the step
     gentle, not to lead states to where it is.
 
     Args:

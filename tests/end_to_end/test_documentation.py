@@ -79,7 +79,7 @@ TRAINED = (
 )
 """The costly ones that every run of the tests goes through."""
 OWN_TESTS = ("analyze", "convert", "data", "eval", "export", "frontier", "import", "plan", "serve", "study")
-RUN_RUNS = ("README.md", "docs/inference.md", "docs/huginn.md", "docs/deeper.md")
+RUN_RUNS = ("README.md", "docs/inference.md", "docs/huginn.md", "docs/depth.md")
 """Pages whose Python needs no more than a run."""
 ELSEWHERE = ("pip install ", "source ", "tensorboard ")
 """Set-up lines that the environment of the tests already stands for."""
