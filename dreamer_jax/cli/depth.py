@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dreamer_jax.cli.arguments import Parser, natural, positive, say
+from dreamer_jax.config import load_config
 from dreamer_jax.errors import UserError
 
 LINES = 16
@@ -20,17 +21,9 @@ def run(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     folder = Path(options.run)
     if options.loss_only:
-        if options.rows or options.instances or options.seed:
-            raise UserError("--loss-only looks at all held-out records and draws nothing; leave the other options out")
-        from dreamer_jax.studies.depths import FILE, by_depth
-
-        found = by_depth(folder, options.depths, say)
-        if options.json:
-            print(json.dumps({"depths": {str(depth): its for depth, its in found.items()}}, indent=2))
-            return 0
-        print(_table({str(depth): its for depth, its in found.items()}))
-        print(f"written to {folder / FILE}")
-        return 0
+        if options.rows or options.seed:
+            raise UserError("--loss-only looks at all held-out records; leave --rows and --seed out")
+        return _loss_only(folder, options)
     from dreamer_jax.studies.depth_report import INSTANCES, ROWS, highlights, report
 
     numbers = options.rows or ROWS, options.instances or INSTANCES, options.seed or 0
@@ -48,6 +41,27 @@ def run(arguments: list[str]) -> int:
     for label, value in lines:
         print(f"{label:<{width}}  {value}")
     print(f"done: {file}")
+    return 0
+
+
+def _loss_only(folder: Path, options: argparse.Namespace) -> int:
+    from dreamer_jax.families import build
+    from dreamer_jax.studies.depths import FILE, by_depth
+    from dreamer_jax.studies.difficulty import by_difficulty, hardest
+
+    found: dict[str, Any] = {"depths": {str(d): its for d, its in by_depth(folder, options.depths, say).items()}}
+    config = load_config(folder / "config.yaml").config
+    if options.instances:
+        right = by_difficulty(folder, options.depths, options.instances, say)
+        of_depth = {str(level): {str(depth): its for depth, its in row.items()} for level, row in right.items()}
+        found["difficulty"] = {"trained_to": hardest(config), "instances": options.instances, "accuracy": of_depth}
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    print(_table(found["depths"]))
+    if "difficulty" in found:
+        print("\n" + _difficulty_table(found["difficulty"], build(config.model).depth))
+    print(f"written to {folder / FILE}")
     return 0
 
 
@@ -119,7 +133,11 @@ def _parser() -> Parser:
         help="commas between them (all up to four times the trained depth, or 32 of them; with --loss-only the powers "
         "of two, and the trained depth)",
     )
-    parser.add_argument("--loss-only", action="store_true", help="held-out loss, perplexity and exact match, no report")
+    parser.add_argument(
+        "--loss-only",
+        action="store_true",
+        help="held-out loss, perplexity and exact match, no report; with --instances also accuracy by difficulty",
+    )
     parser.add_argument("--rows", type=positive, help="held-out rows to look at within passes (16)")
     parser.add_argument("--instances", type=positive, help="instances of each difficulty of a generated task (64)")
     parser.add_argument("--seed", type=natural, help="of the vectors that power iteration starts with (0)")

@@ -179,7 +179,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         lines = [titles, ["---"] * len(titles), *map(cells, rows_of(result, name))]
         table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         blocks += [f"**{name}** ({task['tokens']:,} tokens)", table]
-        blocks += filter(None, (depth_table(task), gini_table(task)))
+        blocks += filter(None, (depth_table(task), difficulty_table(task), gini_table(task)))
     return "\n\n".join(blocks) + "\n"
 
 
@@ -196,6 +196,28 @@ def depth_table(task: Mapping[str, Any]) -> str:
         marked = [f"**{text}**" if d == trained else text for d, text in zip(depths, shown, strict=True)]
         lines.append([name, *marked])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def difficulty_table(task: Mapping[str, Any]) -> str:
+    """Right answers by difficulty, a line for each depth, means over seeds; empty where nobody was asked."""
+    lines: list[list[str]] = []
+    asked: list[str] = []
+    for name, member in task["members"].items():
+        tables = [its["by_difficulty"] for its in member["seeds"].values() if "by_difficulty" in its]
+        if not tables:
+            continue
+        places = [place.split("/") for place in tables[0]]
+        asked = list(dict.fromkeys([*asked, *(level for level, _ in places)]))
+        for depth in dict.fromkeys(depth for _, depth in places):
+            shares = {level: [table.get(f"{level}/{depth}") for table in tables] for level in asked}
+            cells = [f"{math.fsum(its) / len(its):.3f}" if None not in its else "-" for its in shares.values()]
+            shown = f"**{depth}**" if int(depth) == member["depth"] else depth
+            lines.append([name, shown, *cells])
+    if not lines:
+        return ""
+    header = ["right at difficulty", "depth", *asked]
+    rows = [header, ["---"] * len(header), *(line + ["-"] * (len(header) - len(line)) for line in lines)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def gini_table(task: Mapping[str, Any]) -> str:

@@ -54,11 +54,13 @@ class Job:
         name: such as text/la/seed0; of its configuration and log, too.
         loaded: its configuration.
         depths: at which it is evaluated afterwards, as `dreamer depth` takes them; empty: not at all.
+        instances: of each difficulty, which it answers at those depths; 0: none.
     """
 
     name: str
     loaded: LoadedConfig
     depths: str
+    instances: int = 0
 
     @property
     def run(self) -> Path:
@@ -145,7 +147,11 @@ def _start(job: Job, folder: Path, place: int, at_once: int) -> _Running:
     commands = deque([["train", str(config)]])
     if job.depths:
         commands.append(
-            ["depth", str(job.run), "--loss-only", *([] if job.depths == "usual" else ["--depths", job.depths])]
+            [
+                *("depth", str(job.run), "--loss-only"),
+                *([] if job.depths == "usual" else ["--depths", job.depths]),
+                *(["--instances", str(job.instances)] if job.instances else []),
+            ]
         )
     started = _Running(job, place, log, _locked(log), commands)
     started.start_next(at_once)

@@ -25,6 +25,7 @@ from dreamer_jax.runs.metrics import read_metrics
 from dreamer_jax.runs.models import locate_run
 from dreamer_jax.studies.depths import FILE as DEPTHS
 from dreamer_jax.studies.depths import takes
+from dreamer_jax.studies.difficulty import generated
 from dreamer_jax.studies.jobs import Job, run_jobs
 from dreamer_jax.studies.study_file import LOSS, TRIAL_SHARE, Member, StudyFile, Sweep, Task
 from dreamer_jax.training.evaluation import kept_parts
@@ -152,8 +153,11 @@ def _complete(job: Job) -> bool:
     open_run(job.loaded)
     steps = job.loaded.config.training.steps
     evaluated = job.run / DEPTHS
-    if job.depths and not (evaluated.is_file() and json.loads(evaluated.read_text(encoding="utf-8"))["step"] == steps):
-        return False
+    if job.depths:
+        known = json.loads(evaluated.read_text(encoding="utf-8")) if evaluated.is_file() else {}
+        answered = known.get("difficulty", {}).get("settings", {}).get("instances", 0)
+        if known.get("step") != steps or (job.instances and answered != job.instances):
+            return False
     return locate_run(job.run).step == steps
 
 
@@ -169,7 +173,9 @@ def _runs(study: StudyFile, entrant: Entrant, seeds: Sequence[int], folder: Path
     if study.depths is not None:  # a layered member is evaluated at those that it has
         family = build(entrant.loaded.config.model)
         depths = ",".join(str(depth) for depth in study.depths if takes(family, depth))
-    return [_job(entrant, folder, f"seed{seed}", seed, depths) for seed in seeds]
+    instances = study.instances if generated(entrant.loaded.config) else 0
+    jobs = [_job(entrant, folder, f"seed{seed}", seed, depths) for seed in seeds]
+    return [dataclasses.replace(job, instances=instances) for job in jobs]
 
 
 def _tries(study: StudyFile, entrant: Entrant, words: Sequence[Word], folder: Path) -> list[Job]:
@@ -273,11 +279,13 @@ def measured(run: Path, metric: str) -> Result:
     """What a complete run was measured by; the task's metric also over parts of the held-out rows."""
     metrics = read_metrics(run)
     rates = [its["time/tokens_per_second"] for its in metrics if "time/tokens_per_second" in its]
-    by_depth = json.loads((run / DEPTHS).read_text(encoding="utf-8"))["depths"]
+    at_depths = json.loads((run / DEPTHS).read_text(encoding="utf-8"))
+    by_depth, answered = at_depths["depths"], at_depths.get("difficulty", {}).get("found", {})
     return {
         "curves": {name: [list(point) for point in curve] for name, curve in curves(run).items() if curve},
         "tokens_per_second": round(statistics.median(rates), 1),
         "by_depth": {depth: its["loss"] for depth, its in by_depth.items()},
+        **({"by_difficulty": {place: round(share, 4) for place, share in answered.items()}} if answered else {}),
         "gini": _expert_use(metrics),
         "parts": _parts(run, metric),
     }

@@ -99,6 +99,7 @@ class StudyFile:
         tries: seeds that are begun for each of those runs, up to `TRIAL_SHARE` of the tokens; the one with the lowest
             held-out loss there is made whole.
         depths: at which the trained models are evaluated; None: powers of two up to four times the trained one.
+        instances: of each difficulty of a generated task, which trained models answer at every depth; 0: they don't.
         sweep: what every member tries first, if anything.
         tasks, members: in the order of the file.
         lines: the sections that all share.
@@ -110,6 +111,7 @@ class StudyFile:
     seeds: int
     tries: int
     depths: tuple[int, ...] | None
+    instances: int
     sweep: Sweep | None
     tasks: tuple[Task, ...]
     members: tuple[Member, ...]
@@ -176,6 +178,7 @@ def read_study(word: str | Path) -> StudyFile:
         _positive(path, "seeds", own["seeds"]) if "seeds" in own else 1,
         _positive(path, "tries", own["tries"]) if "tries" in own else 1,
         scalar(path, "depths", own["depths"], INTEGERS) if "depths" in own else None,
+        _positive(path, "instances", own["instances"]) if "instances" in own else 0,
         _sweep(path, own["sweep"]) if "sweep" in own else None,
         tasks,
         members,
@@ -183,7 +186,7 @@ def read_study(word: str | Path) -> StudyFile:
     )
 
 
-KEYS = ("baseline", "seeds", "tries", "depths", "match", "sweep", "tasks", "members")
+KEYS = ("baseline", "seeds", "tries", "depths", "instances", "match", "sweep", "tasks", "members")
 
 
 def _near(names: Sequence[str]) -> str:

@@ -15,12 +15,14 @@ import pytest
 
 from dreamer_jax import program_cache
 from dreamer_jax.cli.main import main
+from dreamer_jax.config import load_config
 from dreamer_jax.config.loading import split_words
 from dreamer_jax.configs import names
 from dreamer_jax.errors import ConfigError, UserError
 from dreamer_jax.evaluation.comparison import data_efficiency
 from dreamer_jax.studies import comparison, jobs
 from dreamer_jax.studies import study as study_module
+from dreamer_jax.studies.difficulty import difficulties
 from dreamer_jax.studies.study import conduct, describe, entrants
 from dreamer_jax.studies.study_file import only, quick, read_study
 from dreamer_jax.studies.study_plan import plan
@@ -237,6 +239,7 @@ def test_lower_losses_are_better_and_shown_as_they_are():
         costs = {"parameters": 1, "flops_per_token": 1, "training_flops_per_token": 3, "memory_bytes": 1, "depth": 2}
         seed = {"curves": {"loss": curve}, "tokens_per_second": 5.0, "by_depth": {"1": 9.0, "2": losses[-1]}}
         seed["gini"] = {"expert_attention": losses[-1] / 2}
+        seed["by_difficulty"] = {"1/2": 0.5, "1/4": 0.75, "2/2": losses[-1] / 4, "2/4": 0.0}
         return costs | {"seeds": {"0": seed}}
 
     its = {"tokens": 30, "metric": "loss", "members": {"a": member(3, 2, 1), "b": member(2, 1, 0.5)}}
@@ -246,6 +249,8 @@ def test_lower_losses_are_better_and_shown_as_they_are():
     assert (second["best"][0], second["efficiency"]) == (0.5, 1.5)
     assert "| b | 1 | 0.00 M | 0.00 M | 0.00 MiB | 5 | 1 | 0.500 | 1.50 |" in comparison.markdown(result)
     assert "| b | 9.000 | **0.500** |" in comparison.markdown(result)
+    assert "| right at difficulty | depth | 1 | 2 |" in comparison.markdown(result)
+    assert "| b | **2** | 0.500 | 0.125 |\n| b | 4 | 0.750 | 0.000 |" in comparison.markdown(result)
     assert (
         "| Gini of expert use | `expert_attention` |\n| --- | --- |\n| a | 0.50 |\n| b | 0.25 |"
         in comparison.markdown(result)
@@ -355,7 +360,7 @@ def test_a_whole_study(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "true")
-    text = STUDY.replace("seeds: 2", "seeds: 1\ndepths: [1, 2]")
+    text = STUDY.replace("seeds: 2", "seeds: 1\ndepths: [1, 2]\ninstances: 4")
     left_out = ("  hard", "  looped", "  as_is")
     path = written(tmp_path, "\n".join(line for line in text.splitlines() if not line.startswith(left_out)))
     assert main(["study", str(path), "--json"]) == 0
@@ -368,6 +373,8 @@ def test_a_whole_study(tmp_path, monkeypatch, capsys):
     assert seed["curves"]["loss"][-1] == [1024, summary["heldout/loss"]]
     assert seed["by_depth"]["2"] == pytest.approx(summary["heldout/loss"], rel=1e-6)  # the trained depth
     assert abs(seed["by_depth"]["1"] - seed["by_depth"]["2"]) > 1e-4
+    asked = {f"{level}/{depth}" for level in difficulties(load_config(run / "config.yaml").config) for depth in (1, 2)}
+    assert set(seed["by_difficulty"]) == asked and set(seed["by_difficulty"].values()) <= {0, 0.25, 0.5, 0.75, 1}
     assert list(program_cache.folder().glob("jit_step-*"))
     before = (run / "metrics.jsonl").stat().st_mtime_ns
     assert main(["study", str(path)]) == 0
