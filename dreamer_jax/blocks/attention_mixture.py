@@ -13,6 +13,7 @@ from dreamer_jax.blocks.experts import ExpertAttention
 from dreamer_jax.blocks.injection import DiagonalInjection
 from dreamer_jax.blocks.memory import Context, Memory
 from dreamer_jax.blocks.norms import RMSNorm
+from dreamer_jax.blocks.parameter_attention import ParameterAttention
 from dreamer_jax.blocks.positions import Depth
 from pallas_kernels.kept import keep
 
@@ -22,6 +23,7 @@ class AttentionMixture(nn.Module):
 
     Attributes:
         sequence_attention, depth_attention, expert_attention: SA, DA (or None), EA.
+        parameter_attention: PA, or None; it is added where DA is.
         mixing: how they are combined.
         normalised: whether the residual stream is, as in DR.
         injection: gives every depth what entered the recurrence; or None.
@@ -35,6 +37,7 @@ class AttentionMixture(nn.Module):
     normalised: bool
     injection: DiagonalInjection | None = None
     averaged: bool = False
+    parameter_attention: ParameterAttention | None = None
 
     @nn.compact
     def __call__(
@@ -77,7 +80,16 @@ class AttentionMixture(nn.Module):
             sequence, counts[name], seen[name] = its.memory, its.counts, its.seen
             return scaled(its.out)
 
+        def pa(x):
+            its: Any = self.parameter_attention
+            return scaled(its(RMSNorm(name="parameter_norm")(x), depth))
+
         def da(x):
+            if self.parameter_attention is None:
+                return over_depths(x)
+            return over_depths(x) + pa(x)
+
+        def over_depths(x):
             nonlocal depths
             if self.depth_attention is None:
                 return 0

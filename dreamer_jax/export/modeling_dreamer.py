@@ -76,6 +76,9 @@ class DreamerConfig(PretrainedConfig):
         da_form="softmax",
         da_window=0,
         da_dilation=1,
+        pa_slots=0,
+        pa_heads=1,
+        pa_head_size=32,
         depth_rope_base=500.0,
         depth_counters="both",
         depth_scaling="none",
@@ -178,6 +181,7 @@ class Step(NamedTuple):
     entered: Tensor  # [B, S, h], what entered depth 0
     scale: float  # of what this depth adds
     place: float  # of this depth among those that are learned
+    pa_rotation: tuple[Tensor, ...]  # as da_rotation
 
 
 class RMSNorm(nn.Module):
@@ -267,7 +271,7 @@ def input_deviation(config: DreamerConfig) -> float:
 
 def output_deviation(config: DreamerConfig) -> float:
     """Of output projections and the experts' down projections."""
-    return (1 / (2.5 * config.hidden_size * config.depth * (3 if config.depth_attention else 2))) ** 0.5
+    return (1 / (2.5 * config.hidden_size * config.depth * (2 + config.depth_attention + bool(config.pa_slots)))) ** 0.5
 
 
 class Router(Weights):
@@ -549,6 +553,33 @@ def unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
+class ParameterAttention(Weights):
+    """PA: attention over learned keys and values; queries are turned by the depth."""
+
+    def __init__(self, config: DreamerConfig):
+        super().__init__()
+        hidden, self.heads, size = config.hidden_size, config.pa_heads, config.pa_head_size
+        own = (self.heads, config.pa_slots, size)
+        self.matrix("query", hidden, self.heads * size, deviation=input_deviation(config))
+        self.matrix("keys", *own, deviation=input_deviation(config))
+        self.matrix("values", *own, deviation=input_deviation(config))
+        self.matrix("output", self.heads * size, hidden, deviation=output_deviation(config))
+        self.q_norm, self.k_norm = RMSNorm(size), RMSNorm(size)
+        self.depth_signals = depth_signals(config, size)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """[B, S, h] -> [B, S, h]."""
+        q = self.q_norm((x @ self.query.to(x.dtype)).unflatten(-1, (self.heads, -1)))
+        q = (
+            q + signal(self.depth_signals, step)
+            if self.depth_signals is not None
+            else rotate_by_depth(q, step.pa_rotation)
+        )
+        q, keys, values = (t.to(x.dtype) for t in (q.transpose(1, 2), self.k_norm(self.keys), self.values))
+        out = F.scaled_dot_product_attention(q, keys[None], values[None])
+        return out.transpose(1, 2).flatten(2) @ self.output.to(x.dtype)
+
+
 class ExpertAttention(Weights):
     """EA: every token is answered by the k SwiGLU experts whose keys match its query best."""
 
@@ -608,6 +639,8 @@ class Layer(nn.Module):
             kind = {"gated_delta": GatedDelta, "gated_recurrent": GatedRecurrent}.get(config.da_form, DepthAttention)
             self.depth_attention = kind(config, config.da_heads, config.da_kv_heads, config.da_head_size)
             self.depth_norm = RMSNorm(hidden)
+        self.parameter_attention = ParameterAttention(config) if config.pa_slots else None
+        self.parameter_norm = RMSNorm(hidden) if config.pa_slots else None
         if config.normalised_stream:
             self.residual_norm = RMSNorm(hidden)
         self.injection = DiagonalInjection(hidden) if config.injection == "diagonal" else None
@@ -620,6 +653,8 @@ class Layer(nn.Module):
         if self.depth_attention is not None:
             out, counts["depth_attention"], row = self.depth_attention(self.depth_norm(x), step)
             y = y + step.scale * out
+        if self.parameter_attention is not None:
+            y = y + step.scale * self.parameter_attention(self.parameter_norm(x), step)
         seen = y if self.mixing == "sequential" else x
         out, counts["sequence_attention"], _ = self.sequence_attention(self.sequence_norm(seen), step)
         y = y + step.scale * out
@@ -716,12 +751,14 @@ class Dreamer(nn.Module):
         first = first._replace(scale=1 / total if config.residual_scale == "depth" else 1.0)
         da, router = (depth_rotation(config, total, its, x.device) for its in (config.da_head_size, config.router_size))
         stretch = max((total - 1) / max(config.depth - 1, 1), 1.0) if config.depth_scaling == "interpolated" else 1.0
+        pa = depth_rotation(config, total, config.pa_head_size, x.device)
         for l in range(total):
             layer = self.layers[0 if config.recurrent else l]
             earlier = rows[l % config.da_dilation :: config.da_dilation]  # as many depths below as the window has
             earlier = earlier[max(0, len(earlier) - config.da_window + 1) :] if config.da_window else earlier
             step = first._replace(
                 depth=l,
+                pa_rotation=(pa[0][l], pa[1][l]),
                 place=min(l / stretch, config.depth - 1),
                 da_rotation=(da[0][l], da[1][l]),
                 router_rotation=(router[0][l], router[1][l]),
@@ -758,7 +795,7 @@ class Dreamer(nn.Module):
         if positions is None:
             positions = (place - starts)[:, held:]
         cos, sin = rotation(positions, self.config.sa_head_size, self.config.sa_rope_base)
-        return Step(0, (cos[:, :, None], sin[:, :, None]), (), (), mask, real, cache, [], starts, 1.0, 0.0)
+        return Step(0, (cos[:, :, None], sin[:, :, None]), (), (), mask, real, cache, [], starts, 1.0, 0.0, ())
 
     def logits(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., V] float32: bfloat16 factors, but the sum isn't rounded to bfloat16."""

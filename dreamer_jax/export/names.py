@@ -22,6 +22,7 @@ NORMS = (
     ("sequence_norm.scale", "sequence_norm.weight"),
     ("depth_norm.scale", "depth_norm.weight"),
     ("expert_norm.scale", "expert_norm.weight"),
+    ("parameter_norm.scale", "parameter_norm.weight"),
     ("residual_norm.scale", "residual_norm.weight"),
 )
 DEPTH_STATES = {
@@ -43,6 +44,14 @@ INJECTION = (
     ("fall", "fall"),
     ("rate", "rate"),
     ("matrix", "matrix"),
+)
+PARAMETERS = (
+    ("query", "query"),
+    ("keys", "keys"),
+    ("values", "values"),
+    ("output", "output"),
+    ("q_norm.scale", "q_norm.weight"),
+    ("k_norm.scale", "k_norm.weight"),
 )
 EXPERTS = (
     ("gate_up", "gate_up"),
@@ -128,12 +137,19 @@ def _layer(config: DreamerConfig, keep_shared: bool, index: int) -> Iterator[Ent
 
     told = config.depth_counters == "learned" and config.router_depth_code
     router = (*ROUTER, *((f"router.{leaf}", f"router.{tensor}") for leaf, tensor in SIGNALS if told))
-    parts = {"sequence": "SA", "depth": "DA", "expert": "EA", "residual": "residual norm"}
-    absent = {"depth": not config.depth_attention, "residual": not config.normalised_stream}
+    parts = {"sequence": "SA", "depth": "DA", "expert": "EA", "parameter": "PA", "residual": "residual norm"}
+    absent = {
+        "parameter": not config.pa_slots,
+        "depth": not config.depth_attention,
+        "residual": not config.normalised_stream,
+    }
     for leaf, tensor in NORMS:
         kind = leaf.partition("_")[0]
         if not absent.get(kind):
             yield name(leaf, tensor, parts[kind])
+    of_parameters = (*PARAMETERS, *(SIGNALS if config.depth_counters == "learned" else ()))
+    for leaf, tensor in of_parameters if config.pa_slots else ():
+        yield name(f"parameter_attention.{leaf}", f"parameter_attention.{tensor}", "PA")
     for leaf, tensor in INJECTION if config.injection != "none" else ():
         yield name(f"injection.{leaf}", f"injection.{tensor}", "injection")
     for kind in ("depth", "sequence"):

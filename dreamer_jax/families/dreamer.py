@@ -23,6 +23,7 @@ from dreamer_jax.blocks.injection import DiagonalInjection
 from dreamer_jax.blocks.memory import Context, Fresh, Memory, Slots
 from dreamer_jax.blocks.norms import RMSNorm, rms_norm
 from dreamer_jax.blocks.operations import REFERENCE
+from dreamer_jax.blocks.parameter_attention import ParameterAttention
 from dreamer_jax.blocks.parameters import Block, normal
 from dreamer_jax.blocks.positions import DepthCode
 from dreamer_jax.blocks.residual import Residual
@@ -67,6 +68,7 @@ class Dreamer(Family):
         "head": "model.vocab_size or model.hidden_size",
         "SA": "model.sa_heads or model.sa_head_size",
         "DA": "model.da_heads or model.da_head_size",
+        "PA": "model.pa_slots",
         "routers": "model.router_size",
     }
 
@@ -91,7 +93,7 @@ class Dreamer(Family):
         config = self.config
         hidden, std = config.hidden_size, self.std
         # Output projections and the experts' down projections: N(0, 1/(2.5 h L n)), n attentions (Table 3).
-        attentions = 3 if config.depth_attention else 2
+        attentions = 2 + config.depth_attention + bool(config.pa_slots)
         out_std = (1 / (2.5 * hidden * config.depth * attentions)) ** 0.5
 
         code = None
@@ -114,6 +116,10 @@ class Dreamer(Family):
             depth_attention = attention(FORMS[config.da_form], *da)
         elif config.depth_attention:
             depth_attention = attention(DepthAttention, *da, window=Window(config.da_window, config.da_dilation))
+        parameter_attention = None
+        if config.pa_slots:
+            pa = config.pa_slots, config.pa_heads, config.pa_head_size, code
+            parameter_attention = ParameterAttention(hidden, *pa, std, out_std, parent=None)
         experts = router(config.num_experts, config.experts_per_token)
         return AttentionMixture(
             sequence_attention=attention(SequenceAttention, *sa),
@@ -125,6 +131,7 @@ class Dreamer(Family):
             normalised=config.normalised_stream,
             injection=DiagonalInjection(hidden, parent=None) if config.injection == "diagonal" else None,
             averaged=config.residual_scale == "depth",
+            parameter_attention=parameter_attention,
             parent=None,
         )
 
@@ -286,6 +293,7 @@ class Dreamer(Family):
             attentions.append(layer.depth_attention)
             kept = layer.depth_attention.cached_depths(depths)
             da = [Share("DA", layer.depth_attention, copies, depths, cached=kept), Share("DA", norm, copies, depths)]
+        pa = layer.parameter_attention
         rotated = sum((each.heads + each.kv_heads) * each.head_size for each in attentions)
         residual = Residual(hidden, len(attentions) + 1, len(attentions) + 1 + config.residual_norm, rotated)
         return [
@@ -299,6 +307,7 @@ class Dreamer(Family):
             Share("residual", residual, 0, depths),
             Share("residual", norm, 1, depths if config.normalised_stream else 1),
             *([] if layer.injection is None else [Share("residual", layer.injection, 1, depths)]),
+            *([] if pa is None else [Share("PA", pa, copies, depths), Share("PA", norm, copies, depths)]),
             Share("head", Head(config.vocab_size, hidden), 1, 1, outside=True),
         ]
 

@@ -85,6 +85,15 @@ def test_program_and_arithmetic_agree_on_injection() -> None:
     assert found.flops_per_token - program.expected(plain, 6).flops_per_token == 3 * 2 * 24 * 24
 
 
+def test_program_and_arithmetic_agree_on_learned_slots() -> None:
+    sizes = {"depth": 3, "hidden_size": 24, "num_experts": 8, "expert_size": 16}
+    model = DreamerConfig(**sizes, pa_slots=7, pa_heads=2, pa_head_size=8)
+    found = program.count(model, 6)
+    assert found == program.expected(model, 6)
+    more = found.flops_per_token - program.expected(DreamerConfig(**sizes), 6).flops_per_token
+    assert more == 3 * 4 * 2 * 8 * (24 + 7)
+
+
 def test_program_and_arithmetic_agree_on_learned_depths() -> None:
     sizes = {"depth": 3, "hidden_size": 24, "num_experts": 8, "expert_size": 16, "depth_counters": "learned"}
     for variant in ("DR", "DR+DA"):

@@ -92,6 +92,7 @@ def test_without_a_part_of_section_3_7(part: str) -> None:
         {"da_window": 3, "da_dilation": 2},
         {"residual_scale": "depth", "injection": "diagonal"},
         {"da_form": "gated_delta", "da_heads": 2},
+        {"pa_slots": 5, "pa_heads": 2, "pa_head_size": 8},
         {"da_form": "gated_recurrent", "depth_counters": "learned"},
     ],
 )

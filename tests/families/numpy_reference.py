@@ -93,6 +93,9 @@ class Pass:
         scale = 1 / self.depth if self.config.residual_scale == "depth" else 1
 
         def da(y: np.ndarray) -> np.ndarray:
+            return over_depths(y) + (scale * self.parameter_attention(layer, y, l) if self.config.pa_slots else 0)
+
+        def over_depths(y: np.ndarray) -> np.ndarray:
             if not self.config.depth_attention:
                 return np.zeros_like(y)
             return scale * self.depth_attention(layer["depth_attention"], rms_norm(y, layer["depth_norm"]["scale"]), l)
@@ -180,6 +183,18 @@ class Pass:
         self.keys.append(state)
         shared = np.repeat(state.reshape(n, c.da_kv_heads, -1), c.da_heads // c.da_kv_heads, axis=1)
         return sigmoid(q) * shared.reshape(n, -1)
+
+    def parameter_attention(self, layer: Tree, x: np.ndarray, l: int) -> np.ndarray:
+        """Over learned slots, those of each head its own."""
+        weights, c = layer["parameter_attention"], self.config
+        x = rms_norm(x, layer["parameter_norm"]["scale"])
+        q = rms_norm((x @ weights["query"]).reshape(len(x), c.pa_heads, -1), weights["q_norm"]["scale"])
+        q, k = self.told(q, weights, l), rms_norm(weights["keys"], weights["k_norm"]["scale"])
+        read = np.zeros_like(q)
+        for i in range(len(x)):
+            for head in range(c.pa_heads):
+                read[i, head] = attend(q[i, head], k[head], weights["values"][head])
+        return read.reshape(len(x), -1) @ weights["output"]
 
     def depths_seen(self, l: int) -> list[int]:
         """Depths that depth l attends to: from itself down in steps, as many as the window has."""

@@ -45,6 +45,8 @@ WITH = {
     "scaled": small_config("DR+DA", residual_scale="depth"),
     "scaled, in layers": small_config("LA", residual_scale="depth"),
     "injected": small_config("DR+DA", injection="diagonal"),
+    "slots": small_config("DR+DA", pa_slots=5, pa_heads=2, pa_head_size=8),
+    "slots, in layers, in a row": small_config("LA", pa_slots=3, pa_head_size=4, mixing="sequential"),
     "both, a plain sum": small_config("DR", injection="diagonal", residual_scale="depth", residual_norm=False),
 }
 PACKED = (SEGMENT_IDS, POSITIONS)
@@ -171,7 +173,7 @@ def advance(model, tokens, positions, slots) -> Any:
     return model.logits(hidden), slots
 
 
-@pytest.mark.parametrize("name", [*WITHOUT, "injected", "both, a plain sum"])
+@pytest.mark.parametrize("name", [*WITHOUT, "injected", "slots", "both, a plain sum"])
 def test_folded_weights_and_slots_give_the_same(name):
     config = {**WITHOUT, **WITH}[name]
     params, bias = random_weights(config)
@@ -186,7 +188,7 @@ def test_folded_weights_and_slots_give_the_same(name):
     assert relative_error(np.concatenate(found, axis=1), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["both, a plain sum", pytest.param("injected", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["both, a plain sum", "slots", pytest.param("injected", marks=pytest.mark.slow)])
 def test_gradients_with_injection_and_scale_are_those_of_an_unrolled_loop(name):
     """What is injected gets a gradient from every depth."""
     config = WITH[name]

@@ -54,6 +54,12 @@ class DreamerConfig:
     da_dilation: int = 1
     """Steps between the depths that depth attention sees: with 2 every second one, counted back from the present one. A
     window then reaches twice as far at the same cost."""
+    pa_slots: int = 0
+    """M: learned keys and values that every token attends to at every depth (parameter attention); 0: none."""
+    pa_heads: int = 1
+    """Heads of the parameter attention, each with slots of its own."""
+    pa_head_size: int = 32
+    """d of the parameter attention; divisible by 4 (two RoPE halves)."""
     depth_rope_base: float = 500.0
     """RoPE base over the depths, in depth attention and in every router."""
     depth_counters: Literal["both", "up", "learned", "none"] = "both"
@@ -146,7 +152,8 @@ class DreamerConfig:
     def added(self) -> tuple[str, ...]:
         """What settings add to the paper's model, in words."""
         found = ["residual scale 1/N"] if self.residual_scale == "depth" else []
-        return (*found, f"{self.injection} injection") if self.injection != "none" else tuple(found)
+        found += [f"{self.injection} injection"] if self.injection != "none" else []
+        return (*found, f"{self.pa_slots} learned slots") if self.pa_slots else tuple(found)
 
     @property
     def experts(self) -> int:
@@ -168,7 +175,7 @@ class DreamerConfig:
         )
 
     def __post_init__(self) -> None:
-        require_positive(self, "model", allow_zero=("balancing_boost_steps", "da_window"))
+        require_positive(self, "model", allow_zero=("balancing_boost_steps", "da_window", "pa_slots"))
         require(
             self.sa_heads % self.sa_kv_heads == 0,
             "model.sa_kv_heads",
@@ -184,7 +191,7 @@ class DreamerConfig:
             "model.sa_head_size",
             f"{self.sa_head_size} is odd; RoPE rotates pairs, so use an even number",
         )
-        for name in ("da_head_size", "router_size"):
+        for name in ("da_head_size", "pa_head_size", "router_size"):
             value = getattr(self, name)
             require(
                 value % 4 == 0,
