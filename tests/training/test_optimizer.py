@@ -118,12 +118,12 @@ def test_decay_spares_norm_scales_and_nothing_else():
 
 @pytest.mark.parametrize("role", get_args(Role))
 def test_decay_by_role(role):
-    """Norm scales, biases and gates are spared, whatever they are called; router keys are matrices like any other."""
+    """Norm scales, biases, gates and what is injected are spared, whatever they are called; router keys are not."""
     params = {"scale": jnp.ones(2), "weight": jnp.ones(2)}
     optimizer = make_optimizer(CONFIG, {"scale": role, "weight": role})
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = optimizer.update(zeros, optimizer.init(params), params, gradient_norm=jnp.ones(()))
-    moves = 0 if role in ("norm", "bias", "gate") else -0.015 * 0.2
+    moves = 0 if role in ("norm", "bias", "gate", "injection") else -0.015 * 0.2
     jax.tree.map(lambda u: np.testing.assert_allclose(u, np.full(2, moves), rtol=1e-6), updates)
 
 
