@@ -172,7 +172,8 @@ def _runs(study: StudyFile, entrant: Entrant, seeds: Sequence[int], folder: Path
     depths = "usual"
     if study.depths is not None:  # a layered member is evaluated at those that it has
         family = build(entrant.loaded.config.model)
-        depths = ",".join(str(depth) for depth in study.depths if takes(family, depth))
+        asked = sorted({*study.depths, family.depth})  # its own too, which may be another than the others'
+        depths = ",".join(str(depth) for depth in asked if takes(family, depth))
     instances = study.instances if generated(entrant.loaded.config) else 0
     jobs = [_job(entrant, folder, f"seed{seed}", seed, depths) for seed in seeds]
     return [dataclasses.replace(job, instances=instances) for job in jobs]

@@ -41,7 +41,8 @@ def _panels(canvas: Any, result: Mapping[str, Any], name: str) -> None:
         means = dict(sorted(depth_means(member).items()))
         if means:
             depths.plot(list(means), list(means.values()), marker="o", markersize=3, **looks[its])
-            depths.plot(member["depth"], means[member["depth"]], marker="s", color=looks[its]["color"])
+            if member["depth"] in means:
+                depths.plot(member["depth"], means[member["depth"]], marker="s", color=looks[its]["color"])
     tokens.set(xlabel="training tokens", ylabel=label)
     flops.set(xlabel="training FLOPs", ylabel=label)
     depths.set_xscale("log", base=2)
