@@ -75,6 +75,8 @@ def observe_batch(config: Any, params: Any, model_state: Any, batch: Mapping[str
         return observed
 
     sums = forward(family, params, model_state, batch, observe=observe).counts
+    if "depth_scores" in sums:
+        sums["depth_scores"] = sums["depth_scores"][..., : family.depth]
     if converges:
         sums |= count_changes(sums.pop("change"), real)
     if "visible" in batch:

@@ -18,6 +18,7 @@ from dreamer_jax.blocks.positions import Depth, DepthCode, rope, tell_depth
 from dreamer_jax.blocks.projections import Projections
 from dreamer_jax.blocks.routing import Router
 from dreamer_jax.blocks.self_attention import scores_cost
+from dreamer_jax.blocks.some_depths import acting, place
 from pallas_kernels.depth_attention import WHOLE, DepthCache, Ring, Window, empty_cache
 from pallas_kernels.depth_attention.reference import visible_slots
 from pallas_kernels.kept import keep
@@ -52,6 +53,7 @@ class Attention(Block):
         router: of the attention MoE; None for plain matrices.
         shared_expert: whether the MoE has a shared expert, Eq. 7's second term.
         observe: whether to return what analysis wants to know.
+        every: it acts at depth 0 and every so many-th from there; the mixture sees to it.
     """
 
     operations: Operations
@@ -65,6 +67,7 @@ class Attention(Block):
     router: Router | None = None
     shared_expert: bool = True
     observe: bool = False
+    every: int = 1
 
     @nn.nowrap
     def projections(self, **place: Any) -> Projections:
@@ -202,7 +205,7 @@ class SequenceAttention(Attention):
         base: Any = self.code
         q = rope(RMSNorm(name="q_norm")(q), position, base)
         k = rope(RMSNorm(name="k_norm")(k), position, base)
-        attended, memory = memory.attend(q, k, v, depth, context, self.operations)
+        attended, memory = memory.attend(q, k, v, place(depth, self.every), context, self.operations)
         out = project.out(attended.reshape(flat.shape[0], -1), choice, maps)
         return Attended(out.reshape(x.shape), memory, counts, seen)
 
@@ -248,17 +251,21 @@ class DepthAttention(Attention):
         tape = tape or {}
         maps: Any = tape.get("projections")
         flat, depth = x.reshape(-1, x.shape[-1]), depth.flat()  # [T, h]
+        slot = place(depth, self.every).index
         choice, counts, seen = project.route(flat, depth, bias, context.real)
         q, k, v = self.split(keep(project.qkv(flat, choice, maps)))  # [T, n or kv, d]
         q, k = RMSNorm(name="q_norm")(q), RMSNorm(name="k_norm")(k)
         code: Any = self.code
         q, k = tell_depth(self, code, depth.flat(1), q, k)
         attended, memory = self.operations.depth_attention(
-            q, k, v, memory, depth.index, tape=tape.get("keys"), window=self.window
+            q, k, v, memory, slot, tape=tape.get("keys"), window=self.window
         )
         if self.observe:
-            weights = depth_weights(q, memory.heads(self.head_size)[0], depth.index, self.window)  # [L, T, n]
+            weights = depth_weights(q, memory.heads(self.head_size)[0], slot, self.window)  # [L, T, n]
             scores = jnp.einsum("ltn,t->nl", weights, context.real * 1.0, precision="highest")
+            scores = jnp.repeat(scores, self.every, axis=1) * (
+                jnp.arange(scores.shape[1] * self.every) % self.every == 0
+            )
             seen = {**(seen or {}), "depth_scores": scores}
         out = project.out(attended.reshape(flat.shape[0], -1), choice, maps)
         return Attended(out.reshape(x.shape), memory, counts, seen)
@@ -266,13 +273,14 @@ class DepthAttention(Attention):
     @nn.nowrap
     def memory(self, slots: int, tokens: int, dtype: str) -> DepthCache:
         """The empty cache of T tokens for L = `slots` depths: a backward pass asks for the keys of all of them."""
-        return empty_cache(slots, tokens, self.kv_heads, self.head_size, dtype)
+        return empty_cache(acting(slots, self.every), tokens, self.kv_heads, self.head_size, dtype)
 
     @nn.nowrap
     def newest(self, slots: int, tokens: int, dtype: str) -> DepthCache:
         """The same where there is no backward pass: of as many depths as are still looked at."""
+        slots = acting(slots, self.every)
         span = self.window.span(slots)
-        cache = self.memory(span, tokens, dtype)
+        cache = empty_cache(span, tokens, self.kv_heads, self.head_size, dtype)
         return Ring(*cache) if span < slots else cache
 
     @nn.nowrap
@@ -285,14 +293,15 @@ class DepthAttention(Attention):
     @nn.nowrap
     def cached_depths(self, depths: int) -> int:
         """Of a pass of so many, those that are kept in generation."""
-        return self.window.span(depths)
+        return self.window.span(acting(depths, self.every))
 
     @nn.nowrap
     def keys_met(self, reach: Reach) -> float:
         """Keys that a query meets on average: over depths, those that it sees."""
-        if self.window.whole:
+        if self.every == 1 and self.window.whole:
             return reach.depths
-        return self.window.mean(reach.total) if reach.total else self.window.most(round(reach.depths))
+        total = acting(reach.total, self.every)
+        return self.window.mean(total) if total else self.window.most(acting(round(reach.depths), self.every))
 
     @nn.nowrap
     def flight_elements(self) -> int:
@@ -318,7 +327,7 @@ class DepthAttention(Attention):
     def step_cost(self, on: OnChip) -> Iterator[Operation]:
         """Projections, and the cache's traffic."""
         yield self._projecting("depth attention", on)
-        slots = self.window.mean(on.total_depth)
+        slots = self.window.mean(acting(on.total_depth, self.every))
         keys_values = 2 * on.tokens * self.kv_heads * self.head_size * BFLOAT16_BYTES
         queries = 2 * on.tokens * self.heads * self.head_size * BFLOAT16_BYTES
         # Backward: keys and values below, and queries and cotangents above.

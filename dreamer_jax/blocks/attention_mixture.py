@@ -15,6 +15,7 @@ from dreamer_jax.blocks.memory import Context, Memory
 from dreamer_jax.blocks.norms import RMSNorm
 from dreamer_jax.blocks.parameter_attention import ParameterAttention
 from dreamer_jax.blocks.positions import Depth
+from dreamer_jax.blocks.some_depths import at_some_depths
 from pallas_kernels.kept import keep
 
 
@@ -73,10 +74,16 @@ class AttentionMixture(nn.Module):
             total = depth.total[..., None] if depth.total.ndim else depth.total
             return (branch / total).astype(branch.dtype) if self.averaged else branch
 
+        def attend(attention, x, memory, name):
+            arguments = x, depth, memory, bias.get(name), context, tape.get(name)
+            if attention.every == 1 or self.is_initializing():
+                return attention(*arguments)
+            return at_some_depths(attention, *arguments)
+
         def sa(x):
             nonlocal sequence
             name = "sequence_attention"
-            its = self.sequence_attention(sequence_norm(x), depth, sequence, bias.get(name), context, tape.get(name))
+            its = attend(self.sequence_attention, sequence_norm(x), sequence, name)
             sequence, counts[name], seen[name] = its.memory, its.counts, its.seen
             return scaled(its.out)
 
@@ -94,7 +101,7 @@ class AttentionMixture(nn.Module):
             if self.depth_attention is None:
                 return 0
             name, normed = "depth_attention", RMSNorm(name="depth_norm")(x)
-            its = self.depth_attention(normed, depth, depths, bias.get(name), context, tape.get(name))
+            its = attend(self.depth_attention, normed, depths, name)
             depths, counts[name], seen[name] = its.memory, its.counts, its.seen
             return scaled(its.out)
 

@@ -7,7 +7,9 @@ multiplied by their size, so that the result is the work of all devices together
 
 from __future__ import annotations
 
+import contextlib
 import math
+import operator
 import re
 from typing import Any
 
@@ -16,16 +18,22 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy, stablehlo
 
 Bindings = dict[tuple[Any, int], tuple[Any, Any]]
-"""(block, argument number) -> the value passed for it, and the bindings that value is read under."""
+"""(block, argument number) -> the value passed for it, or a number, and the bindings that value is read under."""
 
 _PASS_THROUGH = ("stablehlo.convert", "stablehlo.reshape", "stablehlo.optimization_barrier")
+_ARITHMETIC = {
+    "stablehlo.add": operator.add,
+    "stablehlo.subtract": operator.sub,
+    "stablehlo.multiply": operator.mul,
+    "stablehlo.remainder": lambda a, b: int(math.fmod(a, b)),
+}
 _UNCOUNTED = ("stablehlo.convolution", "chlo.ragged_dot", "stablehlo.dot")
 
 
 def matmul_flops(lowered: jax.stages.Lowered) -> int:
     """2 per multiply-add of every `dot_general` the program executes.
 
-    Of the branches of a conditional the most expensive one counts.
+    Of the branches of a conditional that one counts which a fixed counter of a loop chooses; else the most expensive.
 
     Raises:
         ValueError: a loop's trip count isn't fixed by the program, or it holds a product this counter doesn't know.
@@ -58,14 +66,98 @@ class _Counter:
             block = _entry(self._functions[_symbol(op, "callee")])
             return self._block(block, _bind(block, op.operands, bindings))
         if op.name == "stablehlo.while":
-            body = op.regions[1].blocks[0]
-            return _trip_count(op, bindings) * self._block(body, _bind_invariant(op, bindings))
+            return self._loop(op, bindings)
         if op.name in ("stablehlo.case", "stablehlo.if"):
-            return max(self._block(region.blocks[0], bindings) for region in op.regions)
+            return self._conditional(op, bindings)
         if op.name == "sdy.manual_computation":
             block = op.regions[0].blocks[0]
             return self._devices(op) * self._block(block, _bind(block, op.operands, bindings))
         return sum(self._block(block, bindings) for region in op.regions for block in region.blocks)
+
+    def _loop(self, op: Any, bindings: Bindings) -> int:
+        body, inside, trips = op.regions[1].blocks[0], _bind_invariant(op, bindings), self._trips(op, bindings)
+        if not self._has_conditionals(body):
+            return trips * self._block(body, inside)
+        # One branch may be taken in some of the iterations, and another in others, as a counter says.
+        count, values = 0, self._known(op.operands, bindings)
+        for _ in range(trips):
+            turn = inside | {(body, number): (value, {}) for number, value in values.items()}
+            count += self._block(body, turn)
+            values = self._known(_last(body).operands, turn)
+        return count
+
+    def _known(self, values: Any, bindings: Bindings) -> dict[int, int]:
+        """Of these values the integers that the program fixes, by place."""
+        found = {}
+        for number, value in enumerate(values):
+            if str(value.type) == "tensor<i32>":
+                with contextlib.suppress(ValueError):
+                    found[number] = self._integer(value, bindings)
+        return found
+
+    def _conditional(self, op: Any, bindings: Bindings) -> int:
+        try:
+            chosen = self._integer(op.operands[0], bindings)
+        except ValueError:  # it depends on an input of the program
+            return max(self._block(region.blocks[0], bindings) for region in op.regions)
+        if op.name == "stablehlo.if":
+            chosen = 1 - chosen
+        chosen = chosen if 0 <= chosen < len(op.regions) else len(op.regions) - 1
+        return self._block(op.regions[chosen].blocks[0], bindings)
+
+    def _has_conditionals(self, block: Any) -> bool:
+        for each in block.operations:
+            op = each.operation
+            called = [_entry(self._functions[_symbol(op, "callee")])] if op.name == "func.call" else []
+            inner = [inner for region in op.regions for inner in region.blocks]
+            if op.name in ("stablehlo.case", "stablehlo.if") or any(map(self._has_conditionals, (*called, *inner))):
+                return True
+        return False
+
+    def _trips(self, loop: Any, bindings: Bindings) -> int:
+        """Iterations of `while (i < limit)` with i growing by a constant: the loops jax makes of scan and fori_loop."""
+        condition, body = (region.blocks[0] for region in loop.regions)
+        test = _last(condition).operands[0].owner
+        if (
+            _is_block(test)
+            or test.name != "stablehlo.compare"
+            or "LT" not in str(test.attributes["comparison_direction"])
+        ):
+            raise ValueError("a loop of the program doesn't count up to a limit, so its trip count isn't known")
+        counter = test.operands[0]
+        if not _is_block(counter.owner):
+            raise ValueError("a loop of the program tests something other than its counter")
+        number = ir.BlockArgument(counter).arg_number
+        limit = self._integer(test.operands[1], _bind(condition, loop.operands, bindings))
+        start = self._integer(loop.operands[number], bindings)
+        update = _last(body).operands[number].owner
+        if _is_block(update) or update.name != "stablehlo.add":
+            raise ValueError("a loop of the program doesn't count by a constant step")
+        step = self._integer(next(each for each in update.operands if each != body.arguments[number]), {})
+        return max(0, -(-(limit - start) // step))
+
+    def _integer(self, value: Any, bindings: Bindings) -> int:
+        """The number that an integer or truth value stands for."""
+        if isinstance(value, int):
+            return value
+        owner = value.owner
+        if _is_block(owner):
+            key = (owner, ir.BlockArgument(value).arg_number)
+            if key in bindings:
+                return self._integer(*bindings[key])
+        elif owner.name == "stablehlo.constant":
+            return int(ir.DenseIntElementsAttr(owner.attributes["value"])[0])
+        elif owner.name in _PASS_THROUGH:
+            return self._integer(owner.operands[0], bindings)
+        elif owner.name == "func.call":
+            block = _entry(self._functions[_symbol(owner, "callee")])
+            returned = _last(block).operands[ir.OpResult(value).result_number]
+            return self._integer(returned, _bind(block, owner.operands, bindings))
+        elif owner.name in _ARITHMETIC:
+            return _ARITHMETIC[owner.name](*(self._integer(each, bindings) for each in owner.operands))
+        elif owner.name == "stablehlo.compare" and "EQ" in str(owner.attributes["comparison_direction"]):
+            return int(operator.eq(*(self._integer(each, bindings) for each in owner.operands)))
+        raise ValueError("a loop's trip count depends on an input of the program; count it at a fixed depth")
 
     def _devices(self, op: Any) -> int:
         """Devices that each execute the region: the product of its manual axes."""
@@ -79,25 +171,6 @@ def _dot_flops(op: Any) -> int:
     left = ir.RankedTensorType(op.operands[0].type).shape
     contracted = math.prod(left[axis] for axis in numbers.lhs_contracting_dimensions)
     return 2 * contracted * math.prod(ir.RankedTensorType(op.results[0].type).shape)
-
-
-def _trip_count(loop: Any, bindings: Bindings) -> int:
-    """Iterations of `while (i < limit)` with i growing by a constant: the loops jax makes of scan and fori_loop."""
-    condition, body = (region.blocks[0] for region in loop.regions)
-    test = _last(condition).operands[0].owner
-    if _is_block(test) or test.name != "stablehlo.compare" or "LT" not in str(test.attributes["comparison_direction"]):
-        raise ValueError("a loop of the program doesn't count up to a limit, so its trip count isn't known")
-    counter = test.operands[0]
-    if not _is_block(counter.owner):
-        raise ValueError("a loop of the program tests something other than its counter")
-    number = ir.BlockArgument(counter).arg_number
-    limit = _integer(test.operands[1], _bind(condition, loop.operands, bindings))
-    start = _integer(loop.operands[number], bindings)
-    update = _last(body).operands[number].owner
-    if _is_block(update) or update.name != "stablehlo.add":
-        raise ValueError("a loop of the program doesn't count by a constant step")
-    step = _integer(next(each for each in update.operands if each != body.arguments[number]), {})
-    return max(0, -(-(limit - start) // step))
 
 
 def _bind(block: Any, values: Any, bindings: Bindings) -> Bindings:
@@ -114,20 +187,6 @@ def _bind_invariant(loop: Any, bindings: Bindings) -> Bindings:
         if returned == body.arguments[number]:
             inside[(body, number)] = (value, bindings)
     return inside
-
-
-def _integer(value: Any, bindings: Bindings) -> int:
-    """The constant a scalar stands for."""
-    owner = value.owner
-    if _is_block(owner):
-        key = (owner, ir.BlockArgument(value).arg_number)
-        if key in bindings:
-            return _integer(*bindings[key])
-    elif owner.name == "stablehlo.constant":
-        return int(ir.DenseIntElementsAttr(owner.attributes["value"])[0])
-    elif owner.name in _PASS_THROUGH:
-        return _integer(owner.operands[0], bindings)
-    raise ValueError("a loop's trip count depends on an input of the program; count it at a fixed depth")
 
 
 def _is_block(owner: Any) -> bool:

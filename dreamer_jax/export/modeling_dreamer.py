@@ -11,7 +11,8 @@ A token passes L depths. At each it attends to earlier tokens (SA), to what it w
 experts (EA). In the variants DR and DR+DA one layer serves every depth, and the projections of SA and DA are linear
 experts, one selected a token; in LA and LA+DA every depth has its own layer. Four settings leave out a part each:
 attention_experts, shared_expert, residual_norm, router_depth_code. DA may see the newest da_window depths only, or
-every da_dilation-th, or fold them into a state (da_form); residual_scale divides by L what a depth adds; with injection
+every da_dilation-th, or fold them into a state (da_form); SA and DA
+may act at every sa_every-th and da_every-th depth only; residual_scale divides by L what a depth adds; with injection
 every depth gets the embedding. A DR model may run at any depth (`depth=...`), an LA model at no more than it has.
 
 In comments, B batch, S sequence, T = B·S tokens, h hidden size, V vocabulary, E experts, F expert size, k active
@@ -70,12 +71,14 @@ class DreamerConfig(PretrainedConfig):
         sa_kv_heads=2,
         sa_head_size=32,
         sa_rope_base=10_000.0,
+        sa_every=1,
         da_heads=1,
         da_kv_heads=1,
         da_head_size=32,
         da_form="softmax",
         da_window=0,
         da_dilation=1,
+        da_every=1,
         pa_slots=0,
         pa_heads=1,
         pa_head_size=32,
@@ -459,13 +462,17 @@ class Attention(nn.Module):
 class SequenceAttention(Attention):
     """SA: tokens look at earlier tokens of their document, at the same depth."""
 
+    def __init__(self, config: DreamerConfig):
+        super().__init__(config, config.sa_heads, config.sa_kv_heads, config.sa_head_size)
+        self.every = config.sa_every
+
     def attend(self, qk: Tensor, v: Tensor, shape, step: Step):
         """Queries and keys [T, n + kv, d], values [T, kv, d] -> [T, n d]."""
         qk, v = (t.view(*shape, -1, self.size) for t in (qk, v))
         q, k = rotate(qk, step.positions).split([self.heads, self.kv_heads], 2)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if step.cache is not None:
-            k, v = step.cache.update(k, v, step.depth)
+            k, v = step.cache.update(k, v, step.depth // self.every)
         causal = step.mask is None and q.shape[2] > 1
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=step.mask, is_causal=causal, enable_gqa=self.heads != self.kv_heads
@@ -631,7 +638,8 @@ class Layer(nn.Module):
     def __init__(self, config: DreamerConfig):
         super().__init__()
         self.mixing, hidden = config.mixing, config.hidden_size
-        self.sequence_attention = SequenceAttention(config, config.sa_heads, config.sa_kv_heads, config.sa_head_size)
+        self.sa_every, self.da_every = config.sa_every, config.da_every
+        self.sequence_attention = SequenceAttention(config)
         self.expert_attention = ExpertAttention(config)
         self.sequence_norm, self.expert_norm = RMSNorm(hidden), RMSNorm(hidden)
         self.depth_attention = self.depth_norm = self.residual_norm = None
@@ -650,14 +658,15 @@ class Layer(nn.Module):
         if self.injection is not None:
             x = self.injection(x, step.entered)
         counts, row, y = {}, None, x
-        if self.depth_attention is not None:
+        if self.depth_attention is not None and step.depth % self.da_every == 0:
             out, counts["depth_attention"], row = self.depth_attention(self.depth_norm(x), step)
             y = y + step.scale * out
         if self.parameter_attention is not None:
             y = y + step.scale * self.parameter_attention(self.parameter_norm(x), step)
         seen = y if self.mixing == "sequential" else x
-        out, counts["sequence_attention"], _ = self.sequence_attention(self.sequence_norm(seen), step)
-        y = y + step.scale * out
+        if step.depth % self.sa_every == 0:
+            out, counts["sequence_attention"], _ = self.sequence_attention(self.sequence_norm(seen), step)
+            y = y + step.scale * out
         seen = x if self.mixing == "parallel" else y
         out, counts["expert_attention"] = self.expert_attention(self.expert_norm(seen), step)
         y = y + step.scale * out
@@ -754,7 +763,7 @@ class Dreamer(nn.Module):
         pa = depth_rotation(config, total, config.pa_head_size, x.device)
         for l in range(total):
             layer = self.layers[0 if config.recurrent else l]
-            earlier = rows[l % config.da_dilation :: config.da_dilation]  # as many depths below as the window has
+            earlier = rows[len(rows) % config.da_dilation :: config.da_dilation]  # as many below as the window has
             earlier = earlier[max(0, len(earlier) - config.da_window + 1) :] if config.da_window else earlier
             step = first._replace(
                 depth=l,
@@ -768,13 +777,16 @@ class Dreamer(nn.Module):
                 x, row, counts = checkpoint(layer, x, step, use_reentrant=False)
             else:
                 x, row, counts = layer(x, step)
-            rows.append(row)
+            if row is not None:
+                rows.append(row)
             if config.da_form != "softmax":
                 rows[:-1] = [None] * (len(rows) - 1)  # the newest state has all of them
-            if config.da_window and l >= (config.da_window - 1) * config.da_dilation:
-                rows[l - (config.da_window - 1) * config.da_dilation] = None  # no depth looks that far back any more
+            oldest = len(rows) - 1 - (config.da_window - 1) * config.da_dilation
+            if config.da_window and oldest >= 0:
+                rows[oldest] = None  # no depth looks that far back any more
             if self.training:  # here, not in the router: a checkpointed layer runs twice
-                for name, own in layer.routers().items():
+                for name in counts.keys() & layer.routers().keys():
+                    own = layer.routers()[name]
                     own.used = counts[name] if own.used is None else own.used + counts[name]
         return self.final_norm(x)
 

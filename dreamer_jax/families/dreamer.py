@@ -28,6 +28,7 @@ from dreamer_jax.blocks.parameters import Block, normal
 from dreamer_jax.blocks.positions import DepthCode
 from dreamer_jax.blocks.residual import Residual
 from dreamer_jax.blocks.routing import Router, balance
+from dreamer_jax.blocks.some_depths import acting
 from dreamer_jax.blocks.usage import bias_range, expert_use
 from dreamer_jax.families.contract import Family, Flags, Knob, depth_of
 from dreamer_jax.recurrence import Stepped, Weights
@@ -109,20 +110,23 @@ class Dreamer(Family):
             mixture = router_of, config.shared_expert
             return kind(self.operations, hidden, *sizes, std, out_std, *mixture, self.observe, parent=None, **others)
 
+        every = {"every": config.da_every}
+
         sa = config.sa_heads, config.sa_kv_heads, config.sa_head_size, config.sa_rope_base
         da = config.da_heads, config.da_kv_heads, config.da_head_size, code
         depth_attention = None
         if config.da_form != "softmax":
-            depth_attention = attention(FORMS[config.da_form], *da)
+            depth_attention = attention(FORMS[config.da_form], *da, **every)
         elif config.depth_attention:
-            depth_attention = attention(DepthAttention, *da, window=Window(config.da_window, config.da_dilation))
+            window = Window(config.da_window, config.da_dilation)
+            depth_attention = attention(DepthAttention, *da, window=window, **every)
         parameter_attention = None
         if config.pa_slots:
             pa = config.pa_slots, config.pa_heads, config.pa_head_size, code
             parameter_attention = ParameterAttention(hidden, *pa, std, out_std, parent=None)
         experts = router(config.num_experts, config.experts_per_token)
         return AttentionMixture(
-            sequence_attention=attention(SequenceAttention, *sa),
+            sequence_attention=attention(SequenceAttention, *sa, every=config.sa_every),
             depth_attention=depth_attention,
             expert_attention=ExpertAttention(
                 self.operations, hidden, config.expert_size, experts, std, out_std, self.observe, parent=None
@@ -253,7 +257,12 @@ class Dreamer(Family):
     def slots(self, rows: int, capacity: int, depth: int) -> Slots:
         """Keys and values of SA at every depth."""
         config = self.config
-        return Slots.empty(depth, rows, capacity, config.sa_kv_heads, config.sa_head_size, config.dtype)
+        kept = acting(depth, config.sa_every)
+        return Slots.empty(kept, rows, capacity, config.sa_kv_heads, config.sa_head_size, config.dtype)
+
+    def refill(self, params: Any, state: Any, memory: Slots, depths: jax.Array, positions: jax.Array) -> Slots:
+        """The latest stands in, of the depths at which SA acts."""
+        return memory.fill_deeper(depths // self.config.sa_every, positions)
 
     def flight(self, batch: int, positions: int, depth: int, dtype: Any = None) -> Any:
         """The cache of DA, whose size doesn't grow with the sequence; None without DA."""
@@ -289,21 +298,24 @@ class Dreamer(Family):
         attentions: list[Attention] = [layer.sequence_attention]
         norm = RMSNorm(hidden, parent=None)
         da = [Share("DA", Counted(), 0, 0)]
+        every = {"sequence_attention": config.sa_every, "depth_attention": config.da_every}
+        applied = {name: acting(depths, every.get(name, 1)) for name in self.routers}
         if layer.depth_attention is not None:
             attentions.append(layer.depth_attention)
             kept = layer.depth_attention.cached_depths(depths)
-            da = [Share("DA", layer.depth_attention, copies, depths, cached=kept), Share("DA", norm, copies, depths)]
+            acts = acting(depths, config.da_every)
+            da = [Share("DA", layer.depth_attention, copies, acts, cached=kept), Share("DA", norm, copies, depths)]
         pa = layer.parameter_attention
         rotated = sum((each.heads + each.kv_heads) * each.head_size for each in attentions)
         residual = Residual(hidden, len(attentions) + 1, len(attentions) + 1 + config.residual_norm, rotated)
         return [
             Share("embedding", Embedding(config.vocab_size, hidden), 1, 1, outside=True),
-            Share("SA", layer.sequence_attention, copies, depths),
+            Share("SA", layer.sequence_attention, copies, acting(depths, config.sa_every)),
             Share("SA", norm, copies, depths),
             *da,
             Share("EA", layer.expert_attention, copies, depths, experts=True),
             Share("EA", norm, copies, depths),
-            *(Share("routers", router, copies, depths) for router in self.routers.values()),
+            *(Share("routers", router, copies, applied[name]) for name, router in self.routers.items()),
             Share("residual", residual, 0, depths),
             Share("residual", norm, 1, depths if config.normalised_stream else 1),
             *([] if layer.injection is None else [Share("residual", layer.injection, 1, depths)]),

@@ -90,6 +90,7 @@ def test_without_a_part_of_section_3_7(part: str) -> None:
         {"depth_counters": "learned"},
         {"depth_counters": "learned", "depth_scaling": "interpolated", "variant": "DR"},
         {"da_window": 3, "da_dilation": 2},
+        {"da_every": 2, "da_window": 2, "sa_every": 2},
         {"residual_scale": "depth", "injection": "diagonal"},
         {"da_form": "gated_delta", "da_heads": 2},
         {"pa_slots": 5, "pa_heads": 2, "pa_head_size": 8},
@@ -102,6 +103,16 @@ def test_deeper_than_trained(settings: dict[str, Any]) -> None:
     tokens = random_tokens(config, shape=(2, 5))
     expected = jax.jit(lambda params: apply(config, params, bias, tokens, depth=7).logits)(params)
     assert relative_error(logits_of(torch_model(config), tokens, depth=7), expected) < TOLERANCE
+
+
+def test_depths_that_keep_nothing_have_no_place_in_the_cache() -> None:
+    """The caches give what a pass over the whole row gives."""
+    dreamer, cache = torch_model(small_config(sa_every=2, da_every=2, depth=5)), modeling_dreamer.Cache()
+    written = dreamer.generate(torch.tensor(TOKENS[:1, :4]), 3)
+    for length in (4, 5, 6):
+        assert written[0, length] == dreamer(written[:, :length])[0, -1].argmax()
+    dreamer(written, cache=cache)
+    assert len(cache.rows) == 3
 
 
 @pytest.mark.parametrize("variant", ["LA", "DR"])

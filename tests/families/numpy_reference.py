@@ -96,11 +96,13 @@ class Pass:
             return over_depths(y) + (scale * self.parameter_attention(layer, y, l) if self.config.pa_slots else 0)
 
         def over_depths(y: np.ndarray) -> np.ndarray:
-            if not self.config.depth_attention:
+            if not self.config.depth_attention or l % self.config.da_every:
                 return np.zeros_like(y)
             return scale * self.depth_attention(layer["depth_attention"], rms_norm(y, layer["depth_norm"]["scale"]), l)
 
         def sa(y: np.ndarray) -> np.ndarray:
+            if l % self.config.sa_every:
+                return np.zeros_like(y)
             normed = rms_norm(y, layer["sequence_norm"]["scale"])
             return scale * self.sequence_attention(layer["sequence_attention"], normed, positions, l)
 
@@ -142,7 +144,7 @@ class Pass:
         q, k = self.told(q, weights, l), self.told(k, weights, l)
         self.keys.append(k)
         self.values.append(v)
-        seen = self.depths_seen(l)
+        seen = self.depths_seen(len(self.keys) - 1)
         keys, values = np.stack([self.keys[i] for i in seen]), np.stack([self.values[i] for i in seen])
         mixed = np.zeros_like(q)
         for i in range(len(x)):

@@ -38,6 +38,9 @@ class DreamerConfig:
     """d of the sequence attention; even."""
     sa_rope_base: float = 10_000.0
     """RoPE base over the positions of the sequence."""
+    sa_every: int = 1
+    """DR: the sequence attention acts at depth 0 and every so many-th depth from there; 1: at every depth. Its cache
+    holds only depths at which it acts."""
     da_heads: int = 1
     """Query heads of the depth attention."""
     da_kv_heads: int = 1
@@ -54,6 +57,9 @@ class DreamerConfig:
     da_dilation: int = 1
     """Steps between the depths that depth attention sees: with 2 every second one, counted back from the present one. A
     window then reaches twice as far at the same cost."""
+    da_every: int = 1
+    """DR: the depth attention acts at depth 0 and every so many-th depth from there, and sees only those; 1: at every
+    depth."""
     pa_slots: int = 0
     """M: learned keys and values that every token attends to at every depth (parameter attention); 0: none."""
     pa_heads: int = 1
@@ -153,7 +159,9 @@ class DreamerConfig:
         """What settings add to the paper's model, in words."""
         found = ["residual scale 1/N"] if self.residual_scale == "depth" else []
         found += [f"{self.injection} injection"] if self.injection != "none" else []
-        return (*found, f"{self.pa_slots} learned slots") if self.pa_slots else tuple(found)
+        found += [f"{self.pa_slots} learned slots"] if self.pa_slots else []
+        some = {"sequence": self.sa_every, "depth": self.da_every}
+        return (*found, *(f"{name} attention at one depth in {n}" for name, n in some.items() if n > 1))
 
     @property
     def experts(self) -> int:
@@ -242,10 +250,30 @@ class DreamerConfig:
                 f"model.{name}",
                 f"{value} is for softmax; with model.da_form {self.da_form} there is one state of all depths",
             )
+        for name in ("sa_every", "da_every"):
+            value = getattr(self, name)
+            require(
+                self.recurrent or value == 1,
+                f"model.{name}",
+                f"{value} is for DR and DR+DA; {self.variant} has layers of its own, so leave the setting out",
+            )
+            require(
+                value == 1 or value < self.depth,
+                f"model.{name}",
+                f"{value} leaves depth 0 alone at model.depth {self.depth}; use a smaller number",
+            )
         require(
-            self.da_dilation == 1 or self.da_dilation < self.depth,
+            self.depth_attention or self.da_every == 1,
+            "model.da_every",
+            f"{self.da_every} is for depth attention; {self.variant} has none, so leave the setting out",
+        )
+        places = -(-self.depth // self.da_every)
+        require(
+            self.da_dilation == 1 or self.da_dilation < places,
             "model.da_dilation",
-            f"{self.da_dilation} leaves no earlier depth to see at model.depth {self.depth}; use a smaller number",
+            f"{self.da_dilation} leaves no earlier depth to see at model.depth {self.depth}"
+            + (f" with model.da_every {self.da_every}" if self.da_every > 1 else "")
+            + "; use a smaller number",
         )
         require(
             self.da_dilation == 1 or self.da_window != 1,
