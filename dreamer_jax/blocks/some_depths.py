@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -34,8 +35,8 @@ def at_some_depths(
     """What the attention returns at depths that `attention.every` divides; elsewhere zeros, and the memory as it was.
 
     With one depth for all, nothing is computed where nothing is added. The backward pass keeps the arguments alone and
-    computes the attention again: a branch that may be taken keeps what it needs whether it is taken or not, its weights
-    and memory among that.
+    computes the attention again: jax would have a branch that may be taken hand over all that its reverse pass reads,
+    weights and memory among that, whether it was taken or not.
 
     Args:
         attention: a bound module with `every`, such as `SequenceAttention`; its arguments follow.
@@ -46,24 +47,62 @@ def at_some_depths(
     module, variables = attention.unbind()
     if depth.index.ndim:
         return _position_by_position(module, variables, x, depth, memory, bias, context, tape)
+    # Where a tape has the gradient of what depths have left, as of `DepthCache`, that gets none here.
+    apart = tape is not None and "keys" in tape
+    return _either(module, apart, (variables, x, memory, tape), depth, bias, context)
 
-    def acts(x, variables, memory, bias, context, tape):
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _either(module: Any, apart: bool, arguments: Any, depth: Depth, bias: Any, context: Context) -> Any:
+    """The attention, or nothing."""
+
+    def acts(arguments):
+        variables, x, memory, tape = arguments
         return module.apply(variables, x, depth, memory, bias, context, tape)
 
-    def rests(x, variables, memory, bias, context, tape):
-        shapes = jax.eval_shape(acts, x, variables, memory, bias, context, tape)
-        nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        return nothing._replace(out=_passing_on(nothing.out, tape), memory=memory)
+    def rests(arguments):
+        shapes = jax.eval_shape(acts, arguments)
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)._replace(memory=arguments[2])
 
-    def either(*arguments):
-        return jax.lax.cond(jax.lax.rem(depth.index, module.every) == 0, acts, rests, *arguments)
+    return jax.lax.cond(_acts(module, depth), acts, rests, arguments)
 
-    return jax.checkpoint(either, prevent_cse=False)(x, variables, memory, bias, context, tape)
+
+def _forward(module, apart, arguments, depth, bias, context):
+    return _either(module, apart, arguments, depth, bias, context), (arguments, depth, bias, context)
+
+
+def _backward(module, apart, residuals, d_its):
+    (variables, x, memory, tape), depth, bias, context = residuals
+
+    def attend(variables, x, memory, tape):
+        its: Any = module.apply(variables, x, depth, memory, bias, context, tape)
+        return its.out, () if apart else its.memory
+
+    def acts(d_out, d_memory, tape):
+        if not apart:
+            return jax.vjp(attend, variables, x, memory, tape)[1]((d_out, d_memory))
+        pull = jax.vjp(lambda variables, x, tape: attend(variables, x, memory, tape), variables, x, tape)[1]
+        d_variables, d_x, tape = pull((d_out, ()))
+        return d_variables, d_x, (), tape
+
+    def rests(d_out, d_memory, tape):  # in the place of its gradient the tape goes on as it is
+        return *jax.tree.map(jnp.zeros_like, (variables, x)), d_memory, tape
+
+    d_memory = () if apart else d_its.memory
+    d_variables, d_x, d_memory, tape = jax.lax.cond(_acts(module, depth), acts, rests, d_its.out, d_memory, tape)
+    return (d_variables, d_x, None if apart else d_memory, tape), None, None, None
+
+
+_either.defvjp(_forward, _backward)
+
+
+def _acts(module: Any, depth: Depth) -> jax.Array:
+    return jax.lax.rem(depth.index, module.every) == 0
 
 
 def _position_by_position(module, variables, x, depth, memory, bias, context, tape):
     """All are computed; of those whose depth isn't one of the attention's, nothing is taken and nothing stays."""
-    acts = depth.index % module.every == 0  # [B, P]
+    acts = _acts(module, depth)  # [B, P]
     context = context._replace(
         positions=jnp.where(acts, context.positions, NOWHERE),
         segment_ids=jnp.where(acts, context.segment_ids, 0),
@@ -73,21 +112,3 @@ def _position_by_position(module, variables, x, depth, memory, bias, context, ta
     if isinstance(its.memory, jax.Array):  # a state of the depths so far
         its = its._replace(memory=jnp.where(acts.reshape(*acts.shape, *[1] * (memory.ndim - 2)), its.memory, memory))
     return its
-
-
-@jax.custom_vjp
-def _passing_on(out: jax.Array, tape: Any) -> jax.Array:
-    """`out`; in the backward pass the tape goes on as it is, in the place of its gradient."""
-    del tape
-    return out
-
-
-def _forward(out, tape):
-    return out, tape
-
-
-def _backward(tape, d_out):
-    return d_out, tape
-
-
-_passing_on.defvjp(_forward, _backward)
