@@ -54,6 +54,9 @@ class SourceSpec:
     """For the report and the index."""
     url: str = ""
     """Where the data come from."""
+    heldout: int = 0
+    """One record in this many isn't for training and goes to heldout/NAME.jsonl, with no copy or near copy of it among
+    the data: a hash of its prompt (of plain text itself) decides, before anything else is known of it. 0: none."""
     weight: float = 0.0
     """Share of the tokens, relative to the other sources' weights."""
     epochs: float = 0.0
@@ -187,6 +190,11 @@ def _check(path: Path, root: yaml.Node, mixture: Mixture) -> None:
                 fail(f"{group}.{name}", "a name has letters, digits, _, - and . only; it becomes part of file names")
             if not spec.path:
                 fail(f"{group}.{name}.path", "is empty")
+    for name, spec in mixture.sources.items():
+        if spec.heldout < 0 or spec.heldout == 1:
+            fail(f"sources.{name}.heldout", f"{spec.heldout} has no meaning; 0 holds nothing out, 100 one in a hundred")
+        if spec.heldout and not (mixture.deduplicate.exact and mixture.deduplicate.near):
+            fail(f"sources.{name}.heldout", "copies could be on both sides; it needs deduplicate.exact and near")
     check_shares(mixture.sources, fail)
 
 

@@ -3,7 +3,7 @@
 1. filter   a unit of a source: read, clean, decontaminate, tokenize           (parallel over units)
 2. exact    exact duplicates among the keys of one range                       (parallel over ranges)
 3. near     candidates in one range of band keys; confirmed by part; resolved  (parallel, then in order)
-4. shards   what stays of a part becomes a shard                               (parallel over parts)
+4. shards   what stays of a part becomes a shard, or is held out                (parallel over parts)
 
 Every task writes whole files only, so what a killed run has finished is found and kept. Nothing depends on how many
 processes there are: units, parts and ranges follow from the mixture and its files alone.
@@ -25,12 +25,12 @@ import numpy as np
 
 from dreamer_jax.data import deduplication as dedup
 from dreamer_jax.data import reporting
-from dreamer_jax.data.filtering import Tally, UnitFilter, compared, read_benchmarks, templates
+from dreamer_jax.data.filtering import Tally, compared, templates
 from dreamer_jax.data.mixture import Mixture, load_mixture
-from dreamer_jax.data.prepared import FORMAT, write_shard
+from dreamer_jax.data.preparation_worker import Worker, heldout_file
+from dreamer_jax.data.prepared import FORMAT
 from dreamer_jax.data.readers import Unit, files_of, plan_units
-from dreamer_jax.data.records import Document
-from dreamer_jax.data.storage import PartReader, remove_leftovers, write_array, write_json
+from dreamer_jax.data.storage import PartReader, remove_leftovers, whole_file, write_array, write_json
 from dreamer_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dreamer_jax.data.words import BANDS
 from dreamer_jax.data.workers import Pool
@@ -88,6 +88,8 @@ def _plan(mixture: Mixture, tokenizer: Tokenizer) -> tuple[list[Unit], dict[str,
     for source in settings["sources"].values():
         for share in SHARES:
             del source[share]
+        if not source["heldout"]:  # so that what was prepared before there was such a setting is still known
+            del source["heldout"]
     del settings["tokenizer"]
     identity = {"version": VERSION, "tokenizer": tokenizer.fingerprint, "mixture": settings}
     return units, json.loads(json.dumps({"identity": identity, "inputs": inputs, "units": units}))
@@ -139,7 +141,7 @@ class _Preparation:
 
     def run(self, workers: int) -> dict[str, Any]:
         """Do what isn't done; returns the report."""
-        with Pool(workers, _Worker, (self._mixture, str(self._work), self._units)) as pool:
+        with Pool(workers, Worker, (self._mixture, str(self._work), self._units)) as pool:
             self._tasks(pool, "filtered", "filter", list(range(len(self._units))), self._unit_done)
             parts, done = self._parts()
             pool.share(parts)
@@ -149,7 +151,7 @@ class _Preparation:
             dtype = "<u2" if self._tokenizer.vocab_size <= 1 << 16 else "<u4"
             todo = [(number, shard, dtype) for number, shard in enumerate(shards)]
             self._tasks(pool, "written", "shard", todo, lambda task: Path(f"{task[1]}.json"))
-        report = self._report(parts, done, exact, near)
+        report = self._report(parts, shards, done, exact, near)
         self._finish(parts, shards, dtype, report)
         return report
 
@@ -214,7 +216,12 @@ class _Preparation:
         return np.load(path)
 
     def _report(
-        self, parts: list[dedup.Part], done: list[dict[str, Any]], exact: np.ndarray, near: np.ndarray
+        self,
+        parts: list[dedup.Part],
+        shards: list[str],
+        done: list[dict[str, Any]],
+        exact: np.ndarray,
+        near: np.ndarray,
     ) -> dict[str, Any]:
         sources = reporting.merge(done, list(self._mixture.sources))
         readers: dict[int, PartReader] = {}
@@ -224,6 +231,13 @@ class _Preparation:
         for rule, pairs in ((reporting.EXACT_RULE, exact), (reporting.NEAR_RULE, near)):
             for later, earlier in zip(pairs["later"].tolist(), pairs["earlier"].tolist(), strict=True):
                 self._count(parts, readers, rule, later, earlier, sources)
+        for part, stem in zip(parts, shards, strict=True):
+            apart = _marker(stem)["heldout"]
+            if apart["records"]:
+                source = sources[part.source]
+                source["kept"] -= apart["records"]
+                source["kept_tokens"] -= apart["tokens"]
+                source["dropped"].setdefault(reporting.HELDOUT_RULE, Tally()).merge(apart)
         return reporting.finish(sources)
 
     def _count(
@@ -263,13 +277,14 @@ class _Preparation:
         tokenizer = self._tokenizer
         sources: dict[str, Any] = {name: {"shards": []} for name in self._mixture.sources}
         for part, stem in zip(parts, shards, strict=True):
-            shard = json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))
+            shard = {name: value for name, value in _marker(stem).items() if name != "heldout"}
             if shard["records"]:
                 sources[part.source]["shards"].append(shard)
         for name, source in sources.items():
             source["records"] = sum(shard["records"] for shard in source["shards"])
             source["document_tokens"] = sum(shard["tokens"] for shard in source["shards"])
             assert source["records"] == report["sources"][name]["kept"]
+        self._collect_heldout(parts)
         write_json(self._out / "report.json", report)
         (self._out / "report.txt").write_text(reporting.table(report), encoding="utf-8")
         index = {
@@ -287,6 +302,21 @@ class _Preparation:
         }
         _write_index(self._out, index, self._mixture)
         _tidy(self._out)
+
+    def _collect_heldout(self, parts: list[dedup.Part]) -> None:
+        """One file a source that holds something out, in the order of its records."""
+        for name, spec in self._mixture.sources.items():
+            if spec.heldout:
+                (self._out / "heldout").mkdir(exist_ok=True)
+                with whole_file(self._out / "heldout" / f"{name}.jsonl") as temporary, temporary.open("wb") as file:
+                    for number, part in enumerate(parts):
+                        if part.source == name:
+                            file.write(heldout_file(self._work, number).read_bytes())
+
+
+def _marker(stem: str) -> dict[str, Any]:
+    """What a finished shard's task has left."""
+    return json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))
 
 
 def _write_index(out: Path, index: dict[str, Any], mixture: Mixture) -> None:
@@ -310,58 +340,6 @@ def _shard_names(parts: list[dedup.Part]) -> list[str]:
         names.append(f"{part.source}-{counts.get(part.source, 0):05d}")
         counts[part.source] = counts.get(part.source, 0) + 1
     return names
-
-
-class _Worker:
-    """What a process does; its methods are the tasks by name."""
-
-    def __init__(self, mixture: Mixture, work: str, units: list[Unit]):
-        self._mixture, self._work, self._units = mixture, Path(work), units
-        self._filter: UnitFilter | None = None
-        self.shared: list[dedup.Part] = []
-
-    def filter(self, number: int) -> None:
-        """Filter a unit."""
-        if self._filter is None:
-            self._filter = UnitFilter(
-                self._mixture, load_tokenizer(self._mixture.tokenizer), read_benchmarks(self._mixture)
-            )
-        self._filter.write(self._units[number], self._work / f"unit-{number:05d}")
-
-    def exact(self, task: tuple[int, int, str]) -> None:
-        """Find exact duplicates."""
-        first, last, output = task
-        dedup.find_exact(self.shared, first, last, Path(output))
-
-    def candidates(self, task: tuple[int, int, str]) -> None:
-        """Find candidates of near duplicates."""
-        first, last, output = task
-        dedup.find_candidates(self.shared, first, last, np.load(self._work / "exact.npy")["later"], Path(output))
-
-    def confirm(self, task: tuple[int, list[str], str]) -> None:
-        """Compare candidates."""
-        part, found, output = task
-        settings = self._mixture.deduplicate
-        paths = [Path(path) for path in found]
-        dedup.confirm(self.shared, part, paths, settings.threshold, settings.compare, Path(output))
-
-    def shard(self, task: tuple[int, str, str]) -> None:
-        """Write what stays of a part."""
-        number, stem, dtype = task
-        part = self.shared[number]
-        dropped = [dedup.of_part(np.load(self._work / name), number) for name in ("exact.npy", "near.npy")]
-        gone = {identity & 0xFFFFFFFF for pairs in dropped for identity in pairs["later"].tolist()}
-        reader = PartReader(part.directory, part.number)
-
-        def documents() -> Iterator[Document]:
-            for record in range(part.records):
-                if record not in gone:
-                    kept = reader[record]
-                    yield Document(kept.tokens, kept.prompt_tokens)
-
-        entry = write_shard(Path(stem), documents(), dtype)
-        reader.close()
-        write_json(Path(f"{stem}.json"), entry)
 
 
 def default_workers() -> int:

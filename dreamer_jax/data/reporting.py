@@ -9,6 +9,7 @@ from dreamer_jax.data.filtering import Tally
 
 EXACT_RULE = "exact duplicate"
 NEAR_RULE = "near duplicate"
+HELDOUT_RULE = "held out"
 
 
 def merge(units: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:

@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dreamer_jax.data import preparation, readers
+from dreamer_jax.data import preparation, preparation_worker, readers
 from dreamer_jax.data.preparation import prepare
+from dreamer_jax.data.preparation_worker import is_heldout
+from dreamer_jax.data.storage import Kept
 from dreamer_jax.errors import ConfigError, UserError
 from tests.data.preparing import contents, problems, run, start, texts, write_lines, write_mixture
 from tests.outside import SAMPLES, sample
@@ -140,7 +142,7 @@ def test_rules_can_be_switched_off(corpus: Path, tmp_path: Path) -> None:
 def test_an_unfinished_preparation_goes_on(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(corpus, tmp_path / "whole")
     out = tmp_path / "out"
-    calls, real = [], preparation.write_shard
+    calls, real = [], preparation_worker.write_shard
 
     def fail_once(stem: Path, *arguments):
         calls.append(stem.name)
@@ -148,13 +150,13 @@ def test_an_unfinished_preparation_goes_on(corpus: Path, tmp_path: Path, monkeyp
             raise OSError(28, "No space left on device")
         return real(stem, *arguments)
 
-    monkeypatch.setattr(preparation, "write_shard", fail_once)
+    monkeypatch.setattr(preparation_worker, "write_shard", fail_once)
     with pytest.raises(OSError, match="No space"):
         run(corpus, out)
     assert not (out / "index.json").exists()
     with pytest.raises(UserError, match="its preparation hasn't ended; run it again to go on"):
         texts(out)
-    monkeypatch.setattr(preparation.UnitFilter, "write", None)  # would fail: the filtering is done already
+    monkeypatch.setattr(preparation_worker.UnitFilter, "write", None)  # would fail: the filtering is done already
     lines: list[str] = []
     prepare(corpus, out, 1, say=lines.append)
     assert calls == ["first-00000", "second-00000", "second-00000"]
@@ -326,3 +328,63 @@ def test_samples_of_public_sets(tmp_path: Path) -> None:
     assert not any("<<" in text for text in texts(tmp_path / "out"))
     lengths = np.load(next((tmp_path / "out" / "shards").glob("math-*.npy")))
     assert lengths[:, 0].sum() == report["sources"]["math"]["kept_tokens"]
+
+
+HOLDING_OUT = """\
+    sources:
+      first: {{path: {0}/first.jsonl, heldout: 4}}
+      second: {{path: {0}/second.jsonl}}
+    """
+
+
+def test_what_is_held_out_has_no_copy_among_the_data(tmp_path: Path) -> None:
+    """One in four by a hash of the prompt: copies and near copies of it, of its own source or another, aren't kept."""
+    first = problems(80)
+    near = [dict(p, question=p["question"].replace("How many", "How much")) for p in first[:40]]
+    other_answers = [dict(p, answer="So " + p["answer"]) for p in first[40:60]]
+    write_lines(tmp_path / "first.jsonl", [*first, *other_answers, *first[:5]])
+    write_lines(tmp_path / "second.jsonl", near)
+    mixture = write_mixture(tmp_path / "mixture.yaml", HOLDING_OUT.format(tmp_path))
+    report = run(mixture, tmp_path / "out")
+    lines = (tmp_path / "out" / "heldout" / "first.jsonl").read_text(encoding="utf-8").splitlines()
+    heldout = [json.loads(line) for line in lines]
+    assert 10 < len(heldout) < 40 and dropped(report, "first")["held out"] == len(heldout)
+    chosen = {record["prompt"] for record in heldout}
+    assert chosen == {p["question"] + "\n" for p in first if is_heldout(Kept(p["question"], "", np.zeros(0), 0), 4)}
+    kept = texts(tmp_path / "out")
+    assert len(kept) == report["total"]["kept"] and "held out" not in dropped(report, "second")
+    for record in heldout:
+        assert not any(record["prompt"] in text or record["prompt"].replace("many", "much") in text for text in kept)
+    index = json.loads((tmp_path / "out" / "index.json").read_text())
+    assert "heldout" not in index["sources"]["first"]["shards"][0]
+
+
+def test_held_out_records_are_the_same_whoever_prepares_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one unit or several, by one process or two."""
+    monkeypatch.setattr(preparation, "SMALLEST_UNIT", 4000)
+    write_lines(tmp_path / "first.jsonl", problems(60))
+    write_lines(tmp_path / "second.jsonl", problems(5, seed=1))
+    mixture = write_mixture(tmp_path / "mixture.yaml", HOLDING_OUT.format(tmp_path))
+    run(mixture, tmp_path / "one")
+    monkeypatch.undo()
+    run(mixture, tmp_path / "two", workers=2)
+    one, two = ((tmp_path / out / "heldout" / "first.jsonl").read_text() for out in ("one", "two"))
+    assert one == two and one.count("\n") > 5
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (("heldout: 4", "heldout: 1"), "sources.first.heldout: 1 has no meaning"),
+        (
+            ("sources:", "deduplicate: {{near: false}}\n    sources:"),
+            "sources.first.heldout: copies could be on both sides",
+        ),
+    ],
+)
+def test_holding_out_what_cannot_be_held_out_is_refused(tmp_path: Path, change: tuple[str, str], line: str) -> None:
+    write_lines(tmp_path / "first.jsonl", problems(3))
+    write_lines(tmp_path / "second.jsonl", problems(3))
+    mixture = write_mixture(tmp_path / "mixture.yaml", HOLDING_OUT.replace(*change).format(tmp_path))
+    with pytest.raises(ConfigError, match=line):
+        run(mixture, tmp_path / "out")
