@@ -159,6 +159,10 @@ class TrainingConfig:
             require(getattr(self, name) < 1, f"training.{name}", "must be below 1")
 
 
+STEPPED_TASKS = ("boolean", "arithmetic", "induction", "problems")
+"""Tasks whose steps have results that are known."""
+
+
 @dataclass(frozen=True)
 class RecurrenceConfig:
     """How deep train steps go; evaluation and generation go to model.depth. See docs/depth.md."""
@@ -193,12 +197,17 @@ class RecurrenceConfig:
     settling: float = 0.0
     """Weight of a loss that asks the last depth to change little: its relative squared change of the stream, mean over
     the targets (a terminal fixed-point loss)."""
+    steps: float = 0.0
+    """Weight of a loss that asks the depths of a pass for the results of a task's steps, one after the other (RELAY).
+    The tasks boolean, arithmetic, induction and problems, as bytes."""
+    depths_per_step: int = 1
+    """With steps: depths that each of them has; step n is asked for after n times as many."""
     jacobian: float = 0.0
     """Weight of a loss that asks the last depth to be a gentle step: an estimate, by one random vector a row, of the
     mean square of its Jacobian's columns. A step of its own is computed for it, without kernels."""
 
     def __post_init__(self) -> None:
-        may_be_zero = ("most", "mean", "sigma", "curriculum_steps", "differentiated", "settling", "jacobian")
+        may_be_zero = ("most", "mean", "sigma", "curriculum_steps", "differentiated", "settling", "steps", "jacobian")
         require_positive(self, "recurrence", allow_zero=may_be_zero)
         require(
             self.most == 0 or self.least <= self.most, "recurrence.most", f"{self.most} is below least {self.least}"
@@ -212,6 +221,11 @@ class RecurrenceConfig:
         drawn = self.draw in ("uniform", "poisson_lognormal", "exponential")
         require(
             self.by == "step" or drawn, "recurrence.by", f"row: recurrence.draw {self.draw} gives all rows one depth"
+        )
+        require(
+            self.steps > 0 or self.depths_per_step == 1,
+            "recurrence.depths_per_step",
+            "has no meaning while recurrence.steps is 0; give that a weight, such as 1.0",
         )
         require(self.draw != "uniform" or not self.mean, "recurrence.mean", "uniform draws have least and most")
 
@@ -360,6 +374,17 @@ class Config:
             f"{self.mesh.size} devices do not divide the {rows} rows of a microbatch "
             "(training.batch_size / training.microbatches)",
         )
+        data = self.data
+        for key, value, fits in (
+            ("source", data.source, data.source == "task"),
+            ("task", data.task, data.task in STEPPED_TASKS),
+            ("tokenizer", data.tokenizer, data.tokenizer == "bytes"),
+        ):
+            require(
+                not self.recurrence.steps or fits,
+                "recurrence.steps",
+                f"needs the tasks {', '.join(STEPPED_TASKS)} as bytes, and data.{key} is {value}; leave it at 0",
+            )
         experts = experts_of(self.model)
         require(
             experts > 0 or self.mesh.expert == 1,

@@ -256,3 +256,21 @@ def assemble(rows: Sequence[Sequence[Document]], row_length: int, pad: int, answ
         "loss_mask": answer_mask.copy() if answer_only else segment_ids > 0,
         "answer_mask": answer_mask,
     }
+
+
+def lay_steps(rows: Sequence[Sequence[Document]], row_length: int, steps: int) -> np.ndarray:
+    """What the n-th step of a problem has found, at each place that is asked for it: [B, S, N] int32 tokens, -1 where
+    nothing is asked for. A place that has its last result keeps it.
+
+    Args:
+        rows, row_length: as of `assemble`.
+        steps: N, the most that a problem has.
+    """
+    targets = np.full((len(rows), row_length, steps), -1, np.int32)
+    for r, documents in enumerate(rows):
+        start = 0
+        for document in documents:
+            for place, number, token in document.steps:
+                targets[r, start + place, number - 1 :] = token
+            start += len(document.tokens) - 1
+    return targets

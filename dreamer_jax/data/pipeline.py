@@ -10,7 +10,7 @@ import numpy as np
 
 from dreamer_jax.config.sections import Config
 from dreamer_jax.data.mixing import PreparedSource
-from dreamer_jax.data.packing import assemble, plan_rows
+from dreamer_jax.data.packing import assemble, lay_steps, plan_rows
 from dreamer_jax.data.puzzles import PuzzleSource
 from dreamer_jax.data.records import Batch, Document, Record
 from dreamer_jax.data.sources import DocumentList, JsonlSource, Source, TaskSource, to_record
@@ -48,8 +48,11 @@ class Data:
             self._row_length,
             config.data.loss,
         ]
+        self._steps = config.data.difficulty if config.recurrence.steps else 0
         if config.data.packing != "best_fit":
             identity.append(config.data.packing)
+        if self._steps:
+            identity.append("steps")
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
     def batch_at(self, step: int, rows: range | None = None) -> Batch:
@@ -59,7 +62,11 @@ class Data:
             step: from 0.
             rows: the rows of the global batch that are wanted, all by default; see `rows_of_process`.
         """
-        return self._assemble(self._source.rows(step, range(self._batch_size) if rows is None else rows))
+        found = self._source.rows(step, range(self._batch_size) if rows is None else rows)
+        batch = self._assemble(found)
+        if self._steps:
+            batch["step_targets"] = lay_steps(found, self._row_length, self._steps)
+        return batch
 
     def rows_of_process(self, process: int, processes: int) -> range:
         """The rows of the global batch that one of several processes feeds: a slice of its own.

@@ -46,7 +46,7 @@ def write_shard(stem: Path, documents: Iterable[Document], dtype: str) -> dict[s
     with whole_file(target) as temporary:
         try:
             writer = module.ArrayRecordWriter(str(temporary), _WRITE_OPTIONS)
-            for tokens, prompt_length in documents:
+            for tokens, prompt_length, _ in documents:
                 data = tokens.astype(dtype).tobytes()
                 writer.write(data)
                 digest.update(f"{len(tokens)} {prompt_length} ".encode())

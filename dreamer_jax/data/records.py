@@ -25,10 +25,12 @@ class Document(NamedTuple):
 
     tokens: int32 [n + 1]; the n inputs are all but the last token, the n targets all but the first.
     prompt_length: tokens of the prompt, which is also the index of the first target of the completion.
+    steps: (input, number of the step, token of its result) of each step of a task's problem, where they are asked for.
     """
 
     tokens: np.ndarray
     prompt_length: int
+    steps: tuple[tuple[int, int, int], ...] = ()
 
     def part(self, first: int, length: int) -> Document:
         """The document of `length` inputs that begins at input `first` of this one."""
@@ -107,7 +109,7 @@ class Documents:
         """SHA-256 of all tokens and borders, in order."""
         digest = hashlib.sha256()
         for index in range(len(self)):
-            tokens, prompt_length = self[index]
+            tokens, prompt_length, _ = self[index]
             digest.update(f"{len(tokens)} {prompt_length} ".encode())
             digest.update(np.ascontiguousarray(tokens, "<i4").tobytes())
         return digest.hexdigest()

@@ -16,6 +16,7 @@ from dreamer_jax.data import tasks
 from dreamer_jax.data.jsonl import JsonlReader, Template
 from dreamer_jax.data.packing import EpochRows, permutation
 from dreamer_jax.data.records import Document, Documents, Record, TokenStore
+from dreamer_jax.data.task_steps import steps_of
 from dreamer_jax.data.tokenizers import Tokenizer, encode_pair
 from dreamer_jax.errors import ConfigError, UserError
 
@@ -67,6 +68,7 @@ class TaskSource:
         self._task, self._difficulty = data.task, data.difficulty
         self._seed, self._row_length = config.run.seed, data.sequence_length
         self._tokenizer = tokenizer
+        self._asks_for_steps = config.recurrence.steps > 0
         self._check(data.difficulty, "data.difficulty")
         self.heldout: DocumentList = [self._heldout("heldout", i, None) for i in range(data.heldout_records)]
         self.harder: DocumentList = []
@@ -97,7 +99,13 @@ class TaskSource:
             used += len(document.tokens) - 1
             if used > self._row_length:
                 return documents
-            documents.append(document)
+            documents.append(self._with_steps(document, record) if self._asks_for_steps else document)
+
+    def _with_steps(self, document: Document, record: Record) -> Document:
+        """With the results of its steps: a token is a byte, and bos comes before the first."""
+        found = steps_of(self._task, record.prompt)
+        steps = ((step.place + 1, step.number, self._tokenizer.encode(step.result)[0]) for step in found)
+        return document._replace(steps=tuple(steps))
 
     def _heldout(self, kind: str, index: int, difficulty: int | None) -> Document:
         rng = Random(f"{kind} {index}")

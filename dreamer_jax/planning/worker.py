@@ -59,6 +59,8 @@ def abstract_batch(config: Config, mesh: jax.sharding.Mesh) -> dict[str, jax.Sha
     row, sharding = (config.data.sequence_length,), NamedSharding(mesh, batch_spec(mesh))
     entries: dict[str, Any] = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), (row, jnp.int32))
     entries |= dict.fromkeys(("loss_mask", "answer_mask"), (row, jnp.bool_)) | build(config.model).row_entries
+    if config.recurrence.steps:
+        entries["step_targets"] = (*row, config.data.difficulty), jnp.int32
     return {
         name: jax.ShapeDtypeStruct((config.training.batch_size, *shape), dtype, sharding=sharding)
         for name, (shape, dtype) in entries.items()

@@ -98,8 +98,10 @@ def draw(config: RecurrenceConfig, family: Family, key: jax.Array, step: jax.Arr
     return Drawn(jnp.sort(depth), most, differentiated, min(config.groups, rows))
 
 
-def kept_states(config: RecurrenceConfig) -> int:
+def kept_states(config: RecurrenceConfig, family: Family) -> int:
     """Depths, the last ones, whose states the loss wants to see; 0 if the last alone."""
+    if config.steps:
+        return deepest(config, family)
     return max(config.scored, 2) if _asks_for_states(config) else 0
 
 
@@ -108,6 +110,7 @@ def _asks_for_states(config: RecurrenceConfig) -> tuple[str, str] | None:
     asking = {
         "scored": ("1", config.scored > 1),
         "settling": ("0", config.settling),
+        "steps": ("0", config.steps),
         "jacobian": ("0", config.jacobian),
     }
     return next(((key, value) for key, (value, asks) in asking.items() if asks), None)
@@ -123,10 +126,11 @@ def loss(
     smooth: Family | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """`family.loss` after the last depth; of the scored depths before it the mean, times `scored_weight`; the last
-    depth's relative change, times `settling`; and the size of its Jacobian, times `jacobian`.
+    depth's relative change, times `settling`; of the results of a problem's steps, times `steps`; and the size of the
+    last depth's Jacobian, times `jacobian`.
 
     What is logged is the last depth's, `depth` as it was drawn, and, where there is more to the loss, `last_loss`,
-    `last_change` and `last_jacobian`.
+    `last_change`, `steps_loss` and `last_jacobian`.
 
     Args:
         config: says what there is to the loss.
@@ -147,6 +151,9 @@ def loss(
     if config.settling:
         change = jnp.sum(last_change(family, passed) * batch["loss_mask"])
         total, logged = total + config.settling * change, {**logged, "last_change": change}
+    if config.steps:
+        found = _of_steps(config.depths_per_step, family, params, passed, batch)
+        total, logged = total + config.steps * found, {**logged, "steps_loss": found}
     if config.jacobian and keys is not None:
         size = jnp.sum(jacobian(smooth or family, params, passed, keys) * batch["loss_mask"])
         total, logged = total + config.jacobian * size, {**logged, "last_jacobian": size}
@@ -167,3 +174,24 @@ def _earlier(scored: int, family: Family, params: Any, passed: Pass, batch: Batc
     there = jnp.arange(scored, 1, -1) <= passed.depth  # of a shallow step fewer depths than are scored
     summed, _ = jax.lax.scan(at, jnp.float32(0), (there, earlier))
     return summed / jnp.maximum(jnp.sum(there), 1)
+
+
+def _of_steps(each: int, family: Family, params: Any, passed: Pass, batch: Batch) -> jax.Array:
+    """RELAY's loss of the iterations (Yu et al., 2025, L_iter): of step n's results after n `each` depths the sum over
+    the places that are asked for them, mean over the steps for which the pass is deep enough."""
+    kept = len(jax.tree.leaves(passed.states)[0])
+    steps = batch["step_targets"].shape[-1]
+
+    @jax.checkpoint
+    def at(carry: jax.Array, its: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        number, targets = its  # from 1; [B, S]
+        place = kept - passed.depth + number * each - 1  # states of the last depths are kept, the last one last
+        state = jax.tree.map(lambda states: states[jnp.clip(place, 0, kept - 1)], passed.states)
+        asked = targets >= 0
+        wanted = {**batch, "targets": jnp.where(asked, targets, 0), "loss_mask": asked}
+        found, _ = family.loss(params, passed._replace(state=state), wanted)
+        return carry + jnp.where(number * each <= passed.depth, found, 0.0), None
+
+    numbers = jnp.arange(1, steps + 1)
+    summed, _ = jax.lax.scan(at, jnp.float32(0), (numbers, jnp.moveaxis(batch["step_targets"], -1, 0)))
+    return summed / jnp.clip(passed.depth // each, 1, steps)

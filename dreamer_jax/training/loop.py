@@ -226,8 +226,9 @@ class _Loop:
         placed = self._place(batch)
         with self.heartbeat.suspended():
             self.train_step = self._compile("train step", self.train_step, state, placed)
+            heldout = {name: its for name, its in placed.items() if name != "step_targets"}
             self.evaluation_step = self._compile(
-                "evaluation", self.evaluation_step, state.params, state.model_state, placed
+                "evaluation", self.evaluation_step, state.params, state.model_state, heldout
             )
             if self.probe:
                 observer = (self.probe.observer, state.params, state.model_state, self._sample(batch))

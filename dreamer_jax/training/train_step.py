@@ -122,7 +122,7 @@ def make_loss_and_gradient(
         key = jax.random.fold_in(jax.random.key(config.run.seed), step)
         own = jax.random.fold_in(key, 1) if family.flags.random else None
         drawn = depths.draw(config.recurrence, family, key, step, len(batch["tokens"]))
-        kept = depths.kept_states(config.recurrence)
+        kept = depths.kept_states(config.recurrence, family)
         passed = forward(family, params, model_state, batch, drawn, config.training.remat, own, kept_states=kept)
         keys = None
         if smooth is not None:

@@ -198,6 +198,64 @@ def test_losses_at_several_depths():
         assert_close(gradients, expected, 1e-5)
 
 
+@pytest.mark.parametrize("each", [1, 2])
+def test_a_loss_on_the_results_of_steps(each):
+    """NumPy: step n's results by the state after n (or 2 n) depths, mean over the steps that a pass has depths for."""
+    config = small_config("DR", depth=5)
+    family, (params, bias) = build(config), jax.tree.map(jnp.asarray, random_weights(config))
+    batch = {name: jnp.asarray(its[:3]) for name, its in random_batch(2).items()}
+    asked = np.random.default_rng(0).integers(-20, 23, (3, 12, 3)).astype(np.int32)
+    asked = np.maximum(asked, -1)
+    batch["step_targets"] = jnp.asarray(asked)
+
+    def passing(params, depth, kept):
+        return forward(family, params, {"balancing": bias}, batch, Drawn(depth, 5), kept_states=kept)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def of(params, depth, weight):
+        how = RecurrenceConfig(draw="uniform", steps=weight, depths_per_step=each if weight else 1)
+        return depths.loss(how, family, params, passing(params, depth, depths.kept_states(how, family)), batch)
+
+    for depth in (1, 4, 5):
+        states = np.asarray(passing(params, depth, depth).states, np.float64)  # [L, B, S, h]
+        logits = states @ np.asarray(params["head"], np.float64).T
+        losses = np.log(np.exp(logits).sum(-1, keepdims=True)) - logits
+        found = []
+        for number in (1, 2, 3):
+            if number * each <= depth:
+                places = np.argwhere(asked[..., number - 1] >= 0)
+                found.append(sum(losses[number * each - 1, b, s, asked[b, s, number - 1]] for b, s in places))
+        expected = sum(found) / max(len(found), 1)
+        (without, _), (total, logged) = (of(params, jnp.int32(depth), weight) for weight in (0.0, 0.5))
+        np.testing.assert_allclose(logged["steps_loss"], expected, rtol=1e-5)
+        np.testing.assert_allclose(total, without + 0.5 * expected, rtol=1e-5)
+        np.testing.assert_allclose(logged["last_loss"], without, rtol=1e-6)
+
+
+def test_the_results_of_steps_reach_the_gradient():
+    """Of what the first depth does, against a pass of one depth that is asked for the first step's results alone."""
+    config = small_config("DR", depth=2)
+    family, (params, bias) = build(config), jax.tree.map(jnp.asarray, random_weights(config))
+    batch = {name: jnp.asarray(its[:3]) for name, its in random_batch(2).items()}
+    targets = jnp.where(jnp.arange(12) % 3 == 0, batch["targets"], -1)
+    batch["step_targets"] = targets[..., None]
+    how = RecurrenceConfig(draw="fixed", mean=2, steps=1.0)
+
+    def whole(params):
+        passed = forward(family, params, {"balancing": bias}, batch, Drawn(2, 2), kept_states=2)
+        return depths.loss(how, family, params, passed, batch)[0] - family.loss(params, passed, batch)[0]
+
+    def alone(params):
+        passed = forward(family, params, {"balancing": bias}, batch, Drawn(2, 2), kept_states=2)
+        state = jax.tree.map(lambda its: its[0], passed.states)
+        wanted = {**batch, "targets": jnp.maximum(targets, 0), "loss_mask": targets >= 0}
+        return family.loss(params, passed._replace(state=state), wanted)[0]
+
+    gradients, expected = (jax.jit(jax.grad(f))(params) for f in (whole, alone))
+    assert_close(gradients, expected, 1e-5)
+    assert float(jnp.abs(gradients["layer"]["expert_attention"]["down"]).max()) > 0
+
+
 def test_a_settling_loss():
     """The last depth's change relative to its stream, over the targets; of one depth there is none. Its gradient leaves
     the size of the stream alone, or a model would learn to grow."""
@@ -211,7 +269,7 @@ def test_a_settling_loss():
     @functools.partial(jax.jit, static_argnums=2)
     def of(params, depth, settling):
         how = RecurrenceConfig(draw="uniform", settling=settling)
-        return depths.loss(how, family, params, passing(params, depth, depths.kept_states(how)), batch)
+        return depths.loss(how, family, params, passing(params, depth, depths.kept_states(how, DREAMER)), batch)
 
     def change_of(states):
         return (
