@@ -41,6 +41,7 @@ from dreamer_jax.inference import (
     fold,
     tokenizer_of,
 )
+from dreamer_jax.inference.model import check_generates
 from dreamer_jax.inference.text import Prompt
 from dreamer_jax.runs.models import TrainedModel, changed, load_run
 
@@ -165,6 +166,7 @@ class Model:
         Args:
             depth: L; None for the trained one.
         """
+        check_generates(self.config)
         return dataclasses.replace(self._folded, total_depth=self._depth(depth))
 
     @functools.cached_property

@@ -63,7 +63,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def _training(config: Config) -> dict[str, Any]:
-    model, length = build(config.model), config.data.sequence_length
+    model, length = build(config.model), config.data.places
     rows = config.training.batch_size // config.training.microbatches // config.mesh.size
     remat = config.training.remat
     context = analytic.average_context(length, model.flags.causal)

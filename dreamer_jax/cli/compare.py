@@ -72,7 +72,7 @@ def _row(directory: Path) -> dict[str, Any]:
         "variant": getattr(config.model, "variant", config.model.family),
         "depth": model.depth,
         "parameters": int(analytic.total(analytic.parameters(model))),
-        "flops_per_token": int(analytic.total(analytic.matmul_flops(model, config.data.sequence_length))),
+        "flops_per_token": config.data.copies * int(analytic.total(analytic.matmul_flops(model, config.data.places))),
         "steps": int(last["step"]),
         "tokens": int(last["tokens"]),
         "heldout_loss": last.get("heldout/loss"),

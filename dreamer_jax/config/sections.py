@@ -8,11 +8,12 @@ size, V vocabulary, E experts, F expert size, k active experts, d head size, r r
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
 from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.config.puzzle import PuzzleConfig
+from dreamer_jax.config.recurrence import STEPPED_TASKS, RecurrenceConfig
 from dreamer_jax.config.values import ModelConfig, Remat, experts_of, require, require_positive
 
 
@@ -47,6 +48,9 @@ class DataConfig:
     """bytes, the path of a tiktoken rank file with the Llama-3 tokenizer, or of a Hugging Face tokenizer.json."""
     sequence_length: int = 256
     """S: tokens in a row; documents are packed into rows and don't see each other."""
+    copies: int = 1
+    """Times that each token stands in its row; the last one is asked for the next token (width in place of depth,
+    arXiv:2510.14961). Runs with more than one are evaluated by their loss and don't generate."""
     packing: Literal["best_fit", "concat"] = "best_fit"
     """best_fit: documents stay whole, rows are nearly full. concat: documents are laid end to end and cut at the
     ends of rows, which are full."""
@@ -65,6 +69,16 @@ class DataConfig:
             "data.mixture",
             f"only prepared data are mixed, and data.source is {self.source}",
         )
+        require(
+            self.copies == 1 or self.source != "puzzle",
+            "data.copies",
+            f"{self.copies}: puzzles are graphs and sentences, whose parts stand once; leave it at 1",
+        )
+
+    @property
+    def places(self) -> int:
+        """Of a row: as many as tokens, but for copies."""
+        return self.sequence_length * self.copies
 
 
 @dataclass(frozen=True)
@@ -157,77 +171,6 @@ class TrainingConfig:
         )
         for name in ("beta1", "beta2"):
             require(getattr(self, name) < 1, f"training.{name}", "must be below 1")
-
-
-STEPPED_TASKS = ("boolean", "arithmetic", "induction", "problems")
-"""Tasks whose steps have results that are known."""
-
-
-@dataclass(frozen=True)
-class RecurrenceConfig:
-    """How deep train steps go; evaluation and generation go to model.depth. See docs/depth.md."""
-
-    draw: Literal["model", "fixed", "uniform", "poisson_lognormal", "exponential"] = "model"
-    """model: as the family does, model.depth for most. fixed: to `mean`. The others draw it anew for every step: each
-    depth from least to most alike, or around `mean` as Huginn does (Poisson with a log-normal rate), or from an
-    exponential distribution."""
-    least: int = 1
-    """The least depth that is drawn, and where a curriculum starts."""
-    most: int = 0
-    """The most; memory is needed for so many. 0: model.depth, or four times the mean where draws have a long tail."""
-    mean: int = 0
-    """Of fixed, poisson_lognormal and exponential. 0: model.depth."""
-    sigma: float = 0.5
-    """Spread of the log-normal rate."""
-    curriculum: Literal["linear", "one_minus_sqrt"] = "linear"
-    """How `mean`, or with uniform `most`, grows from `least` over the share t of curriculum_steps: as t, or as
-    1 - sqrt(1 - t), which stays shallow for longer."""
-    curriculum_steps: int = 0
-    """Steps over which it grows; 0: it is what it is from the start."""
-    by: Literal["step", "row"] = "step"
-    """Whether all rows of a step go equally deep, or each to a depth of its own."""
-    groups: int = 4
-    """With by row: rows are sorted into so many groups, each as deep as its deepest row."""
-    differentiated: int = 0
-    """Depths that are differentiated, the last ones (truncated backpropagation). 0: all."""
-    scored: int = 1
-    """Depths after which the loss is taken, the last ones."""
-    scored_weight: float = 1.0
-    """Of the mean loss of the scored depths before the last, beside the last one's."""
-    settling: float = 0.0
-    """Weight of a loss that asks the last depth to change little: its relative squared change of the stream, mean over
-    the targets (a terminal fixed-point loss)."""
-    steps: float = 0.0
-    """Weight of a loss that asks the depths of a pass for the results of a task's steps, one after the other (RELAY).
-    The tasks boolean, arithmetic, induction and problems, as bytes."""
-    depths_per_step: int = 1
-    """With steps: depths that each of them has; step n is asked for after n times as many."""
-    jacobian: float = 0.0
-    """Weight of a loss that asks the last depth to be a gentle step: an estimate, by one random vector a row, of the
-    mean square of its Jacobian's columns. A step of its own is computed for it, without kernels."""
-
-    def __post_init__(self) -> None:
-        may_be_zero = ("most", "mean", "sigma", "curriculum_steps", "differentiated", "settling", "steps", "jacobian")
-        require_positive(self, "recurrence", allow_zero=may_be_zero)
-        require(
-            self.most == 0 or self.least <= self.most, "recurrence.most", f"{self.most} is below least {self.least}"
-        )
-        changed = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
-        require(
-            self.draw != "model" or not changed,
-            f"recurrence.{(changed or ['draw'])[0]}",
-            "has no meaning where recurrence.draw is model; choose fixed, uniform, poisson_lognormal or exponential",
-        )
-        drawn = self.draw in ("uniform", "poisson_lognormal", "exponential")
-        require(
-            self.by == "step" or drawn, "recurrence.by", f"row: recurrence.draw {self.draw} gives all rows one depth"
-        )
-        require(
-            self.steps > 0 or self.depths_per_step == 1,
-            "recurrence.depths_per_step",
-            "has no meaning while recurrence.steps is 0; give that a weight, such as 1.0",
-        )
-        require(self.draw != "uniform" or not self.mean, "recurrence.mean", "uniform draws have least and most")
 
 
 @dataclass(frozen=True)
@@ -379,12 +322,18 @@ class Config:
             ("source", data.source, data.source == "task"),
             ("task", data.task, data.task in STEPPED_TASKS),
             ("tokenizer", data.tokenizer, data.tokenizer == "bytes"),
+            ("copies", data.copies, data.copies == 1),
         ):
             require(
                 not self.recurrence.steps or fits,
                 "recurrence.steps",
                 f"needs the tasks {', '.join(STEPPED_TASKS)} as bytes, and data.{key} is {value}; leave it at 0",
             )
+        require(
+            data.copies == 1 or not self.evaluation.tasks,
+            "evaluation.tasks",
+            f"models trained with data.copies {data.copies} don't go through benchmarks; leave it empty",
+        )
         experts = experts_of(self.model)
         require(
             experts > 0 or self.mesh.expert == 1,

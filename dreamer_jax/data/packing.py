@@ -258,6 +258,19 @@ def assemble(rows: Sequence[Sequence[Document]], row_length: int, pad: int, answ
     }
 
 
+def copied(batch: Batch, copies: int) -> Batch:
+    """Each token so many times, one after the other: [B, S copies]. A copy sees those before it and all of the tokens
+    before; the last one is asked for the next token (Width-NoShare, arXiv:2510.14961, Definition B.3)."""
+    if copies == 1:
+        return batch
+    wide = {name: np.repeat(its, copies, axis=1) for name, its in batch.items()}
+    own = np.tile(np.arange(copies), batch["tokens"].shape[1])
+    wide["positions"] = np.where(wide["segment_ids"] > 0, wide["positions"] * copies + own, 0).astype(np.int32)
+    for mask in ("loss_mask", "answer_mask"):
+        wide[mask] &= own == copies - 1
+    return wide
+
+
 def lay_steps(rows: Sequence[Sequence[Document]], row_length: int, steps: int) -> np.ndarray:
     """What the n-th step of a problem has found, at each place that is asked for it: [B, S, N] int32 tokens, -1 where
     nothing is asked for. A place that has its last result keeps it.

@@ -10,7 +10,7 @@ import numpy as np
 
 from dreamer_jax.config.sections import Config
 from dreamer_jax.data.mixing import PreparedSource
-from dreamer_jax.data.packing import assemble, lay_steps, plan_rows
+from dreamer_jax.data.packing import assemble, copied, lay_steps, plan_rows
 from dreamer_jax.data.puzzles import PuzzleSource
 from dreamer_jax.data.records import Batch, Document, Record
 from dreamer_jax.data.sources import DocumentList, JsonlSource, Source, TaskSource, to_record
@@ -38,7 +38,7 @@ class Data:
         self.summary = source.summary
         self._source = source
         self._batch_size = config.training.batch_size
-        self._row_length = config.data.sequence_length
+        self._row_length, self._copies = config.data.sequence_length, config.data.copies
         self._answer_only = config.data.loss == "answer"
         identity = [
             source.identity,
@@ -53,6 +53,8 @@ class Data:
             identity.append(config.data.packing)
         if self._steps:
             identity.append("steps")
+        if self._copies > 1:
+            identity.append(f"{self._copies} copies")
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
     def batch_at(self, step: int, rows: range | None = None) -> Batch:
@@ -123,7 +125,7 @@ class Data:
         return self._records(self._source.harder, n)
 
     def _assemble(self, rows: list[list[Document]]) -> Batch:
-        return assemble(rows, self._row_length, self.tokenizer.pad, self._answer_only)
+        return copied(assemble(rows, self._row_length, self.tokenizer.pad, self._answer_only), self._copies)
 
     def _fixed_batches(self, documents: DocumentList) -> Iterator[Batch]:
         lengths = np.array([len(documents[i].tokens) - 1 for i in range(len(documents))], np.int64)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from dreamer_jax.errors import UserError
 from dreamer_jax.inference.batches import Finished, Generated, RowBatch, bucket, chunk, fetch, padded
-from dreamer_jax.inference.model import FoldedModel, fold
+from dreamer_jax.inference.model import FoldedModel, check_generates, fold
 from dreamer_jax.inference.programs import Kinds, programs_for
 from dreamer_jax.inference.samplers import Sampler, Static
 from dreamer_jax.inference.samplers.contract import DECODE_BLOCK
@@ -78,6 +78,7 @@ class Engine:
         mesh: Mesh | None = None,
     ) -> Engine:
         """The engine of a checkpoint (`load_run`); `depth` and `dtype` as of `fold`."""
+        check_generates(trained.config)
         return cls(fold(trained.config.model, trained.params, trained.model_state, depth, dtype), sampler, mesh)
 
     def generate(

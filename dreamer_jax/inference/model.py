@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from dreamer_jax.blocks.memory import Context, Memory
 from dreamer_jax.blocks.positions import Depth
+from dreamer_jax.config import Config
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import Family, build
 
@@ -156,6 +157,17 @@ def through_depths(
         0, model.total_depth if depths is None else depths, body, model.enter(tokens, positions, slots)
     )
     return model.leave(flight, positions, slots)
+
+
+def check_generates(config: Config) -> None:
+    """Raises:
+    UserError: a run was trained in a way that nothing here generates by.
+    """
+    if config.data.copies > 1:
+        raise UserError(
+            f"the run was trained with data.copies {config.data.copies}: such models are evaluated by their loss "
+            "(dreamer depth) and don't generate or score text"
+        )
 
 
 def fold(

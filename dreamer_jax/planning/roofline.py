@@ -92,8 +92,8 @@ def roofline(config: Config, topology: Topology, collectives: Sequence[Collectiv
     wires = Wires(config.mesh, topology)
     exchanges = _expected(config, wires) if collectives is None else _compiled(config, collectives, wires)
     seconds = sum(term.seconds for term in terms) + sum(e.seconds for e in exchanges if not e.hidden)
-    tokens = config.training.batch_size * config.data.sequence_length / topology.chips
-    useful = analytic.training_flops(build(config.model), config.data.sequence_length)[0] * tokens
+    tokens = config.training.batch_size * config.data.places / topology.chips
+    useful = analytic.training_flops(build(config.model), config.data.places)[0] * tokens
     return Roofline(
         terms,
         exchanges,

@@ -36,8 +36,8 @@ def on_chip(config: Config, chip: str, share: Share) -> OnChip:
     """What of a step a chip of that name has to do with a block."""
     rows = config.training.batch_size // (config.mesh.size * config.training.microbatches)
     return OnChip(
-        tokens=rows * config.data.sequence_length,
-        length=config.data.sequence_length,
+        tokens=rows * config.data.places,
+        length=config.data.places,
         group=config.mesh.expert,
         again=AGAIN[config.training.remat],
         target=GENERATIONS.get(chip, Generation(chip, cores=1, vmem=0)),

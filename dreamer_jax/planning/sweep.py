@@ -129,7 +129,7 @@ def estimate(config: Config, chip: str) -> float:
     whole = analytic.total(analytic.parameters(model))
     own = whole - analytic.expert_parameters(model) * (1 - 1 / config.mesh.expert)
     rows = training.batch_size // (config.mesh.size * training.microbatches)
-    kept = memory.activations(model, config.data.sequence_length, rows, training.remat)
+    kept = memory.activations(model, config.data.places, rows, training.remat)
     state = 12 * whole / (config.mesh.size // config.mesh.slices)
     return state + 6 * own + kept + scratch_bytes(config, chip)
 

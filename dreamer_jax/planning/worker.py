@@ -56,7 +56,7 @@ def main(words: list[str]) -> int:
 def abstract_batch(config: Config, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """The batch of a step as shapes: what dreamer_jax.data makes, [B, S] each, and what else the family's data hold,
     divided over the mesh."""
-    row, sharding = (config.data.sequence_length,), NamedSharding(mesh, batch_spec(mesh))
+    row, sharding = (config.data.places,), NamedSharding(mesh, batch_spec(mesh))
     entries: dict[str, Any] = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), (row, jnp.int32))
     entries |= dict.fromkeys(("loss_mask", "answer_mask"), (row, jnp.bool_)) | build(config.model).row_entries
     if config.recurrence.steps:
@@ -72,7 +72,7 @@ def weight_shapes(config: Config, mesh: jax.sharding.Mesh) -> set[tuple[int, ...
 
     A weight one of whose sizes is the number of tokens at hand is left out: activations have such shapes too.
     """
-    tokens = config.training.batch_size * config.data.sequence_length
+    tokens = config.training.batch_size * config.data.places
     tokens //= mesh.size * config.training.microbatches
     shapes = set()
     for layout in jax.tree.leaves(parameter_layouts(build(config.model).boxed, mesh)):

@@ -67,14 +67,13 @@ def entrants(study: StudyFile, words: Sequence[Word]) -> list[Entrant]:
     baseline = next(member for member in study.members if member.name == study.baseline)
     for task in study.tasks:
         target = study.configuration(task, baseline, words).config
-        context = target.data.sequence_length
         for member in study.members:
             loaded = study.configuration(task, member, words)
             if member is baseline or member.match == "none":
                 found.append(Entrant(task, member, loaded, None))
                 continue
             try:
-                matched = _match(loaded.config, target, member.match, context)
+                matched = _match(loaded.config, target, member.match)
             except UserError as error:
                 raise UserError(f"{study.path}: members.{member.name}: {error}") from None
             changed = dataclasses.replace(loaded.config, model=matched.family.config)
@@ -82,10 +81,12 @@ def entrants(study: StudyFile, words: Sequence[Word]) -> list[Entrant]:
     return found
 
 
-def _match(config: Config, target: Config, hold: matching.Hold, context: int) -> matching.Match:
+def _match(config: Config, target: Config, hold: matching.Hold) -> matching.Match:
     """The model with the baseline's cost, of the coarsest sizes that come as close as `CLOSE`, or else of any size."""
     model, baseline = build(config.model), build(target.model)
-    goal = matching.target_of(baseline, model, context)
+    goal = matching.target_of(baseline, model, target.data.places)
+    goal = dataclasses.replace(goal, flops_per_token=goal.flops_per_token / config.data.copies)
+    context = config.data.places
     moved = {knob.moves for knob in model.knobs()}
     found = None
     for granularity in GRANULARITIES:
@@ -259,16 +260,16 @@ def collect(
 def describe(entrant: Entrant) -> Result:
     """What a member is and costs, before anything is trained."""
     config = entrant.loaded.config
-    family, length = build(config.model), config.data.sequence_length
+    family, length, copies = build(config.model), config.data.places, config.data.copies
     cost = matching.cost(family, length)
     about: Result = {
         "headline": family.headline(),
         "depth": family.depth,
         "parameters": cost.params,
-        "flops_per_token": round(cost.flops_per_token),
-        "training_flops_per_token": round(analytic.training_flops(family, length)[0]),
+        "flops_per_token": round(copies * cost.flops_per_token),
+        "training_flops_per_token": round(copies * analytic.training_flops(family, length)[0]),
         "memory_bytes": cost.memory_bytes,
-        "tokens": config.training.steps * config.training.batch_size * length,
+        "tokens": config.training.steps * config.training.batch_size * config.data.sequence_length,
     }
     if entrant.match:
         about["matched"] = {knob.key: getattr(config.model, knob.key) for knob in family.knobs()}

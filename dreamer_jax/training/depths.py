@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dreamer_jax.config.sections import RecurrenceConfig
+from dreamer_jax.config.recurrence import RecurrenceConfig
 from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import Family
 from dreamer_jax.families.contract import Batch, Drawn, Pass

@@ -351,7 +351,8 @@ def _finish(config: Config, console: Console, folder: RunFolder, state: TrainSta
         folder.publish()
     except OSError as error:
         raise UserError(f"the run is trained and saved, but its summary can't be written: {error}") from error
-    answers_here = build(config.model).flags.generates and jax.process_count() == 1  # not from one host of several
+    generates = build(config.model).flags.generates and config.data.copies == 1
+    answers_here = generates and jax.process_count() == 1  # not from one host of several
     if extras.answer and answers_here:
         for kind, records in (("held-out", data.heldout_records(EXAMPLES)), ("harder", data.harder_records(EXAMPLES))):
             if records and any(record.prompt for record in records):

@@ -17,5 +17,5 @@ def model_flop_utilisation(config: Config, tokens_per_second: float, chip: Chip 
     """
     if chip is None:
         return None
-    flops, _ = analytic.training_flops(build(config.model), config.data.sequence_length)
-    return flops * tokens_per_second / (chip.peak_flops * config.mesh.size)
+    flops, _ = analytic.training_flops(build(config.model), config.data.places)
+    return config.data.copies * flops * tokens_per_second / (chip.peak_flops * config.mesh.size)

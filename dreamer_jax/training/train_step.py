@@ -193,7 +193,7 @@ def make_evaluation_step(config: Config, mesh: Mesh, deepest: int | None = None)
     """
     family = family_on(config, mesh)
     layouts = parameter_layouts(family.boxed, mesh)
-    length = config.data.sequence_length
+    length = config.data.places
 
     def evaluate(params, model_state, batch: Batch, *depth: jax.Array) -> Metrics:
         params = gather(params, layouts, family.cast)

@@ -96,6 +96,24 @@ def test_batches_are_a_function_of_seed_and_step_alone(config: Config) -> None:
     assert other.fingerprint != data.fingerprint == open_data(config).fingerprint
 
 
+@pytest.mark.parametrize("data", [{}, {"loss": "answer"}])
+def test_copies_stand_one_after_the_other_and_the_last_is_asked(data: dict) -> None:
+    plain, thrice = (open_data(make(copies=copies, **data)) for copies in (1, 3))
+    assert plain.fingerprint != thrice.fingerprint
+    heldout = zip(plain.heldout_batches(), thrice.heldout_batches(), strict=True)
+    for one, wide in ((plain.batch_at(2), thrice.batch_at(2)), *heldout):
+        for name in one:
+            assert wide[name].shape == (B, 3 * S) and wide[name].dtype == one[name].dtype
+        for copy in range(3):
+            its = {name: wide[name][:, copy::3] for name in one}
+            for name in ("tokens", "targets", "segment_ids"):
+                np.testing.assert_array_equal(its[name], one[name])
+            filled = one["segment_ids"] > 0
+            np.testing.assert_array_equal(its["positions"][filled], 3 * one["positions"][filled] + copy)
+            for mask in ("loss_mask", "answer_mask"):
+                np.testing.assert_array_equal(its[mask], one[mask] & (copy == 2))
+
+
 def test_task_rows_do_not_depend_on_the_batch_size() -> None:
     small, large = open_data(make()).batch_at(5), open_data(make(batch_size=9)).batch_at(5)
     for name in small:
@@ -251,6 +269,7 @@ def test_fingerprint_follows_the_content_not_the_path(tmp_path: Path, jsonl: str
         ({"harder": 17}, "evaluation.harder", "17 is more than boolean has"),
         ({"difficulty": 5, "sequence_length": 40}, "data.sequence_length", "40 is too short.*use at least 77"),
         ({"harder": 6}, "data.sequence_length", r"\(evaluation\.harder\); use at least 125"),
+        ({"source": "puzzle", "copies": 2}, "data.copies", "whose parts stand once; leave it at 1"),
     ],
 )
 def test_settings_that_cannot_work(settings: dict, key: str, message: str) -> None:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from dreamer_jax.config.loading import Setting, build
-from dreamer_jax.config.sections import STEPPED_TASKS, Config
+from dreamer_jax.config.recurrence import STEPPED_TASKS
+from dreamer_jax.config.sections import Config
 from dreamer_jax.data import generate, open_data
 from dreamer_jax.data.task_steps import STEPS, Step, steps_of
 from dreamer_jax.errors import ConfigError

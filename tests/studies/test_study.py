@@ -150,6 +150,22 @@ def test_members_are_given_the_costs_of_the_baseline(tmp_path):
     )
 
 
+def test_copies_cost_as_much_as_depth(tmp_path):
+    """A token that stands twice in a model of half the depth costs what it costs once in the whole; tokens are counted
+    once."""
+    members = (
+        STUDY.partition("members:")[0].replace("depth: 2", "depth: 4")
+        + """members:
+  plain: {model: {variant: DR, num_experts: 8, expert_size: 64}}
+  copied: {model: {variant: DR, depth: 2}, data: {copies: 2}}
+"""
+    )
+    plain, copied = map(describe, entrants(read_study(written(tmp_path, members)), [])[:2])
+    assert copied["tokens"] == plain["tokens"]
+    for name, within in (("flops_per_token", 0.01), ("parameters", 0.01), ("training_flops_per_token", 0.05)):
+        assert abs(copied[name] / plain[name] - 1) < within, name
+
+
 def test_a_plan_counts_all_runs(tmp_path):
     study = read_study(written(tmp_path))
     text = plan(study, [], "v5e:1x1", lambda _: None)

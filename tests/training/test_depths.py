@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dreamer_jax.config.sections import RecurrenceConfig
+from dreamer_jax.config.recurrence import RecurrenceConfig
 from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import build, forward
 from dreamer_jax.families.contract import Drawn
