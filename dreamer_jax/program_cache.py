@@ -4,7 +4,7 @@ A small model computes for a second and compiles for ten. jax keys an entry by t
 flags and devices; what it doesn't know is for which processor and over how many cores a CPU program was compiled, so
 each kind of machine has a folder of its own. `JAX_ENABLE_COMPILATION_CACHE=false` switches it off and
 `JAX_COMPILATION_CACHE_DIR` puts it elsewhere, as jax documents them; then nothing here interferes. Programs for a TPU
-that isn't there can't be read back, so `dreamer plan` doesn't use it.
+that isn't there can't be read back, so `dreamer plan` keeps its reports instead (planning/kept_reports.py).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def folder(cores: int | None = None) -> Path:
     Args:
         cores: that a process may use; by default those of this one.
     """
+    return caches() / "programs" / f"{_processor()}-{cores or usable_cores()}"
+
+
+def caches() -> Path:
+    """This library's part of the user's cache folder."""
     given = os.environ.get("XDG_CACHE_HOME", "")
-    caches = Path("~/Library/Caches" if sys.platform == "darwin" else "~/.cache").expanduser()
-    return (
-        (Path(given) if os.path.isabs(given) else caches)
-        / "dreamer-jax"
-        / "programs"
-        / f"{_processor()}-{cores or usable_cores()}"
-    )
+    usual = Path("~/Library/Caches" if sys.platform == "darwin" else "~/.cache").expanduser()
+    return (Path(given) if os.path.isabs(given) else usual) / "dreamer-jax"
 
 
 def settings(cores: int | None = None) -> dict[str, str]:

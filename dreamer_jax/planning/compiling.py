@@ -21,6 +21,7 @@ from dreamer_jax.chips import CUBES
 from dreamer_jax.config import Config, to_yaml
 from dreamer_jax.errors import UserError
 from dreamer_jax.planning.collectives import Collective
+from dreamer_jax.planning.kept_reports import KeptReport
 from dreamer_jax.planning.memory import Buffer, reserved_bytes
 from dreamer_jax.planning.topology import Topology, child_environment, parse_topology, require_libtpu
 
@@ -48,6 +49,7 @@ class Compiled:
         weight_all_reduces: large arrays, gradients or parts of them, that are summed in full on every chip.
         weight_copies: copies within HBM with the shape of a weight.
         problem: why a part is missing, if one is.
+        kept: the report of an earlier compilation of the same step.
     """
 
     fits: bool
@@ -60,6 +62,7 @@ class Compiled:
     weight_all_reduces: tuple[str, ...] = ()
     weight_copies: tuple[str, ...] = ()
     problem: str = ""
+    kept: bool = False
 
     @property
     def total(self) -> int:
@@ -69,18 +72,22 @@ class Compiled:
 
 
 def compile_step(config: Config, topology: Topology, keep_text: Path | None = None) -> Compiled:
-    """Compile the train step of a configuration for a topology.
+    """Compile the train step of a configuration for a topology, or read what compiling it told before.
 
     Args:
         config: its mesh must take every chip.
         topology: the chips.
-        keep_text: write the compiled program (HLO) there too.
+        keep_text: write the compiled program (HLO) there too, for which it is compiled in any case.
 
     Raises:
         UserError: libtpu is missing, or the step can't be built for that mesh; the message says why.
     """
     require_libtpu()
     check_mesh(config, topology)
+    report = KeptReport(config, topology)
+    told = None if keep_text else report.read()
+    if told is not None:
+        return _compiled(told, 0, kept=True)
     with tempfile.TemporaryDirectory() as folder:
         settings, result, dump = (Path(folder) / name for name in ("config.yaml", "result.jsonl", "dump"))
         settings.write_text(to_yaml(config))
@@ -88,7 +95,7 @@ def compile_step(config: Config, topology: Topology, keep_text: Path | None = No
         command += [topology.name, str(topology.slices), str(dump)]
         environment = child_environment() | {"XLA_FLAGS": DUMP.format(folder=dump)}
         child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
-        told: dict[str, Any] = {}
+        told = {}
         if result.exists():
             for line in result.read_text().splitlines():
                 told.update(json.loads(line))
@@ -106,6 +113,8 @@ def compile_step(config: Config, topology: Topology, keep_text: Path | None = No
     if "fits" not in told:
         tail = "\n".join(child.stderr.splitlines()[-15:])
         raise RuntimeError(f"the compiler for {topology.name} stopped with code {child.returncode}:\n{tail}")
+    if child.returncode == 0:
+        report.write(told)
     return _compiled(told, child.returncode)
 
 
@@ -155,7 +164,7 @@ def check_mesh(config: Config, topology: Topology) -> None:
         )
 
 
-def _compiled(told: dict[str, Any], returncode: int) -> Compiled:
+def _compiled(told: dict[str, Any], returncode: int, kept: bool = False) -> Compiled:
     collectives = told.get("collectives")
     if collectives is not None:
         collectives = tuple(Collective(**_tuples(one)) for one in collectives)
@@ -173,6 +182,7 @@ def _compiled(told: dict[str, Any], returncode: int) -> Compiled:
         weight_all_reduces=tuple(told.get("weight_all_reduces", ())),
         weight_copies=tuple(told.get("weight_copies", ())),
         problem=problem,
+        kept=kept,
     )
 
 

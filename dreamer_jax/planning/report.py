@@ -118,6 +118,7 @@ def _compiled_blocks(plan: Plan) -> list[str]:
     its = plan["compiled"]
     seconds = its["seconds"]
     times = ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items())
+    times += " (of an earlier time: its report was kept)" if its["kept"] else ""
     blocks = []
     if its["memory"]:
         rows = [[name, _gib(its["memory"][name])] for name in ("arguments", "outputs", "aliased", "temp", "code")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from dreamer_jax.cli import plan as command
 from dreamer_jax.cli.main import main
 from dreamer_jax.config import load_config
 from dreamer_jax.config.sections import MeshConfig
-from dreamer_jax.planning import compiling
+from dreamer_jax.planning import compiling, kept_reports
 from dreamer_jax.planning import sweep as sweeping
 from dreamer_jax.planning import table as tables
 from dreamer_jax.planning.collectives import Collective
@@ -173,7 +174,9 @@ def test_meshes_of_a_sweep_keep_whole_torus_axes():
     assert flat == [((16, 16), 1), ((16, 8), 2), ((16, 4), 4), ((16, 2), 8), ((16,), 16)]
 
 
-def test_the_child_process_reports_what_it_found_before_a_crash(monkeypatch):
+def test_the_child_process_reports_what_it_found_before_a_crash(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
     class Crashed:
         returncode, stderr = -11, "Fatal"
 
@@ -187,6 +190,54 @@ def test_the_child_process_reports_what_it_found_before_a_crash(monkeypatch):
     found = compiling.compile_step(command.with_mesh(load_config(MODEL), V5P), V5P)
     assert found.fits and found.total == 13 * GIB
     assert found.collectives is None and "didn't write the program" in found.problem
+
+
+def test_a_step_is_compiled_once(monkeypatch, tmp_path):
+    """Its report is kept for the same step alone, wherever its run lies; a crash's isn't."""
+    played = []
+
+    class Done:
+        returncode, stderr = 0, ""
+
+    def play(command_line, **_):
+        told = {"fits": True, "memory": MEMORY, "seconds": {"compiling": 1.0}, "collectives": [], "named_bytes": 5}
+        Path(command_line[4]).write_text(json.dumps(told) + "\n")
+        played.append(command_line)
+        return Done
+
+    def compiled(*overrides, **options):
+        loaded = load_config(MODEL, list(overrides))
+        return compiling.compile_step(command.with_mesh(loaded, V5P), V5P, **options)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiling, "require_libtpu", lambda: None)
+    monkeypatch.setattr(compiling.subprocess, "run", play)
+    first = compiled()
+    again = compiled("--run.dir", "elsewhere", "--run.seed", "3")
+    assert len(played) == 1 and not first.kept and again == dataclasses.replace(first, kept=True)
+    assert "(of an earlier time: its report was kept)" in render(planned(again))
+
+    others = [{"keep_text": tmp_path / "step.hlo"}, {}]
+    for overrides, options in zip(((), ("--model.depth", "16")), others, strict=True):
+        before = len(played)
+        assert not compiled(*overrides, **options).kept and len(played) == before + 1
+    monkeypatch.setattr(kept_reports, "_source", lambda: "changed")
+    assert not compiled().kept
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
+    assert not compiled().kept
+
+    monkeypatch.delenv("JAX_ENABLE_COMPILATION_CACHE")
+    monkeypatch.setattr(Done, "returncode", -11)
+    assert not compiled("--model.depth", "8").kept and not compiled("--model.depth", "8").kept
+
+    kept = tmp_path / "dreamer-jax" / "plans"
+    monkeypatch.setattr(kept_reports, "MOST", 2)
+    monkeypatch.setattr(Done, "returncode", 0)
+    compiled("--model.depth", "4")
+    assert len(list(kept.iterdir())) == 2
+    for path in kept.iterdir():
+        path.write_text("{")
+    assert not compiled("--model.depth", "4").kept
 
 
 def test_without_libtpu_plan_says_what_to_install(monkeypatch, capsys):
