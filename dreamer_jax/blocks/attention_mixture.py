@@ -15,7 +15,7 @@ from dreamer_jax.blocks.memory import Context, Memory
 from dreamer_jax.blocks.norms import RMSNorm
 from dreamer_jax.blocks.parameter_attention import ParameterAttention
 from dreamer_jax.blocks.positions import Depth
-from dreamer_jax.blocks.some_depths import at_some_depths
+from dreamer_jax.blocks.some_depths import at_some_depths, branch_at_some_depths
 from pallas_kernels.kept import keep
 
 
@@ -89,7 +89,10 @@ class AttentionMixture(nn.Module):
 
         def pa(x):
             its: Any = self.parameter_attention
-            return scaled(its(RMSNorm(name="parameter_norm")(x), depth))
+            normed = RMSNorm(name="parameter_norm")(x)
+            if its.every == 1 or self.is_initializing():
+                return scaled(its(normed, depth))
+            return scaled(branch_at_some_depths(its, normed, depth, context))
 
         def da(x):
             if self.parameter_attention is None:

@@ -25,6 +25,7 @@ class ParameterAttention(Block):
         heads, head_size: n, d; each head has slots of its own.
         code: how queries are told their depth; None: they aren't.
         std, out_std: of the initial matrices.
+        every: it acts at depth 0 and every so many-th from there; the mixture sees to it.
     """
 
     hidden_size: int
@@ -34,6 +35,7 @@ class ParameterAttention(Block):
     code: DepthCode | None
     std: float
     out_std: float
+    every: int = 1
 
     @nn.compact
     def __call__(self, x: jax.Array, depth: Depth) -> jax.Array:

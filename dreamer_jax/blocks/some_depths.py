@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,3 +113,41 @@ def _position_by_position(module, variables, x, depth, memory, bias, context, ta
     if isinstance(its.memory, jax.Array):  # a state of the depths so far
         its = its._replace(memory=jnp.where(acts.reshape(*acts.shape, *[1] * (memory.ndim - 2)), its.memory, memory))
     return its
+
+
+def branch_at_some_depths(block: Any, x: jax.Array, depth: Depth, context: Context) -> jax.Array:
+    """The same of a block without a memory: what it returns, or zeros.
+
+    Args:
+        block: a bound module with `every`, which is called with x and depth, such as `ParameterAttention`.
+        x, depth, context: as of `at_some_depths`.
+    """
+    return at_some_depths(_Memoryless(block), x, depth, (), None, context, None).out
+
+
+class _Read(NamedTuple):
+    """What an attention returns that has nothing else to return."""
+
+    out: jax.Array
+    memory: tuple[()] = ()
+
+
+@dataclass(frozen=True)
+class _Memoryless:
+    """A block that is called as an attention is."""
+
+    block: Any
+
+    @property
+    def every(self) -> int:
+        """As of the block."""
+        return self.block.every
+
+    def unbind(self) -> tuple[_Memoryless, Any]:
+        """Without its weights, and they."""
+        block, variables = self.block.unbind()
+        return _Memoryless(block), variables
+
+    def apply(self, variables: Any, x: jax.Array, depth: Depth, *_: Any) -> _Read:
+        """As of a module."""
+        return _Read(self.block.apply(variables, x, depth))

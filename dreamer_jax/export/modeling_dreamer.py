@@ -11,9 +11,9 @@ A token passes L depths. At each it attends to earlier tokens (SA), to what it w
 experts (EA). In the variants DR and DR+DA one layer serves every depth, and the projections of SA and DA are linear
 experts, one selected a token; in LA and LA+DA every depth has its own layer. Four settings leave out a part each:
 attention_experts, shared_expert, residual_norm, router_depth_code. DA may see the newest da_window depths only, or
-every da_dilation-th, or fold them into a state (da_form); SA and DA
-may act at every sa_every-th and da_every-th depth only; residual_scale divides by L what a depth adds; with injection
-every depth gets the embedding. A DR model may run at any depth (`depth=...`), an LA model at no more than it has.
+every da_dilation-th, or fold them into a state (da_form); SA, DA and PA
+may act at every sa_every-th, da_every-th and pa_every-th depth only; residual_scale divides by L what a depth adds;
+with injection every depth gets the embedding. A DR model may run at any depth (`depth=...`), an LA model at no more than it has.
 
 In comments, B batch, S sequence, T = B·S tokens, h hidden size, V vocabulary, E experts, F expert size, k active
 experts, r router size, n heads, kv key/value heads, d head size.
@@ -82,6 +82,7 @@ class DreamerConfig(PretrainedConfig):
         pa_slots=0,
         pa_heads=1,
         pa_head_size=32,
+        pa_every=1,
         depth_rope_base=500.0,
         depth_counters="both",
         depth_scaling="none",
@@ -638,7 +639,7 @@ class Layer(nn.Module):
     def __init__(self, config: DreamerConfig):
         super().__init__()
         self.mixing, hidden = config.mixing, config.hidden_size
-        self.sa_every, self.da_every = config.sa_every, config.da_every
+        self.sa_every, self.da_every, self.pa_every = config.sa_every, config.da_every, config.pa_every
         self.sequence_attention = SequenceAttention(config)
         self.expert_attention = ExpertAttention(config)
         self.sequence_norm, self.expert_norm = RMSNorm(hidden), RMSNorm(hidden)
@@ -661,7 +662,7 @@ class Layer(nn.Module):
         if self.depth_attention is not None and step.depth % self.da_every == 0:
             out, counts["depth_attention"], row = self.depth_attention(self.depth_norm(x), step)
             y = y + step.scale * out
-        if self.parameter_attention is not None:
+        if self.parameter_attention is not None and step.depth % self.pa_every == 0:
             y = y + step.scale * self.parameter_attention(self.parameter_norm(x), step)
         seen = y if self.mixing == "sequential" else x
         if step.depth % self.sa_every == 0:

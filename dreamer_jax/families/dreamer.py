@@ -123,7 +123,7 @@ class Dreamer(Family):
         parameter_attention = None
         if config.pa_slots:
             pa = config.pa_slots, config.pa_heads, config.pa_head_size, code
-            parameter_attention = ParameterAttention(hidden, *pa, std, out_std, parent=None)
+            parameter_attention = ParameterAttention(hidden, *pa, std, out_std, config.pa_every, parent=None)
         experts = router(config.num_experts, config.experts_per_token)
         return AttentionMixture(
             sequence_attention=attention(SequenceAttention, *sa, every=config.sa_every),
@@ -319,7 +319,11 @@ class Dreamer(Family):
             Share("residual", residual, 0, depths),
             Share("residual", norm, 1, depths if config.normalised_stream else 1),
             *([] if layer.injection is None else [Share("residual", layer.injection, 1, depths)]),
-            *([] if pa is None else [Share("PA", pa, copies, depths), Share("PA", norm, copies, depths)]),
+            *(
+                []
+                if pa is None
+                else [Share("PA", pa, copies, acting(depths, pa.every)), Share("PA", norm, copies, depths)]
+            ),
             Share("head", Head(config.vocab_size, hidden), 1, 1, outside=True),
         ]
 

@@ -93,7 +93,7 @@ def test_without_a_part_of_section_3_7(part: str) -> None:
         {"da_every": 2, "da_window": 2, "sa_every": 2},
         {"residual_scale": "depth", "injection": "diagonal"},
         {"da_form": "gated_delta", "da_heads": 2},
-        {"pa_slots": 5, "pa_heads": 2, "pa_head_size": 8},
+        {"pa_slots": 5, "pa_heads": 2, "pa_head_size": 8, "pa_every": 2},
         {"da_form": "gated_recurrent", "depth_counters": "learned"},
     ],
 )

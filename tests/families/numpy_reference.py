@@ -93,7 +93,8 @@ class Pass:
         scale = 1 / self.depth if self.config.residual_scale == "depth" else 1
 
         def da(y: np.ndarray) -> np.ndarray:
-            return over_depths(y) + (scale * self.parameter_attention(layer, y, l) if self.config.pa_slots else 0)
+            reads = self.config.pa_slots and l % self.config.pa_every == 0
+            return over_depths(y) + (scale * self.parameter_attention(layer, y, l) if reads else 0)
 
         def over_depths(y: np.ndarray) -> np.ndarray:
             if not self.config.depth_attention or l % self.config.da_every:

@@ -1,5 +1,6 @@
 """Dimensions of the mixture at certain depths only, against NumPy, plain autodiff and each other."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dreamer_jax.blocks import attention_mixture
 from dreamer_jax.budget import analytic, memory, program
 from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import build
@@ -36,8 +38,10 @@ CASES = [
     {"sa_every": 3},
     {"da_every": 2, "da_window": 2},
     {"da_every": 2, "da_form": "gated_delta"},
+    {"pa_slots": 3, "pa_heads": 2, "pa_head_size": 8, "pa_every": 2},
 ]
 BOTH = small_config("DR+DA", **SMALL, **CASES[0])
+SLOTS = small_config("DR+DA", **SMALL, **CASES[-1])
 
 
 def full_pass(config, depth=None):
@@ -68,6 +72,18 @@ def gradient(config, remat="full"):
 @pytest.mark.parametrize("remat", ["full", "attention", pytest.param("none", marks=pytest.mark.slow)])
 def test_gradients_are_those_of_an_unrolled_loop(remat):
     assert_same(gradient(BOTH, remat), unrolled_gradient(BOTH))
+
+
+@pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=pytest.mark.slow)])
+def test_gradients_of_slots_are_those_of_a_choice_after_the_fact(monkeypatch, remat):
+    """Plain autodiff of a loop in which they are always read, and taken at the depths that act."""
+    found = gradient(SLOTS, remat)
+
+    def chosen(slots, x, depth, context):
+        return jnp.where(depth.index % slots.every == 0, slots(x, depth), 0)
+
+    monkeypatch.setattr(attention_mixture, "branch_at_some_depths", chosen)
+    assert_same(found, unrolled_gradient(SLOTS))
 
 
 def test_acting_at_every_depth_changes_no_bit():
@@ -130,7 +146,7 @@ def test_the_program_has_the_products_that_are_counted(changes):
 
 
 def test_budgets_count_depths_that_act():
-    """SA at 0, 2, 4; DA at 0 and 3, which sees one and two keys."""
+    """SA at 0, 2, 4; DA at 0 and 3, which sees one and two keys; slots at 0, 2, 4."""
     plain, family = build(small_config("DR+DA", **SMALL)), build(BOTH)
     flops, fewer = analytic.matmul_flops(plain, 9), analytic.matmul_flops(family, 9)
     assert fewer["SA"] == pytest.approx(flops["SA"] * 3 / 5)
@@ -142,6 +158,10 @@ def test_budgets_count_depths_that_act():
         and caches[1]["DA cache"] == caches[0]["DA cache"] * 2 / 5
     )
     assert analytic.parameters(plain) == analytic.parameters(family)
+    always, slots = (build(dataclasses.replace(SLOTS, pa_every=every)) for every in (1, 2))
+    flops, fewer = analytic.matmul_flops(always, 9), analytic.matmul_flops(slots, 9)
+    assert fewer == {**flops, "PA": flops["PA"] * 3 / 5}
+    assert analytic.parameters(always) == analytic.parameters(slots)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +169,12 @@ def test_budgets_count_depths_that_act():
     [
         ({"variant": "LA+DA", "da_every": 2}, "model.da_every: 2 is for DR and DR+DA; LA+DA has layers of its own"),
         ({"variant": "DR", "da_every": 2}, "model.da_every: 2 is for depth attention; DR has none"),
+        (
+            {"variant": "LA", "pa_slots": 2, "pa_every": 2},
+            "model.pa_every: 2 is for DR and DR+DA; LA has layers of its",
+        ),
+        ({"pa_every": 2}, "model.pa_every: 2 is for parameter attention; set model.pa_slots too"),
+        ({"pa_slots": 2, "pa_every": 5}, "model.pa_every: 5 leaves depth 0 alone at model.depth 5"),
         ({"sa_every": 0}, "model.sa_every: 0 is too small"),
         ({"sa_every": 5}, "model.sa_every: 5 leaves depth 0 alone at model.depth 5"),
         (
@@ -165,3 +191,4 @@ def test_settings_that_mean_nothing_are_refused(changes, line):
 
 def test_a_summary_says_so():
     assert BOTH.summary.endswith("sequence attention at one depth in 2, depth attention at one depth in 3")
+    assert SLOTS.summary.endswith("3 learned slots, parameter attention at one depth in 2")

@@ -66,6 +66,8 @@ class DreamerConfig:
     """Heads of the parameter attention, each with slots of its own."""
     pa_head_size: int = 32
     """d of the parameter attention; divisible by 4 (two RoPE halves)."""
+    pa_every: int = 1
+    """DR: the parameter attention acts at depth 0 and every so many-th depth from there; 1: at every depth."""
     depth_rope_base: float = 500.0
     """RoPE base over the depths, in depth attention and in every router."""
     depth_counters: Literal["both", "up", "learned", "none"] = "both"
@@ -160,7 +162,7 @@ class DreamerConfig:
         found = ["residual scale 1/N"] if self.residual_scale == "depth" else []
         found += [f"{self.injection} injection"] if self.injection != "none" else []
         found += [f"{self.pa_slots} learned slots"] if self.pa_slots else []
-        some = {"sequence": self.sa_every, "depth": self.da_every}
+        some = {"sequence": self.sa_every, "depth": self.da_every, "parameter": self.pa_every}
         return (*found, *(f"{name} attention at one depth in {n}" for name, n in some.items() if n > 1))
 
     @property
@@ -250,7 +252,7 @@ class DreamerConfig:
                 f"model.{name}",
                 f"{value} is for softmax; with model.da_form {self.da_form} there is one state of all depths",
             )
-        for name in ("sa_every", "da_every"):
+        for name in ("sa_every", "da_every", "pa_every"):
             value = getattr(self, name)
             require(
                 self.recurrent or value == 1,
@@ -266,6 +268,11 @@ class DreamerConfig:
             self.depth_attention or self.da_every == 1,
             "model.da_every",
             f"{self.da_every} is for depth attention; {self.variant} has none, so leave the setting out",
+        )
+        require(
+            self.pa_slots > 0 or self.pa_every == 1,
+            "model.pa_every",
+            f"{self.pa_every} is for parameter attention; set model.pa_slots too, or leave the setting out",
         )
         places = -(-self.depth // self.da_every)
         require(
