@@ -78,7 +78,7 @@ class AttentionMixture(nn.Module):
             arguments = x, depth, memory, bias.get(name), context, tape.get(name)
             if attention.every == 1 or self.is_initializing():
                 return attention(*arguments)
-            return at_some_depths(attention, *arguments)
+            return at_some_depths(attention, *arguments, watched=self.is_mutable_collection("intermediates"))
 
         def sa(x):
             nonlocal sequence

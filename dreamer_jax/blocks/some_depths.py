@@ -32,6 +32,7 @@ def at_some_depths(
     bias: Any,
     context: Context,
     tape: dict[str, Any] | None,
+    watched: bool = False,
 ) -> Any:
     """What the attention returns at depths that `attention.every` divides; elsewhere zeros, and the memory as it was.
 
@@ -44,10 +45,11 @@ def at_some_depths(
         x: [B, P, h], normed.
         depth: of the positions: one for all, or in decoding [B, P].
         memory, bias, context, tape: as of the attention.
+        watched: whether what is inside of the attention is captured; then it is computed at every depth.
     """
+    if depth.index.ndim or watched:
+        return _position_by_position(attention, x, depth, memory, bias, context, tape)
     module, variables = attention.unbind()
-    if depth.index.ndim:
-        return _position_by_position(module, variables, x, depth, memory, bias, context, tape)
     # Where a tape has the gradient of what depths have left, as of `DepthCache`, that gets none here.
     apart = tape is not None and "keys" in tape
     return _either(module, apart, (variables, x, memory, tape), depth, bias, context)
@@ -101,14 +103,14 @@ def _acts(module: Any, depth: Depth) -> jax.Array:
     return jax.lax.rem(depth.index, module.every) == 0
 
 
-def _position_by_position(module, variables, x, depth, memory, bias, context, tape):
+def _position_by_position(attention, x, depth, memory, bias, context, tape):
     """All are computed; of those whose depth isn't one of the attention's, nothing is taken and nothing stays."""
-    acts = _acts(module, depth)  # [B, P]
+    acts = _acts(attention, depth)  # [B, P], or one for all
     context = context._replace(
         positions=jnp.where(acts, context.positions, NOWHERE),
         segment_ids=jnp.where(acts, context.segment_ids, 0),
     )
-    its: Any = module.apply(variables, x, depth, memory, bias, context, tape)
+    its: Any = attention(x, depth, memory, bias, context, tape)
     its = its._replace(out=jnp.where(acts[..., None], its.out, 0))
     if isinstance(its.memory, jax.Array):  # a state of the depths so far
         its = its._replace(memory=jnp.where(acts.reshape(*acts.shape, *[1] * (memory.ndim - 2)), its.memory, memory))
@@ -151,3 +153,7 @@ class _Memoryless:
     def apply(self, variables: Any, x: jax.Array, depth: Depth, *_: Any) -> _Read:
         """As of a module."""
         return _Read(self.block.apply(variables, x, depth))
+
+    def __call__(self, x: jax.Array, depth: Depth, *_: Any) -> _Read:
+        """As of one that is bound."""
+        return _Read(self.block(x, depth))

@@ -27,7 +27,7 @@ from dreamer_jax.export.form import (
     read_training_run,
     training_run,
 )
-from dreamer_jax.export.names import FOLDED, Name, fold, names_of
+from dreamer_jax.export.names import Name, fold, names_of
 from dreamer_jax.export.safetensors_files import Stored, Tensor
 from dreamer_jax.runs.leaves import StoredModel
 
@@ -206,10 +206,9 @@ Matrices are {description.dtype}; norms, router keys and balancing biases are fl
 
 def _tensor(stored: StoredModel, name: Name, code: str, description: Description) -> Tensor:
     leaf = stored.leaf(name.item, name.leaf)
-    scope, _, last = name.leaf.rpartition(".")
     shared = None
-    if last in FOLDED and description.model.shared_experts and not description.keep_shared:
-        shared = stored.leaf(name.item, f"{scope}.{FOLDED[last]}")
+    if name.shared and description.model.shared_experts and not description.keep_shared:
+        shared = stored.leaf(name.item, name.shared)
     shape = leaf.shape if name.layer is None else leaf.shape[1:]
 
     def read(start: int, stop: int) -> np.ndarray:
@@ -228,7 +227,7 @@ def _trace(dreamer: Any, tokens: np.ndarray) -> Trace:
     def keep(name: str, module: Any):
         def hook(_, arguments, output):
             out = output[0] if isinstance(output, tuple) else output
-            where = "" if name == "embedding" else f"depth {arguments[1].depth}: "
+            where = f"depth {arguments[1].depth}: " if len(arguments) > 1 else ""
             parts.append((where + name, out.float().numpy()))
 
         return module.register_forward_hook(hook)
@@ -238,6 +237,8 @@ def _trace(dreamer: Any, tokens: np.ndarray) -> Trace:
         named = {"DA": layer.depth_attention, "SA": layer.sequence_attention, "EA": layer.expert_attention}
         handles += [keep(name, module) for name, module in named.items() if module is not None]
         handles.append(keep("residual", layer))
+    if dreamer.config.decoding_size:
+        handles.append(keep("decoding layer", dreamer.decoding))
     try:
         with torch.no_grad():
             logits = dreamer(torch.tensor(tokens)).numpy()
@@ -248,8 +249,9 @@ def _trace(dreamer: Any, tokens: np.ndarray) -> Trace:
 
 
 def _differences(model: DreamerConfig) -> str:
-    """What the settings leave out."""
-    words = [f"no `{name}`" for name in model.left_out] + ([model.depths_seen] if model.depths_seen else [])
+    """What the settings leave out and add."""
+    words = [*(f"no `{name}`" for name in model.left_out), *model.added]
+    words += [model.depths_seen] if model.depths_seen else []
     return "".join(f", {each}" for each in words)
 
 

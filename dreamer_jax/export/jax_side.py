@@ -57,24 +57,43 @@ class JaxSide:
             jnp.ones(tokens.shape, jnp.int32),
             jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
         )
-        memory = Dreamer(config).fresh(tokens.shape[0], tokens.shape[1], depth)
+        family = Dreamer(config)
+        memory = family.fresh(tokens.shape[0], tokens.shape[1], depth)
+        if family.folds_depths is not None:
+            memory = memory._replace(depths=family.folds_depths.start(*tokens.shape))
         embedding = self._global("embedding")
-        x = jnp.asarray(np.asarray(embedding[tokens], np.float32)).astype(config.dtype)
+        x = entered = jnp.asarray(np.asarray(embedding[tokens], np.float32)).astype(config.dtype)
         parts = [("embedding", np.asarray(x, np.float32))]
-        tied = np.zeros(tokens.size, bool)
+        tied, every = np.zeros(tokens.size, bool), {"DA": config.da_every, "SA": config.sa_every}
         for l in range(depth):
             params, bias, matrices = self._layer(l)
-            layer = functools.partial(_apply, config, params, x, jnp.int32(l), memory, bias, context)
+            layer = functools.partial(_apply, config, params, x, entered, jnp.int32(l), memory, bias, context)
             asked = layer(jnp.zeros((tokens.size, config.hidden_size), config.dtype))[-1]
             x, memory, outputs, ties, _ = layer(_through_experts(*asked, *matrices))
             tied |= np.asarray(ties)
             for name in ("DA", "SA", "EA", "residual"):
-                if name in outputs:
+                if name in outputs and l % every.get(name, 1) == 0:
                     parts.append((f"depth {l}: {name}", np.asarray(outputs[name], np.float32)))
-        if not config.normalised_stream:
+        if config.decoding_size:
+            x = self._decoded(x)
+            parts.append(("decoding layer", np.asarray(x, np.float32)))
+        if config.final_norm:
             x = rms_norm(x, jnp.asarray(self._global("final_norm.scale")))
         clean = ~np.logical_or.accumulate(tied.reshape(tokens.shape), axis=1)
         return Trace(parts, self._logits(x), clean)
+
+    def _decoded(self, x: jax.Array) -> jax.Array:
+        params: dict[str, Any] = {}
+        for name in self._names:
+            scope, _, rest = name.leaf.partition(".")
+            if scope == "decoding":
+                *inner, last = rest.split(".")
+                node = params
+                for key in inner:
+                    node = node.setdefault(key, {})
+                node[last] = jnp.asarray(self._values(name))
+        its: Any = Dreamer(self.config, REFERENCE).decoding
+        return its.apply({"params": params}, x)
 
     def _logits(self, x: jax.Array) -> np.ndarray:
         head = self._global("head")
@@ -115,7 +134,7 @@ class JaxSide:
         if last in FOLDED.values() and self._from_folder and not self._keep_shared:
             return np.zeros(self._model.leaf(name.item, name.leaf).shape, np.float32)
         stored = self._tensors.get(name.tensor)
-        large = stored is not None and stored.end - stored.begin > MAPPED_BYTES and last not in FOLDED
+        large = stored is not None and stored.end - stored.begin > MAPPED_BYTES and not name.shared
         if stored is not None and (large or self._from_folder):
             return stored.array()
         leaf = self._model.leaf(name.item, name.leaf)
@@ -171,7 +190,7 @@ def _token_by_token(x, index, score, routed, shared) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _apply(config, params, x, depth, memory, bias, context, answer):
+def _apply(config, params, x, entered, depth, memory, bias, context, answer):
     """The layer at one depth, where EA's experts answer `answer` [T, h].
 
     Returns:
@@ -187,8 +206,9 @@ def _apply(config, params, x, depth, memory, bias, context, answer):
     replaced = {"expert_mlp": Plain(expert_mlp), "expert_linear": Plain(_token_by_token)}
     model = Dreamer(config, dataclasses.replace(REFERENCE, **replaced))
     at = depth_of(depth, config.depth)
+    arguments = x, at, memory, bias, context, None, entered
     (x, memory, _, _), kept = model.layer.apply(
-        {"params": params}, x, at, memory, bias, context, capture_intermediates=True, mutable=["intermediates"]
+        {"params": params}, *arguments, capture_intermediates=True, mutable=["intermediates"]
     )
     its = kept["intermediates"]
     names = {"DA": "depth_attention", "SA": "sequence_attention", "EA": "expert_attention"}

@@ -13,7 +13,8 @@ experts, one selected a token; in LA and LA+DA every depth has its own layer. Fo
 attention_experts, shared_expert, residual_norm, router_depth_code. DA may see the newest da_window depths only, or
 every da_dilation-th, or fold them into a state (da_form); SA, DA and PA
 may act at every sa_every-th, da_every-th and pa_every-th depth only; residual_scale divides by L what a depth adds;
-with injection every depth gets the embedding. A DR model may run at any depth (`depth=...`), an LA model at no more than it has.
+with injection every depth gets the embedding; a layer of decoding_size may decode what the last depth leaves. A DR
+model may run at any depth (`depth=...`), an LA model at no more than it has.
 
 In comments, B batch, S sequence, T = B·S tokens, h hidden size, V vocabulary, E experts, F expert size, k active
 experts, r router size, n heads, kv key/value heads, d head size.
@@ -91,6 +92,7 @@ class DreamerConfig(PretrainedConfig):
         residual_norm=True,
         residual_scale="none",
         injection="none",
+        decoding_size=0,
         router_depth_code=True,
         num_experts=64,
         experts_per_token=4,
@@ -129,7 +131,7 @@ class DreamerConfig(PretrainedConfig):
 
     @property
     def normalised_stream(self) -> bool:
-        """Whether every depth ends with a norm; if not, there is one final norm."""
+        """Whether every depth ends with a norm; the last one is the final norm, unless something decodes."""
         return self.recurrent and self.residual_norm
 
 
@@ -583,7 +585,7 @@ class ParameterAttention(Weights):
             if self.depth_signals is not None
             else rotate_by_depth(q, step.pa_rotation)
         )
-        q, keys, values = (t.to(x.dtype) for t in (q.transpose(1, 2), self.k_norm(self.keys), self.values))
+        q, keys, values = (t.to(x.dtype) for t in (q.transpose(1, 2), self.k_norm(self.keys.to(x.dtype)), self.values))
         out = F.scaled_dot_product_attention(q, keys[None], values[None])
         return out.transpose(1, 2).flatten(2) @ self.output.to(x.dtype)
 
@@ -685,6 +687,24 @@ class Layer(nn.Module):
         return found
 
 
+class DecodingLayer(Weights):
+    """x + W_out (silu(W_gate x) * W_up x) after the last depth, with a pre-norm; matrices [N, h]."""
+
+    def __init__(self, config: DreamerConfig):
+        super().__init__()
+        shape = config.decoding_size, config.hidden_size
+        self.norm = RMSNorm(config.hidden_size)
+        self.matrix("gate", *shape, deviation=input_deviation(config))
+        self.matrix("up", *shape, deviation=input_deviation(config))
+        self.matrix("out", *shape, deviation=output_deviation(config))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, h] -> [B, S, h]."""
+        normed = self.norm(x)
+        gate, up = (normed @ matrix.to(x.dtype).T for matrix in (self.gate, self.up))
+        return x + (F.silu(gate) * up) @ self.out.to(x.dtype)
+
+
 class Dreamer(nn.Module):
     """The whole model: tokens to logits.
 
@@ -703,7 +723,9 @@ class Dreamer(nn.Module):
         for module in (self.embedding, self.head):
             nn.init.normal_(module.weight, std=input_deviation(config))
         self.layers = nn.ModuleList(Layer(config) for _ in range(1 if config.recurrent else config.depth))
-        self.final_norm = nn.Identity() if config.normalised_stream else RMSNorm(config.hidden_size)
+        self.decoding = DecodingLayer(config) if config.decoding_size else nn.Identity()
+        normed = config.normalised_stream and not config.decoding_size
+        self.final_norm = nn.Identity() if normed else RMSNorm(config.hidden_size)
 
     @classmethod
     def load(cls, folder: str | Path, device: str | torch.device = "cpu") -> Dreamer:
@@ -789,7 +811,7 @@ class Dreamer(nn.Module):
                 for name in counts.keys() & layer.routers().keys():
                     own = layer.routers()[name]
                     own.used = counts[name] if own.used is None else own.used + counts[name]
-        return self.final_norm(x)
+        return self.final_norm(self.decoding(x))
 
     def step(self, tokens, segment_ids, positions, cache) -> Step:
         """What all depths share: rotation, mask, and which tokens are real."""
@@ -889,6 +911,7 @@ if PreTrainedModel is not None:
                     "router.bias",
                     "depth_signals",
                     "injection.(norm|fall|rate)",
+                    "decoding.norm",
                     "gates",
                     "fall",
                     "rate",

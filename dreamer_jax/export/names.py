@@ -16,6 +16,12 @@ GLOBAL = (
     ("embedding", "model.embedding.weight"),
     ("head", "model.head.weight"),
 )
+DECODING = (
+    ("decoding.norm.scale", "model.decoding.norm.weight"),
+    ("decoding.feed_forward.gate", "model.decoding.gate"),
+    ("decoding.feed_forward.up", "model.decoding.up"),
+    ("decoding.feed_forward.out", "model.decoding.out"),
+)
 FINAL_NORM = (("final_norm.scale", "model.final_norm.weight"),)
 
 NORMS = (
@@ -94,6 +100,12 @@ class Name(NamedTuple):
     part: str
     float32: bool
 
+    @property
+    def shared(self) -> str | None:
+        """The leaf that Eq. 8 adds to each of its matrices, where they are linear experts and have one beside them."""
+        scope, _, last = self.leaf.rpartition(".")
+        return f"{scope}.{FOLDED[last]}" if scope.endswith(".projections") and last in FOLDED else None
+
 
 def names_of(config: DreamerConfig, keep_shared: bool) -> Iterator[Name]:
     """Every tensor of a folder, in the order of the forward pass.
@@ -119,7 +131,9 @@ def _entries(config: DreamerConfig, keep_shared: bool) -> Iterator[Entry]:
         yield tensor, "params", leaf, None, "embedding"
     for index in range(1 if config.recurrent else config.depth):
         yield from _layer(config, keep_shared, index)
-    for leaf, tensor in () if config.normalised_stream else FINAL_NORM:
+    for leaf, tensor in DECODING if config.decoding_size else ():
+        yield tensor, "params", leaf, None, "decoding layer"
+    for leaf, tensor in FINAL_NORM if config.final_norm else ():
         yield tensor, "params", leaf, None, "final norm"
     for leaf, tensor in GLOBAL[1:]:
         yield tensor, "params", leaf, None, "head"

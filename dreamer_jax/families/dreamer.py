@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from dreamer_jax.blocks.attention import Attention, DepthAttention, SequenceAttention
 from dreamer_jax.blocks.attention_mixture import AttentionMixture
 from dreamer_jax.blocks.counting import Counted, Share
+from dreamer_jax.blocks.decoding_layer import DecodingLayer
 from dreamer_jax.blocks.depth_states import FORMS, Carried, DepthState
 from dreamer_jax.blocks.experts import ExpertAttention
 from dreamer_jax.blocks.head import Embedding, Head, embed
@@ -51,15 +52,18 @@ class _Parameters(Block):
             self.param("layer", self.family.init_layer)
         else:
             self.param("layers", self.family.init_stack)
-        if not config.normalised_stream:
+        if config.final_norm:
             RMSNorm(name="final_norm")(jnp.zeros(config.hidden_size))
+        if self.family.decoding is not None:
+            self.param("decoding", self.family.decoding.draw)
 
 
 class Dreamer(Family):
     """A model of the family, sizes and variant by its configuration (dreamer_jax/config/models/dreamer.py).
 
-    Parameters: `embedding`, `head`, and `layer` or, in LA, `layers`, stacked; `final_norm`, unless every depth ends
-    with a norm. Its state: `balancing`, router name -> b ([E], in LA [L, E]).
+    Parameters: `embedding`, `head`, and `layer` or, in LA, `layers`, stacked; `decoding`, if there is such a layer;
+    `final_norm`, unless every depth ends with a norm and nothing decodes. Its state: `balancing`, router name -> b
+    ([E], in LA [L, E]).
     """
 
     parts = ("embedding", "SA", "DA", "EA", "routers", "residual", "head")
@@ -70,6 +74,7 @@ class Dreamer(Family):
         "SA": "model.sa_heads or model.sa_head_size",
         "DA": "model.da_heads or model.da_head_size",
         "PA": "model.pa_slots",
+        "decoding": "model.decoding_size",
         "routers": "model.router_size",
     }
 
@@ -138,6 +143,13 @@ class Dreamer(Family):
             parameter_attention=parameter_attention,
             parent=None,
         )
+
+    @functools.cached_property
+    def decoding(self) -> DecodingLayer | None:
+        """What decodes, unbound, drawn as the experts are."""
+        config, std = self.config, (self.std, self.layer.expert_attention.out_std)
+        sizes = config.hidden_size, config.decoding_size
+        return DecodingLayer(self.operations, *sizes, *std, parent=None) if config.decoding_size else None
 
     @property
     def routers(self) -> dict[str, Router]:
@@ -243,9 +255,12 @@ class Dreamer(Family):
         return tape
 
     def readout(self, params: Any, state: jax.Array, memory: Memory, context: Context) -> tuple[jax.Array, Memory]:
-        """DR's stream is normalised already; LA, and DR without that, have one final norm."""
+        """What decodes, if anything does, of which the backward pass keeps the input only. DR's stream is normalised
+        already; LA, DR without that, and what decodes have one final norm."""
         x = self.stream(state)
-        return (x if self.config.normalised_stream else rms_norm(x, params["final_norm"]["scale"])), memory
+        if self.decoding is not None:
+            x = jax.checkpoint(self.decoding.apply)({"params": params["decoding"]}, x)
+        return (rms_norm(x, params["final_norm"]["scale"]) if self.config.final_norm else x), memory
 
     # Memories.
 
@@ -305,7 +320,7 @@ class Dreamer(Family):
             kept = layer.depth_attention.cached_depths(depths)
             acts = acting(depths, config.da_every)
             da = [Share("DA", layer.depth_attention, copies, acts, cached=kept), Share("DA", norm, copies, depths)]
-        pa = layer.parameter_attention
+        pa, acts_pa = layer.parameter_attention, acting(depths, config.pa_every)
         rotated = sum((each.heads + each.kv_heads) * each.head_size for each in attentions)
         residual = Residual(hidden, len(attentions) + 1, len(attentions) + 1 + config.residual_norm, rotated)
         return [
@@ -319,11 +334,8 @@ class Dreamer(Family):
             Share("residual", residual, 0, depths),
             Share("residual", norm, 1, depths if config.normalised_stream else 1),
             *([] if layer.injection is None else [Share("residual", layer.injection, 1, depths)]),
-            *(
-                []
-                if pa is None
-                else [Share("PA", pa, copies, acting(depths, pa.every)), Share("PA", norm, copies, depths)]
-            ),
+            *(() if pa is None else (Share("PA", pa, copies, acts_pa), Share("PA", norm, copies, depths))),
+            *([] if self.decoding is None else self.decoding.shares("decoding", int(config.normalised_stream))),
             Share("head", Head(config.vocab_size, hidden), 1, 1, outside=True),
         ]
 

@@ -39,7 +39,7 @@ def torch_weights(params: Any, bias: Any, model: DreamerConfig, keep_shared: boo
         for key in scope:
             node = node[key]
         values = np.asarray(node[last])
-        if last in FOLDED and model.shared_experts and not keep_shared:
+        if name.shared and model.shared_experts and not keep_shared:
             values = fold(values, np.asarray(node[FOLDED[last]]))
         weights[name.tensor.removeprefix("model.")] = values if name.layer is None else values[name.layer]
     return weights

@@ -95,6 +95,8 @@ def test_without_a_part_of_section_3_7(part: str) -> None:
         {"da_form": "gated_delta", "da_heads": 2},
         {"pa_slots": 5, "pa_heads": 2, "pa_head_size": 8, "pa_every": 2},
         {"da_form": "gated_recurrent", "depth_counters": "learned"},
+        {"decoding_size": 10},
+        {"decoding_size": 10, "residual_norm": False},
     ],
 )
 def test_deeper_than_trained(settings: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +35,28 @@ def folder(run: Path, tmp_path: Path) -> Path:
 
 def compare(folder: Path, run: Path) -> verification.Finding:
     return verification.compare_outputs(folder, open_model(run), read_description(folder))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"decoding_size": 10, "sa_every": 2, "da_every": 2, "injection": "diagonal"},
+        {"da_form": "gated_delta", "da_every": 2, "pa_slots": 3, "pa_head_size": 8, "pa_every": 2},
+    ],
+)
+def test_right_folders_with_what_settings_add_pass(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """And with every part in its place, so that a wrong one is named."""
+    run = make_run(tmp_path / "run", **settings)
+    model = open_model(run)
+    export(model, tmp_path / "out", "bfloat16", False, lambda folder: None)
+    with pytest.MonkeyPatch.context() as patch:
+        assert verification.verify(tmp_path / "out", model).worst < 2e-5
+        last = "DecodingLayer" if "decoding_size" in settings else "ParameterAttention"
+        cls = getattr(modeling_dreamer, last)
+        patch.setattr(cls, "forward", lambda self, *its, forward=cls.forward: forward(self, *its) + 0.01)
+        first = "decoding layer" if "decoding_size" in settings else "depth 0: EA"
+        with pytest.raises(UserError, match=f"first in {first}"):
+            compare(tmp_path / "out", run)
 
 
 @pytest.mark.parametrize(

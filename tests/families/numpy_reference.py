@@ -75,6 +75,7 @@ class Pass:
         """Hidden states before the head, [n, h], of one document's embeddings [n, h]."""
         self.keys: list[np.ndarray] = []
         self.values: list[np.ndarray] = []
+        self.states: list[np.ndarray] = []
         entered = x
         for l in range(self.depth):
             layer = self.layer(l)
@@ -82,7 +83,24 @@ class Pass:
                 x = inject(layer["injection"], x, entered)
             y = self.mixture(layer, x, positions, l)
             x = rms_norm(y, layer["residual_norm"]["scale"]) if self.norms_each_depth else y
-        return x if self.norms_each_depth else rms_norm(x, self.params["final_norm"]["scale"])
+            self.states.append(x)
+        return self.read(x)
+
+    def read(self, x: np.ndarray) -> np.ndarray:
+        """What the head is applied to, from the states after any depth."""
+        if self.config.decoding_size:
+            x = x + self.decoded(x)
+        elif self.norms_each_depth:
+            return x
+        return rms_norm(x, self.params["final_norm"]["scale"])
+
+    def decoded(self, x: np.ndarray) -> np.ndarray:
+        """What the decoding layer adds, token by token."""
+        its, added = self.params["decoding"]["feed_forward"], np.zeros_like(x)
+        for i, row in enumerate(rms_norm(x, self.params["decoding"]["norm"]["scale"])):
+            gate = its["gate"] @ row
+            added[i] = (gate * sigmoid(gate) * (its["up"] @ row)) @ its["out"]
+        return added
 
     def layer(self, l: int) -> Tree:
         """The weights applied at depth l."""

@@ -48,7 +48,10 @@ def unrolled_loss(params, bias, config, operations=REFERENCE, depth=None):
         x, memory, _, _ = layer.apply({"params": weights}, x, at, memory, own_bias, context, entered=entered)
         if config.depth_attention:
             keys[l], values[l] = memory.depths.keys[l], memory.depths.values[l]
-    if not config.normalised_stream:
+    if config.decoding_size:
+        its, normed = params["decoding"]["feed_forward"], rms_norm(x, params["decoding"]["norm"]["scale"])
+        x = x + (jax.nn.silu(normed @ its["gate"].T) * (normed @ its["up"].T)) @ its["out"]
+    if config.final_norm:
         x = rms_norm(x, params["final_norm"]["scale"])
     return cross_entropy(x @ params["head"].T, jnp.roll(tokens, -1, axis=1), jnp.asarray(REAL))
 

@@ -91,6 +91,10 @@ class DreamerConfig:
     injection: Literal["none", "diagonal"] = "none"
     """DR: diagonal: every depth starts with a stable step towards the embedding, x <- a x + dt B e, with learned a < 1
     and dt for each channel (Parcae). none: the embedding enters at depth 0 alone."""
+    decoding_size: int = 0
+    """DR: N, inner size of a SwiGLU network with weights of its own that decodes: between the last depth and the final
+    norm it adds to the stream, so that the recurrent layer need not prepare states for the head (section 4.2). A state
+    of any depth that is read out goes through it. 0: none."""
     router_depth_code: bool = True
     """The queries of all routers are rotated by depth (section 3.5). False: routers see the state alone."""
     num_experts: int = 64
@@ -139,8 +143,13 @@ class DreamerConfig:
 
     @property
     def normalised_stream(self) -> bool:
-        """Whether every depth ends with a norm; if not, there is one final norm."""
+        """Whether every depth ends with a norm; the last one is the final norm, unless something decodes."""
         return self.recurrent and self.residual_norm
+
+    @property
+    def final_norm(self) -> bool:
+        """Whether a norm of its own stands before the head."""
+        return not self.normalised_stream or self.decoding_size > 0
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -162,6 +171,7 @@ class DreamerConfig:
         found = ["residual scale 1/N"] if self.residual_scale == "depth" else []
         found += [f"{self.injection} injection"] if self.injection != "none" else []
         found += [f"{self.pa_slots} learned slots"] if self.pa_slots else []
+        found += [f"a decoding layer of {self.decoding_size}"] if self.decoding_size else []
         some = {"sequence": self.sa_every, "depth": self.da_every, "parameter": self.pa_every}
         return (*found, *(f"{name} attention at one depth in {n}" for name, n in some.items() if n > 1))
 
@@ -185,7 +195,7 @@ class DreamerConfig:
         )
 
     def __post_init__(self) -> None:
-        require_positive(self, "model", allow_zero=("balancing_boost_steps", "da_window", "pa_slots"))
+        require_positive(self, "model", allow_zero=("balancing_boost_steps", "da_window", "pa_slots", "decoding_size"))
         require(
             self.sa_heads % self.sa_kv_heads == 0,
             "model.sa_kv_heads",
@@ -239,6 +249,11 @@ class DreamerConfig:
             self.recurrent or self.injection == "none",
             "model.injection",
             f"{self.injection} is for DR and DR+DA; in {self.variant} nothing enters again, so leave the setting out",
+        )
+        require(
+            self.recurrent or not self.decoding_size,
+            "model.decoding_size",
+            f"{self.decoding_size} is for DR and DR+DA; {self.variant} has layers of its own, so leave the setting out",
         )
         for name, plain in (("da_form", "softmax"), ("da_window", 0), ("da_dilation", 1)):
             value = getattr(self, name)
