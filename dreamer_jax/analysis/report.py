@@ -99,7 +99,18 @@ def numbers(summary: Summary) -> list[tuple[str, str, str]]:
     if "hops" in summary:
         frontier = ", ".join(map(str, summary["hops"]["frontier"]))
         table.append(("edges from the source that its news has come after each step", frontier, ""))
+    if "slots" in summary:
+        for l in dict.fromkeys((0, depth // 2, depth - 1)):
+            its = summary["slots"]["most"][l][0]
+            name = f'text "{_short(its["text"])}"' if "text" in its else f"slot {its['slot']}"
+            table.append(
+                (f"read most at depth {l}, of {summary['slots']['count']}: {name}", f"{its['weight']:.1%}", "")
+            )
     return table + _convergence_numbers(summary, depth)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else text[:59] + "…"
 
 
 def _convergence_numbers(summary: Summary, depth: int) -> list[tuple[str, str, str]]:

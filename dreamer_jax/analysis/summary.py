@@ -14,6 +14,7 @@ from dreamer_jax.analysis.observation import Sums
 from dreamer_jax.families import build
 
 EXPERTS = "expert_attention"
+READ = 10
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 Summary = dict[str, Any]
 
@@ -35,6 +36,7 @@ def summarise(config: Any, sums: Sums, model_state: Any) -> Summary:
         `depth_attention`: `scores` [L, L] and `scores_by_head` [n, L, L], or None.
         `routers`, name -> `counts` [L, E], `entropy` [L] and `largest_entropy` (nats), `score_histogram` [L, BINS]
         (shares), `bias` (quantiles); and `experts`, see `expert_numbers`, of models that have some.
+        `slots`, of models with parameter attention, see `_slots`.
         `hops`, of graphs, see `hop_summary`.
         `observed`: averages over the tokens, [L], of what else the family's blocks saw, where there is something.
     """
@@ -59,6 +61,8 @@ def summarise(config: Any, sums: Sums, model_state: Any) -> Summary:
             "edges": EDGES.tolist(),
             "changes": (sums["changes"] / max(1, tokens)).tolist(),
         }
+    if "slot_scores" in sums:
+        summary["slots"] = _slots(sums["slot_scores"] / max(1, tokens))
     if "hop_nodes" in sums:
         summary["hops"] = hop_summary(sums["hop_reached"], sums["hop_nodes"])
     others = {name: (values / max(1, tokens)).tolist() for name, values in sums.items() if name not in KNOWN}
@@ -70,7 +74,7 @@ KNOWN = {
     *RESIDUAL,
     *("tokens", "lens_loss", "lens_correct", "lens_answers_correct", "lens_targets", "lens_answers", "lens_entropy"),
     *("settled", "changes", "hop_reached", "hop_nodes"),
-    *("counts", "scores", "entropy", "depth_scores"),
+    *("counts", "scores", "entropy", "depth_scores", "slot_scores"),
 }
 """Sums that have a place of their own in a summary."""
 
@@ -92,6 +96,16 @@ def _router(name: str, sums: Sums, bias: Any, tokens: int) -> dict[str, Any]:
         "score_histogram": (scores / np.maximum(scores.sum(axis=1, keepdims=True), 1)).tolist(),
         "bias": {f"{q:.0%}": float(np.quantile(np.asarray(bias), q)) for q in QUANTILES} if bias is not None else {},
     }
+
+
+def _slots(scores: Any) -> dict[str, Any]:
+    """Of mean weights [L, n, M]: `count` M; `read` [L], slots of which a token reads more than it would of each if all
+    were alike; and `most` [L, READ], the slots that are read most at each depth, the first one most: `slot` from 0, and
+    `weight`, the mean over tokens and heads."""
+    mean = np.asarray(scores).mean(axis=1)  # [L, M]
+    order = np.argsort(-mean, axis=1, kind="stable")[:, :READ]
+    most = [[{"slot": int(i), "weight": float(row[i])} for i in its] for row, its in zip(mean, order, strict=True)]
+    return {"count": mean.shape[1], "read": (mean > 1 / mean.shape[1]).sum(axis=1).tolist(), "most": most}
 
 
 def _lens(sums: Sums) -> dict[str, Any]:

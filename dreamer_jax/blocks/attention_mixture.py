@@ -91,8 +91,10 @@ class AttentionMixture(nn.Module):
             its: Any = self.parameter_attention
             normed = RMSNorm(name="parameter_norm")(x)
             if its.every == 1 or self.is_initializing():
-                return scaled(its(normed, depth))
-            return scaled(branch_at_some_depths(its, normed, depth, context))
+                out, seen["parameter_attention"] = its(normed, depth, context.real)
+            else:
+                out, seen["parameter_attention"] = branch_at_some_depths(its, normed, depth, context)
+            return scaled(out)
 
         def da(x):
             if self.parameter_attention is None:

@@ -109,6 +109,14 @@ class Counted:
         """Of those, folded, the ones that a token meets in so many applications of the same weights; at most."""
         return self.parameters(folded=True)
 
+    def untrained_elements(self, folded: bool = False) -> int:
+        """Numbers stored beside them, float32, which training doesn't change."""
+        return 0
+
+    def pass_flops(self) -> float:
+        """Of matrix products that a pass makes once for all its tokens, forward."""
+        return 0.0
+
     def matmul_flops(self, reach: Reach, folded: bool = True) -> float:
         """Of matrix products, forward."""
         return 0.0

@@ -117,20 +117,22 @@ def _position_by_position(attention, x, depth, memory, bias, context, tape):
     return its
 
 
-def branch_at_some_depths(block: Any, x: jax.Array, depth: Depth, context: Context) -> jax.Array:
+def branch_at_some_depths(block: Any, x: jax.Array, depth: Depth, context: Context) -> tuple[jax.Array, Any]:
     """The same of a block without a memory: what it returns, or zeros.
 
     Args:
-        block: a bound module with `every`, which is called with x and depth, such as `ParameterAttention`.
+        block: a bound module with `every`, called and returning as `ParameterAttention` does.
         x, depth, context: as of `at_some_depths`.
     """
-    return at_some_depths(_Memoryless(block), x, depth, (), None, context, None).out
+    its = at_some_depths(_Memoryless(block), x, depth, (), None, context, None)
+    return its.out, its.seen
 
 
 class _Read(NamedTuple):
     """What an attention returns that has nothing else to return."""
 
     out: jax.Array
+    seen: Any
     memory: tuple[()] = ()
 
 
@@ -150,10 +152,12 @@ class _Memoryless:
         block, variables = self.block.unbind()
         return _Memoryless(block), variables
 
-    def apply(self, variables: Any, x: jax.Array, depth: Depth, *_: Any) -> _Read:
+    def apply(
+        self, variables: Any, x: jax.Array, depth: Depth, memory: Any, bias: Any, context: Context, _: Any
+    ) -> _Read:
         """As of a module."""
-        return _Read(self.block.apply(variables, x, depth))
+        return _Read(*self.block.apply(variables, x, depth, context.real))
 
-    def __call__(self, x: jax.Array, depth: Depth, *_: Any) -> _Read:
+    def __call__(self, x: jax.Array, depth: Depth, memory: Any, bias: Any, context: Context, _: Any) -> _Read:
         """As of one that is bound."""
-        return _Read(self.block(x, depth))
+        return _Read(*self.block(x, depth, context.real))

@@ -31,6 +31,18 @@ def parameters(family: Family, folded: bool = False) -> dict[str, int]:
     return _by_part(family, lambda share: share.copies * share.block.parameters(folded))
 
 
+def untrained(family: Family, folded: bool = False) -> int:
+    """Numbers stored beside the parameters, float32, that training doesn't change: embeddings of texts."""
+    return sum(share.copies * share.block.untrained_elements(folded) for share in family.blocks())
+
+
+def pass_flops(family: Family) -> float:
+    """FLOPs of the forward's matrix products that a pass makes once, however many tokens it has: keys and values of
+    texts. A train step has one such pass a microbatch and device, and one product more for each in the backward pass;
+    inference none, once the weights are folded."""
+    return sum(share.copies * share.block.pass_flops() for share in family.blocks())
+
+
 def expert_parameters(family: Family) -> int:
     """Those of experts, which expert parallelism divides."""
     return sum(share.copies * share.block.parameters() for share in family.blocks() if share.experts)

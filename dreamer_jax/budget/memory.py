@@ -43,14 +43,14 @@ def generation(family: Family, context: int, batch: int = 1, folded: bool = Fals
             they are stored, unfolded: matched models then agree, which folded ones would not.
     """
     weights = int(analytic.total(analytic.parameters(family, folded))) * SIZE["bfloat16"]
-    return {"weights": weights, **caches(family, context, batch)}
+    return {"weights": weights, **_untrained(family, folded), **caches(family, context, batch)}
 
 
 def training(family: Family, sequence_length: int, batch: int, remat: Remat) -> Bytes:
     """What a training step with microbatches of `batch` rows of S tokens has to hold, if one device does it all.
 
-    float32 weights, their gradients and AdamW's two moments; the copy of the weights in the compute type; the
-    activations the backward pass needs under `remat`; float32 logits.
+    float32 weights, their gradients and AdamW's two moments; embeddings of texts; the copy of the weights in the
+    compute type; the activations the backward pass needs under `remat`; float32 logits.
     """
     count = int(analytic.total(analytic.parameters(family)))
     dtype = family.config.dtype
@@ -60,10 +60,16 @@ def training(family: Family, sequence_length: int, batch: int, remat: Remat) -> 
         "weights, compute copy": 0 if dtype == "float32" else count * SIZE[dtype],
         "gradients": count * MASTER,
         "optimizer": 2 * count * MASTER,
+        **_untrained(family),
         "activations": activations(family, sequence_length, batch, remat),
         "attention scores": scores(family, sequence_length, batch, remat),
         "logits": batch * sequence_length * logits * MASTER,
     }
+
+
+def _untrained(family: Family, folded: bool = False) -> Bytes:
+    """What is stored and not trained, float32 as it is; folded there is none, and its place in the table stays."""
+    return {"texts": analytic.untrained(family, folded) * SIZE["float32"]} if analytic.untrained(family) else {}
 
 
 def activations(family: Family, sequence_length: int, batch: int, remat: Remat) -> int:

@@ -51,11 +51,12 @@ def count(config: Any, sequence_length: int, batch: int = 1, devices: int = 1) -
     return ProgramCount(parameters, lowered.matmul_flops(program) / (batch * sequence_length))
 
 
-def expected(config: Any, sequence_length: int) -> ProgramCount:
+def expected(config: Any, sequence_length: int, batch: int = 1) -> ProgramCount:
     """What the analytic count says of the same program."""
     family = build(config)
     flops = analytic.matmul_flops(family, context=sequence_length, depth_context=family.depth)
-    return ProgramCount(int(analytic.total(analytic.parameters(family))), analytic.total(flops))
+    once = analytic.pass_flops(family) / (batch * sequence_length)
+    return ProgramCount(int(analytic.total(analytic.parameters(family))), analytic.total(flops) + once)
 
 
 def _logits_of(family: Family) -> Callable[..., jax.Array]:

@@ -34,6 +34,7 @@ def report(config: Config, context: int = 1024, batch: int = 1) -> Report:
         "flops_per_token": _with_total(analytic.matmul_flops(model, average)),
         "flops_per_token_unfolded": _with_total(analytic.matmul_flops(model, average, folded=False)),
         "elementwise_flops_per_token": _with_total(analytic.elementwise_flops(model, average)),
+        "flops_per_pass": analytic.pass_flops(model),
         "training": _training(config),
         "generation_bytes": _with_total(memory.generation(model, context, batch)),
         "generation_bytes_folded": _with_total(memory.generation(model, context, batch, folded=True)),
@@ -109,7 +110,9 @@ def _parts(report: Report) -> str:
         mega = [_mega(flops), _mega(elementwise), _mega(flops + elementwise)]
         rows.append([part, f"{count:,}", f"{100 * count / whole:.1f} %", f"{active:,}", *mega])
     header = ["per part", "parameters", "share", "active", "MFLOP/token", "elementwise", "both"]
-    return table(header, rows)
+    once = report["flops_per_pass"]
+    note = f"\nkeys and values of texts, once a pass for all its tokens: {_mega(once)} MFLOP" if once else ""
+    return table(header, rows) + note
 
 
 def _folding(report: Report) -> str:

@@ -53,7 +53,7 @@ def _program(config: Config, devices: int) -> dict[str, float]:
 
     length = min(config.data.sequence_length, 256)
     lowered = program.count(config.model, length, batch=devices, devices=devices)
-    expected = program.expected(config.model, length)
+    expected = program.expected(config.model, length, batch=devices)
     return {
         "sequence_length": length,
         "devices": devices,

@@ -20,7 +20,7 @@ class ModelConfig(Protocol):
     """The section `model` as rooms that know no family see it; each family has a frozen dataclass of its own.
 
     A dataclass may define two properties more: `experts`, see `experts_of`, and `summary`, one line on
-    the model for people.
+    the model for people; and the settings `pa_source`, `pa_slots` and `pa_embedding_size`, see `knowledge_of`.
 
     Attributes:
         family: its key in the register (dreamer_jax/config/models).
@@ -47,6 +47,13 @@ class ModelConfig(Protocol):
 def experts_of(model: ModelConfig) -> int:
     """E: the experts that the devices of `mesh.expert` can divide among them; 0 for a model without."""
     return getattr(model, "experts", 0)
+
+
+def knowledge_of(model: ModelConfig) -> tuple[int, int] | None:
+    """(M, e): how many texts a model attends to, and the size of their embeddings; None if it attends to none."""
+    if getattr(model, "pa_source", "latents") != "texts":
+        return None
+    return model.pa_slots, model.pa_embedding_size  # type: ignore[attr-defined]
 
 
 def require(condition: bool, key: str, problem: str) -> None:

@@ -1,7 +1,7 @@
 """The models: one contract, and one file a family."""
 
-from dreamer_jax.families.contract import Drawn, Family, Flags, Knob, Pass, depth_of
+from dreamer_jax.families.contract import KNOWLEDGE, Drawn, Family, Flags, Knob, Pass, depth_of
 from dreamer_jax.families.forward import forward, initialise
 from dreamer_jax.families.registry import build
 
-__all__ = ["Drawn", "Family", "Flags", "Knob", "Pass", "build", "depth_of", "forward", "initialise"]
+__all__ = ["KNOWLEDGE", "Drawn", "Family", "Flags", "Knob", "Pass", "build", "depth_of", "forward", "initialise"]

@@ -39,6 +39,8 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.recurrence import Stepped, Weights
 
 PyTree = Any
+KNOWLEDGE = "knowledge"
+"""The collection of a model's own state that holds `texts`, embeddings [M, e] float32: data, which nothing updates."""
 Batch = Mapping[str, jax.Array]
 """What data makes of rows: `tokens`, `segment_ids`, `positions`, `targets` [B, S] int32, `loss_mask`, `answer_mask` [B,
 S] bool, and what else a family's data hold."""
@@ -235,8 +237,14 @@ class Family(abc.ABC):
         """The compute copy of `weights`."""
         return compute_copy(weights, self.weights(self.roles), self.config.dtype)
 
+    def prepare(self, params: PyTree, state: dict[str, PyTree]) -> PyTree:
+        """The parameters, cast or not, as the depths of a pass see them: what doesn't change from depth to depth stands
+        in the place of the parameters, and of the model's own state, that it is made of. Made once a pass, before its
+        first depth; the tree of roles stays the same. By default nothing is."""
+        return params
+
     def fold(self, params: PyTree) -> PyTree:
-        """The parameters as decoding wants them, cast once: the same tree, perhaps less some leaves."""
+        """The prepared parameters as decoding wants them, cast once: the same tree, perhaps less some leaves."""
         return self.cast(params)
 
     # A pass.

@@ -24,14 +24,14 @@ from dreamer_jax.blocks.injection import DiagonalInjection
 from dreamer_jax.blocks.memory import Context, Fresh, Memory, Slots
 from dreamer_jax.blocks.norms import RMSNorm, rms_norm
 from dreamer_jax.blocks.operations import REFERENCE
-from dreamer_jax.blocks.parameter_attention import ParameterAttention
+from dreamer_jax.blocks.parameter_attention import ParameterAttention, Texts, slots_of
 from dreamer_jax.blocks.parameters import Block, normal
 from dreamer_jax.blocks.positions import DepthCode
 from dreamer_jax.blocks.residual import Residual
 from dreamer_jax.blocks.routing import Router, balance
 from dreamer_jax.blocks.some_depths import acting
 from dreamer_jax.blocks.usage import bias_range, expert_use
-from dreamer_jax.families.contract import Family, Flags, Knob, depth_of
+from dreamer_jax.families.contract import KNOWLEDGE, Family, Flags, Knob, depth_of
 from dreamer_jax.recurrence import Stepped, Weights
 from pallas_kernels.depth_attention import Window
 from pallas_kernels.weights import Stacked
@@ -63,7 +63,7 @@ class Dreamer(Family):
 
     Parameters: `embedding`, `head`, and `layer` or, in LA, `layers`, stacked; `decoding`, if there is such a layer;
     `final_norm`, unless every depth ends with a norm and nothing decodes. Its state: `balancing`, router name -> b
-    ([E], in LA [L, E]).
+    ([E], in LA [L, E]); with model.pa_source texts `knowledge`.
     """
 
     parts = ("embedding", "SA", "DA", "EA", "routers", "residual", "head")
@@ -128,7 +128,8 @@ class Dreamer(Family):
         parameter_attention = None
         if config.pa_slots:
             pa = config.pa_slots, config.pa_heads, config.pa_head_size, code
-            parameter_attention = ParameterAttention(hidden, *pa, std, out_std, config.pa_every, parent=None)
+            how = std, out_std, config.pa_every, config.pa_embedding_size, self.observe
+            parameter_attention = ParameterAttention(hidden, *pa, *how, parent=None)
         experts = router(config.num_experts, config.experts_per_token)
         return AttentionMixture(
             sequence_attention=attention(SequenceAttention, *sa, every=config.sa_every),
@@ -166,9 +167,13 @@ class Dreamer(Family):
     def init(self, key: jax.Array) -> tuple[Any, dict[str, Any]]:
         """Fresh parameters and balancing biases."""
         params = _Parameters(self).init(key)["params"]
-        lead = () if self.config.recurrent else (self.config.depth,)
+        config = self.config
+        lead = () if config.recurrent else (config.depth,)
         bias = {name: jnp.zeros((*lead, its.num_experts), jnp.float32) for name, its in self.routers.items()}
-        return params, {"balancing": bias}
+        if not config.pa_embedding_size:
+            return params, {"balancing": bias}
+        texts = jnp.zeros((config.pa_slots, config.pa_embedding_size), jnp.float32)  # training is given the real ones
+        return params, {"balancing": bias, KNOWLEDGE: {"texts": texts}}
 
     def init_layer(self, key: jax.Array) -> Any:
         """One layer's parameters, in boxes."""
@@ -189,6 +194,20 @@ class Dreamer(Family):
     def weights(self, params: Any) -> Weights:
         """DR's layer is shared by the depths, LA's are stacked."""
         return Weights(shared=params["layer"]) if self.config.recurrent else Weights(stacked=params["layers"])
+
+    def prepare(self, params: Any, state: dict[str, Any]) -> Any:
+        """Keys and values of texts, [n, M, d], in the place of the maps that make them of the embeddings."""
+        config = self.config
+        if not config.pa_embedding_size:
+            return params
+        name = "layer" if config.recurrent else "layers"
+
+        def slots(matrix: jax.Array) -> jax.Array:
+            return slots_of(state[KNOWLEDGE]["texts"], matrix, config.pa_heads, config.dtype)
+
+        its = params[name]["parameter_attention"]
+        made = {leaf: (slots if config.recurrent else jax.vmap(slots))(its[leaf]) for leaf in ("keys", "values")}
+        return {**params, name: {**params[name], "parameter_attention": {**its, **made}}}
 
     def fold(self, params: Any) -> Any:
         """Shared linear experts added into the routed ones in float32 (Eq. 8), matrices laid out for decoding."""
@@ -297,7 +316,7 @@ class Dreamer(Family):
             name: balance(b, counts[name], boost * rates.get(name, config.attention_bias_rate), config.balancing)
             for name, b in state["balancing"].items()
         }
-        return {"balancing": bias}
+        return {**state, "balancing": bias}
 
     def log(self, state: dict[str, Any], counts: Any) -> dict[str, float]:
         """How evenly each router uses its experts, and the range of its bias."""
@@ -335,6 +354,11 @@ class Dreamer(Family):
             Share("residual", norm, 1, depths if config.normalised_stream else 1),
             *([] if layer.injection is None else [Share("residual", layer.injection, 1, depths)]),
             *(() if pa is None else (Share("PA", pa, copies, acts_pa), Share("PA", norm, copies, depths))),
+            *(
+                [Share("PA", Texts(config.pa_slots, config.pa_embedding_size), 1, 0)]
+                if config.pa_embedding_size
+                else []
+            ),
             *([] if self.decoding is None else self.decoding.shares("decoding", int(config.normalised_stream))),
             Share("head", Head(config.vocab_size, hidden), 1, 1, outside=True),
         ]
@@ -367,11 +391,11 @@ class Dreamer(Family):
 
 
 def _observed(counts: dict[str, jax.Array], seen: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What blocks saw, by quantity and then by router; and DA's scores by themselves."""
+    """What blocks saw, by quantity and then by router; and scores of DA and PA by themselves."""
     found: dict[str, Any] = {"counts": counts, "entropy": {}, "scores": {}}
     for router, values in seen.items():
         for quantity, value in values.items():
-            if quantity == "depth_scores":
+            if quantity in ("depth_scores", "slot_scores"):
                 found[quantity] = value
             else:
                 found[quantity][router] = value

@@ -67,7 +67,7 @@ def forward(
     entered, memory = family.enter(params, batch, family.fresh(rows, length, drawn.slots), context)
     if initial_state is None:
         initial_state = family.start(entered, context, state_scale)
-    weights = family.weights(params)
+    weights = family.weights(family.prepare(params, model_state))
     scan = DepthScan(
         observe(family.step) if observe else family.step,
         drawn.slots,

@@ -14,6 +14,7 @@ when is the business of a sampler (`samplers/`): one token after another, or sev
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -24,7 +25,7 @@ from dreamer_jax.blocks.memory import Context, Memory
 from dreamer_jax.blocks.positions import Depth
 from dreamer_jax.config import Config
 from dreamer_jax.errors import UserError
-from dreamer_jax.families import Family, build
+from dreamer_jax.families import KNOWLEDGE, Family, build
 
 PyTree = Any
 
@@ -192,4 +193,10 @@ def fold(
     if not family.flags.generates:
         raise UserError(f"a model of the family {config.family} doesn't generate text")
     depth = family.depth if depth is None else family.check_depth(depth)
-    return FoldedModel(jax.jit(family.fold)(params), state, family, depth)
+    kept = {name: its for name, its in state.items() if name != KNOWLEDGE}  # all that is needed of it is in the weights
+    return FoldedModel(_folded(family, params, state), kept, family, depth)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _folded(family: Family, params: PyTree, state: dict[str, PyTree]) -> PyTree:
+    return family.fold(family.prepare(params, state))

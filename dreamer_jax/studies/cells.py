@@ -117,7 +117,7 @@ def _gradient_norms(family: PuzzleFamily, steps: int, params: Any, model_state: 
     passed = forward(family, params, model_state, batch, 1)
     rows, length = batch["tokens"].shape
     entered, memory = family.enter(params, batch, family.fresh(rows, length, steps), passed.context)
-    weights, inputs = family.weights(params), family.inputs(entered)
+    weights, inputs = family.weights(family.prepare(params, model_state)), family.inputs(entered)
 
     def step(state: Any, l: jax.Array) -> Any:
         depth = depth_of(l, steps)

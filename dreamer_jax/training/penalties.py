@@ -40,7 +40,7 @@ def jacobian(family: Family, params: Any, passed: Pass, keys: jax.Array) -> jax.
     """
     before = jax.lax.stop_gradient(_state(passed, -2))
     l = jnp.maximum(passed.depth - 1, 0)
-    weights = family.cast_weights(family.weights(params)).at(l)
+    weights = family.cast_weights(family.weights(family.prepare(params, passed.context.state))).at(l)
     left = jax.lax.stop_gradient(passed.left)
     after, nothing = step_near(
         family, weights, before, jax.lax.stop_gradient(passed.inputs), Depth(l, passed.depth), left, passed.context

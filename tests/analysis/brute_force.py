@@ -21,6 +21,7 @@ class Watched(reference.Pass):
         self.scores = {name: [[] for _ in depths] for name in bias}
         self.entropies = {name: [[] for _ in depths] for name in bias}
         self.looks: list[list[np.ndarray]] = [[] for _ in depths]
+        self.reads: list[list[np.ndarray]] = [[] for _ in depths]
         self.streams: list[np.ndarray] = []
         self.choices: dict[str, list[tuple[int, float]]] = {}
 
@@ -61,14 +62,28 @@ class Watched(reference.Pass):
             self.looks[l].append(look)
         return out
 
+    def parameter_attention(self, layer, x, l):
+        weights, c = layer["parameter_attention"], self.config
+        normed = reference.rms_norm(x, layer["parameter_norm"]["scale"])
+        keys = reference.rms_norm(self.slots(weights["keys"]), weights["k_norm"]["scale"])
+        for token in normed @ weights["query"]:
+            query = reference.rms_norm(token.reshape(1, c.pa_heads, -1), weights["q_norm"]["scale"])
+            logits = np.sum(keys * self.told(query, weights, l)[0][:, None], axis=-1) / np.sqrt(c.pa_head_size)
+            self.reads[l].append(np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True))
+        return super().parameter_attention(layer, x, l)
 
-def statistics(config: DreamerConfig, params: Any, bias: Any, batch: dict[str, np.ndarray], chosen: np.ndarray):
+
+def statistics(
+    config: DreamerConfig, params: Any, bias: Any, batch: dict[str, np.ndarray], chosen: np.ndarray, texts: Any = None
+):
     """What `observe_batch` returns, with lists of per-token values summed.
 
     Args:
         chosen: [B, S] bool, the targets the lens reads.
+        texts: [M, e], of a model that attends to texts.
     """
     watched = Watched(config, reference.float64(params), reference.float64(bias))
+    watched.texts = texts
     values: dict[str, list[list[float]]] = {}
 
     def note(name: str, l: int, numbers) -> None:
@@ -103,4 +118,6 @@ def statistics(config: DreamerConfig, params: Any, bias: Any, batch: dict[str, n
     result["entropy"] = {name: np.array([np.sum(row) for row in rows]) for name, rows in watched.entropies.items()}
     if config.depth_attention:
         result["depth_scores"] = np.array([np.sum(looks, axis=0) for looks in watched.looks])
+    if config.pa_slots:
+        result["slot_scores"] = np.array([np.sum(reads, axis=0) for reads in watched.reads])
     return result, watched.margin

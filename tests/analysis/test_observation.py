@@ -78,6 +78,27 @@ def test_equal_to_brute_force(case):
     assert_equal(sums, expected, tokens)
 
 
+@pytest.mark.parametrize("variant", ["LA", "DR"])
+def test_slots_that_are_read(variant):
+    """By depth, head and slot; and which text is read most."""
+    slots = {"pa_slots": 5, "pa_heads": 2, "pa_head_size": 8, "pa_source": "texts", "pa_embedding_size": 6}
+    config = small_config(variant, **slots)
+    (params, bias), batch = random_weights(config), make_batch(config)
+    texts = np.random.default_rng(0).normal(size=(5, 6)).astype(np.float32)
+    expected, margin = statistics(config, params, bias, batch, chosen_targets(batch), texts.astype(np.float64))
+    assert margin > 1e-5
+    state = {"balancing": bias, "knowledge": {"texts": texts}}
+    sums = collect(config, params, state, [batch], ONE)
+    assert sums["slot_scores"].shape == (3, 2, 5)
+    assert_equal(sums, expected, int(sums["tokens"]))
+    its = summarise(config, sums, state)["slots"]
+    mean = expected["slot_scores"].mean(axis=1) / int(sums["tokens"])
+    assert its["count"] == 5 and its["read"] == (mean > 0.2).sum(axis=1).tolist()
+    for most, row in zip(its["most"], mean, strict=True):
+        assert [each["slot"] for each in most] == np.argsort(-row).tolist()
+        np.testing.assert_allclose([each["weight"] for each in most], np.sort(row)[::-1], rtol=1e-5)
+
+
 def test_model_is_not_changed_by_being_observed():
     config = small_config()
     params, bias = random_weights(config)

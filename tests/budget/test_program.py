@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from dreamer_jax.blocks.operations import operations_of
-from dreamer_jax.budget import analytic, lowered, program
+from dreamer_jax.budget import analytic, lowered, memory, program
 from dreamer_jax.config.models.dreamer import DreamerConfig, Mixing, Variant
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import build
@@ -92,6 +92,30 @@ def test_program_and_arithmetic_agree_on_learned_slots() -> None:
     assert found == program.expected(model, 6)
     more = found.flops_per_token - program.expected(DreamerConfig(**sizes), 6).flops_per_token
     assert more == 3 * 4 * 2 * 8 * (24 + 7)
+
+
+@pytest.mark.parametrize("variant", ["LA", "DR"])
+def test_program_and_arithmetic_agree_on_texts(variant: Variant) -> None:
+    """Maps in place of slots; of them keys and values are made once a pass, in LA by every layer."""
+    sizes = {"variant": variant, "depth": 3, "hidden_size": 24, "num_experts": 8, "expert_size": 16}
+    slots = {"pa_slots": 7, "pa_heads": 2, "pa_head_size": 8}
+    latents, texts = (
+        DreamerConfig(**sizes, **slots),
+        DreamerConfig(**sizes, **slots, pa_source="texts", pa_embedding_size=5),
+    )
+    copies = 3 if variant == "LA" else 1
+    for rows in (1, 2):
+        found = program.count(texts, 6, rows)
+        assert found == program.expected(texts, 6, rows)
+        more = found.flops_per_token - program.expected(latents, 6).flops_per_token
+        assert more * rows * 6 == pytest.approx(copies * 2 * 2 * 7 * 5 * 16)
+    assert program.expected(latents, 6).parameters - found.parameters == copies * 2 * 16 * (7 - 5)
+    family = build(texts)
+    assert analytic.untrained(family) == 7 * 5 and analytic.untrained(family, folded=True) == 0
+    folded = [int(analytic.total(analytic.parameters(build(its), folded=True))) for its in (texts, latents)]
+    assert folded[0] == folded[1]
+    held, without = (memory.training(build(its), 6, 1, "full") for its in (texts, latents))
+    assert held["texts"] == 4 * 7 * 5 and "texts" not in without
 
 
 def test_program_and_arithmetic_agree_on_learned_depths() -> None:

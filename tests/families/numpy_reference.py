@@ -40,6 +40,7 @@ def forward(
     segment_ids: np.ndarray,
     positions: np.ndarray,
     depth: int | None = None,
+    texts: np.ndarray | None = None,
 ) -> Forward:
     """Logits of a packed batch, token by token.
 
@@ -48,9 +49,11 @@ def forward(
         params, bias: the model's trees.
         tokens, segment_ids, positions: [B, S]; segment 0 is padding.
         depth: L of this pass; None for the trained one.
+        texts: [M, e], embeddings that parameter attention makes its keys and values of.
     """
     params, bias = float64(params), float64(bias)
     pass_ = Pass(config, params, bias, depth or config.depth)
+    pass_.texts = None if texts is None else texts.astype(np.float64)
     logits = np.zeros((*tokens.shape, config.vocab_size))
     for row in range(len(tokens)):
         for document in np.unique(segment_ids[row]):
@@ -64,6 +67,8 @@ def forward(
 
 class Pass:
     """One forward pass over documents, adding up the counts of all of them."""
+
+    texts: np.ndarray | None = None
 
     def __init__(self, config: DreamerConfig, params: Tree, bias: Tree, depth: int) -> None:
         self.config, self.params, self.bias, self.depth = config, params, bias, depth
@@ -206,16 +211,23 @@ class Pass:
         return sigmoid(q) * shared.reshape(n, -1)
 
     def parameter_attention(self, layer: Tree, x: np.ndarray, l: int) -> np.ndarray:
-        """Over learned slots, those of each head its own."""
+        """Over learned slots, or those made of each text; every head has its own."""
         weights, c = layer["parameter_attention"], self.config
         x = rms_norm(x, layer["parameter_norm"]["scale"])
         q = rms_norm((x @ weights["query"]).reshape(len(x), c.pa_heads, -1), weights["q_norm"]["scale"])
-        q, k = self.told(q, weights, l), rms_norm(weights["keys"], weights["k_norm"]["scale"])
+        keys, values = (self.slots(weights[name]) for name in ("keys", "values"))
+        q, k = self.told(q, weights, l), rms_norm(keys, weights["k_norm"]["scale"])
         read = np.zeros_like(q)
         for i in range(len(x)):
             for head in range(c.pa_heads):
-                read[i, head] = attend(q[i, head], k[head], weights["values"][head])
+                read[i, head] = attend(q[i, head], k[head], values[head])
         return read.reshape(len(x), -1) @ weights["output"]
+
+    def slots(self, weights: np.ndarray) -> np.ndarray:
+        """[n, M, d]: learned, or of each text what its embedding is mapped to, cut into heads."""
+        if self.texts is None:
+            return weights
+        return np.stack([np.split(text @ weights, self.config.pa_heads) for text in self.texts], axis=1)
 
     def depths_seen(self, l: int) -> list[int]:
         """Depths that depth l attends to: from itself down in steps, as many as the window has."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -91,6 +92,34 @@ def test_its_gradient_against_finite_differences(name):
     found = (8 * (moved(1e-3) - moved(-1e-3)) - (moved(2e-3) - moved(-2e-3))) / 12e-3
     np.testing.assert_allclose(slope, found, rtol=0.02)
     assert abs(slope) > 1e-3
+
+
+def test_the_last_step_of_a_model_that_attends_to_texts():
+    """Is that of the same model with learned slots, which are what its maps make of the texts; and so is the gradient
+    of the maps."""
+    slots, texts = {"pa_slots": 3, "pa_head_size": 4}, np.random.default_rng(4).normal(size=(3, 6)).astype(np.float32)
+    config = dataclasses.replace(CONFIG, **slots, pa_source="texts", pa_embedding_size=6)
+    latents = dataclasses.replace(CONFIG, **slots)
+    params, bias = jax.tree.map(jnp.asarray, random_weights(config))
+    keys = jax.random.split(jax.random.key(3), 2)
+
+    def size(config, state, make):
+        def of(params):
+            its = params["layer"]["parameter_attention"]
+            its = {**its, **{name: make(its[name]) for name in ("keys", "values")}}
+            given = {**params, "layer": {**params["layer"], "parameter_attention": its}}
+            held = jax.tree.map(jax.lax.stop_gradient, passed(config, given, state))
+            return jnp.sum(penalties.jacobian(build(config), given, held, keys))
+
+        return jax.jit(jax.value_and_grad(of))(params)
+
+    found = size(config, {"balancing": bias, "knowledge": {"texts": texts}}, lambda matrix: matrix)
+    wanted = size(latents, {"balancing": bias}, lambda matrix: (texts @ matrix)[None])
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
+    for name in ("keys", "values"):
+        its, same = (each[1]["layer"]["parameter_attention"][name] for each in (found, wanted))
+        assert np.abs(same).max() > 0
+        np.testing.assert_allclose(its, same, rtol=0, atol=1e-4 * np.abs(same).max())
 
 
 def test_what_is_added_to_the_loss():

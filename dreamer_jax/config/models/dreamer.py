@@ -9,6 +9,7 @@ from dreamer_jax.config.values import Balancing, DepthForm, DepthScaling, Implem
 
 Variant = Literal["LA", "LA+DA", "DR", "DR+DA"]
 Mixing = Literal["sequential", "parallel_attention", "parallel"]
+_MAY_BE_ZERO = ("balancing_boost_steps", "da_window", "pa_slots", "pa_embedding_size", "decoding_size")
 _RECURRENT_PARTS = ("attention_experts", "shared_expert", "residual_norm")
 
 
@@ -61,7 +62,12 @@ class DreamerConfig:
     """DR: the depth attention acts at depth 0 and every so many-th depth from there, and sees only those; 1: at every
     depth."""
     pa_slots: int = 0
-    """M: learned keys and values that every token attends to at every depth (parameter attention); 0: none."""
+    """M: keys and values that every token attends to at every depth (parameter attention); 0: none."""
+    pa_source: Literal["latents", "texts"] = "latents"
+    """What they are: latents: learned. texts: maps of the embeddings of M texts, which data.knowledge has; the maps are
+    learned, the embeddings aren't."""
+    pa_embedding_size: int = 0
+    """e: numbers of the embedding of a text; 0 for latents."""
     pa_heads: int = 1
     """Heads of the parameter attention, each with slots of its own."""
     pa_head_size: int = 32
@@ -170,7 +176,8 @@ class DreamerConfig:
         """What settings add to the paper's model, in words."""
         found = ["residual scale 1/N"] if self.residual_scale == "depth" else []
         found += [f"{self.injection} injection"] if self.injection != "none" else []
-        found += [f"{self.pa_slots} learned slots"] if self.pa_slots else []
+        slots = "texts" if self.pa_source == "texts" else "learned slots"
+        found += [f"{self.pa_slots} {slots}"] if self.pa_slots else []
         found += [f"a decoding layer of {self.decoding_size}"] if self.decoding_size else []
         some = {"sequence": self.sa_every, "depth": self.da_every, "parameter": self.pa_every}
         return (*found, *(f"{name} attention at one depth in {n}" for name, n in some.items() if n > 1))
@@ -195,7 +202,7 @@ class DreamerConfig:
         )
 
     def __post_init__(self) -> None:
-        require_positive(self, "model", allow_zero=("balancing_boost_steps", "da_window", "pa_slots", "decoding_size"))
+        require_positive(self, "model", allow_zero=_MAY_BE_ZERO)
         require(
             self.sa_heads % self.sa_kv_heads == 0,
             "model.sa_kv_heads",
@@ -218,6 +225,19 @@ class DreamerConfig:
                 f"model.{name}",
                 f"{value} is not divisible by 4; depth RoPE rotates pairs in two halves",
             )
+        texts = self.pa_source == "texts"
+        require(
+            not texts or self.pa_slots > 0,
+            "model.pa_slots",
+            "is 0 with model.pa_source texts; it is the number of texts in the file of data.knowledge",
+        )
+        require(
+            texts == bool(self.pa_embedding_size),
+            "model.pa_embedding_size",
+            "is 0 with model.pa_source texts; it is the size of the embeddings in the file of data.knowledge"
+            if texts
+            else f"{self.pa_embedding_size} is for model.pa_source texts, and it is latents; leave the setting out",
+        )
         rotated = min(self.da_head_size, self.router_size) // (2 if self.depth_counters == "both" else 1)
         require(
             self.depth_scaling != "ntk" or rotated > 2,
