@@ -16,8 +16,8 @@ import numpy as np
 from dreamer_jax.export.causal_form import TransformersForm
 from dreamer_jax.export.form import Description, TorchSide, Trace
 from dreamer_jax.export.reading import checked_tensors, to_jax
-from dreamer_jax.export.safetensors_files import open_tensors
 from dreamer_jax.families import build, forward
+from dreamer_jax.runs.safetensors_files import open_tensors
 
 
 class JaxSide:

@@ -19,8 +19,8 @@ from dreamer_jax.export.moeut_form import MoeutForm
 from dreamer_jax.export.ouro_form import OuroForm
 from dreamer_jax.export.ponder_form import PonderForm
 from dreamer_jax.export.recursive_form import RecursiveForm
-from dreamer_jax.export.safetensors_files import read_json
 from dreamer_jax.export.universal_form import UniversalForm
+from dreamer_jax.runs.safetensors_files import read_json
 
 __all__ = ["FORMS", "NOT_DESCRIBED", "Description", "form_of", "generation_settings", "read_description", "twin_of"]
 

@@ -27,9 +27,9 @@ from dreamer_jax.export.form import (
     read_training_run,
     training_run,
 )
-from dreamer_jax.export.names import Name, fold, names_of
-from dreamer_jax.export.safetensors_files import Stored, Tensor
+from dreamer_jax.export.names import FOLDED, Name, fold, names_of
 from dreamer_jax.runs.leaves import StoredModel
+from dreamer_jax.runs.safetensors_files import Stored, Tensor
 
 FORMAT_VERSION = 1
 NOT_DESCRIBED = ("family", "implementation", "dtype", "balancing_boost", "balancing_boost_steps")

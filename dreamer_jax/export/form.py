@@ -17,9 +17,9 @@ from dreamer_jax.config.keys import INTEGERS, key_types, values_of
 from dreamer_jax.config.values import ModelConfig
 from dreamer_jax.data.tokenizers import load_tokenizer
 from dreamer_jax.errors import UserError
-from dreamer_jax.export.safetensors_files import Stored, Tensor
 from dreamer_jax.families import build
 from dreamer_jax.runs.leaves import StoredModel
+from dreamer_jax.runs.safetensors_files import Stored, Tensor
 
 CODES = {"bfloat16": "BF16", "float32": "F32"}
 """A folder's dtype -> that of its tensors, in a safetensors header."""

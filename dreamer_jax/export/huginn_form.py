@@ -33,8 +33,8 @@ from dreamer_jax.export.form import (
 )
 from dreamer_jax.export.huginn import MODEL_TYPE, Name, interleaved, names_of, shape_of, to_leaf, to_tensor
 from dreamer_jax.export.huginn_settings import BLOCK_SIZE, read_model, write_model
-from dreamer_jax.export.safetensors_files import PIECE_BYTES, Stored, Tensor, open_tensors
 from dreamer_jax.runs.leaves import StoredModel
+from dreamer_jax.runs.safetensors_files import PIECE_BYTES, Stored, Tensor, open_tensors
 
 EMBEDDING, HEAD, ROTATIONS = "transformer.wte.weight", "lm_head.weight", "freqs_cis"
 

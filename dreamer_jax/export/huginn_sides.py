@@ -16,8 +16,8 @@ from dreamer_jax.blocks.operations import REFERENCE
 from dreamer_jax.config.models.huginn import HuginnConfig
 from dreamer_jax.export.form import Description, TorchSide, Trace
 from dreamer_jax.export.reading import checked_tensors, to_jax
-from dreamer_jax.export.safetensors_files import open_tensors
 from dreamer_jax.families import build, depth_of
+from dreamer_jax.runs.safetensors_files import open_tensors
 
 COMPARED = 4
 """Recurrences that are compared, at most: all have the same weights, and more of them enlarge what is rounded."""

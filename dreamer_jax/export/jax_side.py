@@ -15,6 +15,7 @@ import numpy as np
 from dreamer_jax.blocks.memory import Context
 from dreamer_jax.blocks.norms import rms_norm
 from dreamer_jax.blocks.operations import REFERENCE, Plain
+from dreamer_jax.blocks.parameter_attention import slots_of
 from dreamer_jax.export.form import Description, Trace
 from dreamer_jax.export.names import FOLDED, Name, names_of
 from dreamer_jax.export.reading import checked_tensors
@@ -126,6 +127,10 @@ class JaxSide:
                 for key in scope:
                     node = node.setdefault(key, {})
                 node[last] = jax.device_put(values)  # uses mapped values where they lie
+            if self.config.pa_embedding_size:
+                its, texts = params["parameter_attention"], jnp.asarray(self._global("texts"))
+                for leaf in ("keys", "values"):
+                    its[leaf] = slots_of(texts, its[leaf], self.config.pa_heads, self.config.dtype)
             self._layers = {index: (params, bias, [matrices["gate_up"], matrices["down"]])}
         return self._layers[index]
 

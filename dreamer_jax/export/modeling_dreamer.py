@@ -11,10 +11,11 @@ A token passes L depths. At each it attends to earlier tokens (SA), to what it w
 experts (EA). In the variants DR and DR+DA one layer serves every depth, and the projections of SA and DA are linear
 experts, one selected a token; in LA and LA+DA every depth has its own layer. Four settings leave out a part each:
 attention_experts, shared_expert, residual_norm, router_depth_code. DA may see the newest da_window depths only, or
-every da_dilation-th, or fold them into a state (da_form); SA, DA and PA
-may act at every sa_every-th, da_every-th and pa_every-th depth only; residual_scale divides by L what a depth adds;
-with injection every depth gets the embedding; a layer of decoding_size may decode what the last depth leaves. A DR
-model may run at any depth (`depth=...`), an LA model at no more than it has.
+every da_dilation-th, or fold them into a state (da_form); SA, DA and PA may act at every sa_every-th, da_every-th and
+pa_every-th depth only; residual_scale divides by L what a depth adds; with injection every depth gets the embedding; a
+layer of decoding_size may decode what the last depth leaves. With pa_slots tokens attend at every depth to learned
+slots, or to texts, whose embeddings are in the buffer `knowledge`: any number of others of that size may take their
+place. A DR model may run at any depth (`depth=...`), an LA model at no more than it has.
 
 In comments, B batch, S sequence, T = B·S tokens, h hidden size, V vocabulary, E experts, F expert size, k active
 experts, r router size, n heads, kv key/value heads, d head size.
@@ -81,6 +82,8 @@ class DreamerConfig(PretrainedConfig):
         da_dilation=1,
         da_every=1,
         pa_slots=0,
+        pa_source="latents",
+        pa_embedding_size=0,
         pa_heads=1,
         pa_head_size=32,
         pa_every=1,
@@ -188,6 +191,7 @@ class Step(NamedTuple):
     scale: float  # of what this depth adds
     place: float  # of this depth among those that are learned
     pa_rotation: tuple[Tensor, ...]  # as da_rotation
+    slots: tuple[Tensor, Tensor] | None  # keys and values of PA, [n, M, d] each
 
 
 class RMSNorm(nn.Module):
@@ -564,18 +568,28 @@ def unit(x: Tensor) -> Tensor:
 
 
 class ParameterAttention(Weights):
-    """PA: attention over learned keys and values; queries are turned by the depth."""
+    """PA: attention over keys and values, learned or mapped from embeddings of texts; queries are turned by the
+    depth."""
 
     def __init__(self, config: DreamerConfig):
         super().__init__()
         hidden, self.heads, size = config.hidden_size, config.pa_heads, config.pa_head_size
-        own = (self.heads, config.pa_slots, size)
-        self.matrix("query", hidden, self.heads * size, deviation=input_deviation(config))
-        self.matrix("keys", *own, deviation=input_deviation(config))
-        self.matrix("values", *own, deviation=input_deviation(config))
+        own, deviation = (self.heads, config.pa_slots, size), input_deviation(config)
+        self.matrix("query", hidden, self.heads * size, deviation=deviation)
+        if config.pa_embedding_size:
+            own, deviation = (config.pa_embedding_size, self.heads * size), (5 * config.pa_embedding_size) ** -0.5
+        self.matrix("keys", *own, deviation=deviation)
+        self.matrix("values", *own, deviation=deviation)
         self.matrix("output", self.heads * size, hidden, deviation=output_deviation(config))
         self.q_norm, self.k_norm = RMSNorm(size), RMSNorm(size)
         self.depth_signals = depth_signals(config, size)
+
+    def slots(self, texts: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values [n, M, d]; of texts the same at every depth, so made once a pass, in the compute type."""
+        if texts is None:
+            return self.keys, self.values
+        made = (texts.to(dtype) @ matrix.to(dtype) for matrix in (self.keys, self.values))
+        return tuple(rows.unflatten(1, (self.heads, -1)).transpose(0, 1) for rows in made)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[B, S, h] -> [B, S, h]."""
@@ -585,7 +599,8 @@ class ParameterAttention(Weights):
             if self.depth_signals is not None
             else rotate_by_depth(q, step.pa_rotation)
         )
-        q, keys, values = (t.to(x.dtype) for t in (q.transpose(1, 2), self.k_norm(self.keys.to(x.dtype)), self.values))
+        keys, values = step.slots
+        q, keys, values = (t.to(x.dtype) for t in (q.transpose(1, 2), self.k_norm(keys.to(x.dtype)), values))
         out = F.scaled_dot_product_attention(q, keys[None], values[None])
         return out.transpose(1, 2).flatten(2) @ self.output.to(x.dtype)
 
@@ -722,6 +737,8 @@ class Dreamer(nn.Module):
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         for module in (self.embedding, self.head):
             nn.init.normal_(module.weight, std=input_deviation(config))
+        size = config.pa_embedding_size
+        self.register_buffer("knowledge", torch.zeros(config.pa_slots, size) if size else None)
         self.layers = nn.ModuleList(Layer(config) for _ in range(1 if config.recurrent else config.depth))
         self.decoding = DecodingLayer(config) if config.decoding_size else nn.Identity()
         normed = config.normalised_stream and not config.decoding_size
@@ -784,6 +801,8 @@ class Dreamer(nn.Module):
         da, router = (depth_rotation(config, total, its, x.device) for its in (config.da_head_size, config.router_size))
         stretch = max((total - 1) / max(config.depth - 1, 1), 1.0) if config.depth_scaling == "interpolated" else 1.0
         pa = depth_rotation(config, total, config.pa_head_size, x.device)
+        attentions = [layer.parameter_attention for layer in self.layers if layer.parameter_attention is not None]
+        slots = [its.slots(self.knowledge, x.dtype) for its in attentions] or [None] * len(self.layers)
         for l in range(total):
             layer = self.layers[0 if config.recurrent else l]
             earlier = rows[len(rows) % config.da_dilation :: config.da_dilation]  # as many below as the window has
@@ -791,6 +810,7 @@ class Dreamer(nn.Module):
             step = first._replace(
                 depth=l,
                 pa_rotation=(pa[0][l], pa[1][l]),
+                slots=slots[0 if config.recurrent else l],
                 place=min(l / stretch, config.depth - 1),
                 da_rotation=(da[0][l], da[1][l]),
                 router_rotation=(router[0][l], router[1][l]),
@@ -830,7 +850,7 @@ class Dreamer(nn.Module):
         if positions is None:
             positions = (place - starts)[:, held:]
         cos, sin = rotation(positions, self.config.sa_head_size, self.config.sa_rope_base)
-        return Step(0, (cos[:, :, None], sin[:, :, None]), (), (), mask, real, cache, [], starts, 1.0, 0.0, ())
+        return Step(0, (cos[:, :, None], sin[:, :, None]), (), (), mask, real, cache, [], starts, 1.0, 0.0, (), None)
 
     def logits(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., V] float32: bfloat16 factors, but the sum isn't rounded to bfloat16."""
@@ -910,6 +930,7 @@ if PreTrainedModel is not None:
                     "router.keys",
                     "router.bias",
                     "depth_signals",
+                    "knowledge",
                     "injection.(norm|fall|rate)",
                     "decoding.norm",
                     "gates",

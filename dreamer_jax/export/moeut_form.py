@@ -14,8 +14,8 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.export.causal_form import CausalForm
 from dreamer_jax.export.form import About, Description, dtype_of, without_run
 from dreamer_jax.export.moeut import EMBEDDING, names_of, sizes_of, turned
-from dreamer_jax.export.safetensors_files import INDEX, SINGLE, open_tensors
 from dreamer_jax.runs.leaves import StoredModel
+from dreamer_jax.runs.safetensors_files import INDEX, SINGLE, open_tensors
 
 ROW_LENGTH = 1024
 """Rows of a run that goes on with a published model: those it was trained with."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from dreamer_jax.blocks.parameters import FLOAT32
 from dreamer_jax.config.models.dreamer import DreamerConfig
-from dreamer_jax.families import build
+from dreamer_jax.families import KNOWLEDGE, build
 from dreamer_jax.runs.leaves import Leaf
 
 GLOBAL = (
@@ -22,6 +22,7 @@ DECODING = (
     ("decoding.feed_forward.up", "model.decoding.up"),
     ("decoding.feed_forward.out", "model.decoding.out"),
 )
+TEXTS = (("texts", "model.knowledge"),)
 FINAL_NORM = (("final_norm.scale", "model.final_norm.weight"),)
 
 NORMS = (
@@ -86,10 +87,10 @@ class Name(NamedTuple):
 
     Attributes:
         tensor: name in model.safetensors.
-        item: "params" or "balancing".
+        item: "params", "balancing" or "knowledge".
         leaf: path of the leaf in that item, joined by dots.
         layer: index along the leaf's leading axis, or None: the whole leaf.
-        part: what a person calls it: embedding, SA, DA, EA, residual or head, with the layer in LA.
+        part: what a person calls it: embedding, texts, SA, DA, EA, residual or head, with the layer in LA.
         float32: whether it stays float32 in a bfloat16 folder: what the JAX model never casts either, by its role.
     """
 
@@ -129,6 +130,8 @@ Entry = tuple[str, str, str, int | None, str]
 def _entries(config: DreamerConfig, keep_shared: bool) -> Iterator[Entry]:
     for leaf, tensor in GLOBAL[:1]:
         yield tensor, "params", leaf, None, "embedding"
+    for leaf, tensor in TEXTS if config.pa_embedding_size else ():
+        yield tensor, KNOWLEDGE, leaf, None, "texts"
     for index in range(1 if config.recurrent else config.depth):
         yield from _layer(config, keep_shared, index)
     for leaf, tensor in DECODING if config.decoding_size else ():

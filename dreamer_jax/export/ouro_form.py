@@ -30,8 +30,8 @@ from dreamer_jax.export.form import (
 )
 from dreamer_jax.export.json_values import number, rope_base, whole
 from dreamer_jax.export.ouro import EMBEDDING, MODEL_TYPE, Name, columns_of, names_of, to_leaf
-from dreamer_jax.export.safetensors_files import Stored, Tensor, open_tensors
 from dreamer_jax.runs.leaves import StoredModel
+from dreamer_jax.runs.safetensors_files import Stored, Tensor, open_tensors
 
 SIZES = {
     "total_ut_steps": "depth",

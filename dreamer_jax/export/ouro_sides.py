@@ -15,8 +15,8 @@ from dreamer_jax.blocks.operations import REFERENCE
 from dreamer_jax.export import causal_sides
 from dreamer_jax.export.form import Description, TorchSide, Trace
 from dreamer_jax.export.reading import checked_tensors, to_jax
-from dreamer_jax.export.safetensors_files import open_tensors
 from dreamer_jax.families import build, forward
+from dreamer_jax.runs.safetensors_files import open_tensors
 
 
 class JaxSide:

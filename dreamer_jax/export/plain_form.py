@@ -25,9 +25,9 @@ from dreamer_jax.export.form import (
     read_training_run,
     training_run,
 )
-from dreamer_jax.export.safetensors_files import Stored, Tensor, open_tensors
 from dreamer_jax.families import build as build_family
 from dreamer_jax.runs.leaves import StoredModel
+from dreamer_jax.runs.safetensors_files import Stored, Tensor, open_tensors
 
 NOT_DESCRIBED = ("family", "dtype", "implementation")
 """Settings that config.json leaves to `model_type`, to the tensors, and to the machine."""

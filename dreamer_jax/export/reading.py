@@ -13,10 +13,10 @@ import numpy as np
 from dreamer_jax.errors import UserError
 from dreamer_jax.export.description import Description, form_of, read_description
 from dreamer_jax.export.form import abstract, at
-from dreamer_jax.export.safetensors_files import Stored, open_tensors
 from dreamer_jax.export.writing import written_aside
 from dreamer_jax.families import build
 from dreamer_jax.runs.models import TrainedModel
+from dreamer_jax.runs.safetensors_files import Stored, open_tensors
 
 
 def import_run(folder: Path, out: Path) -> Description:

@@ -9,9 +9,9 @@ from dreamer_jax.config.models.recursive import RecursiveConfig
 from dreamer_jax.data.tokenizers import Tokenizer
 from dreamer_jax.export.causal_form import CausalForm
 from dreamer_jax.export.form import CODES, About, Description, at
-from dreamer_jax.export.safetensors_files import Tensor
 from dreamer_jax.families import build
 from dreamer_jax.runs.leaves import StoredModel
+from dreamer_jax.runs.safetensors_files import Tensor
 
 _USE = """\
 ```python

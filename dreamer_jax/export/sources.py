@@ -16,7 +16,7 @@ import numpy as np
 from dreamer_jax.errors import UserError
 from dreamer_jax.export.form import dtype_of
 from dreamer_jax.export.json_values import flag, number, rope_base, whole
-from dreamer_jax.export.safetensors_files import Stored, open_tensors, read_json
+from dreamer_jax.runs.safetensors_files import Stored, open_tensors, read_json
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 DERIVED = "rotary_emb.inv_freq"

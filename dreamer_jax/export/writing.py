@@ -11,10 +11,11 @@ from pathlib import Path
 
 from dreamer_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dreamer_jax.errors import UserError
-from dreamer_jax.export import modeling_file, safetensors_files
+from dreamer_jax.export import modeling_file
 from dreamer_jax.export.card import write_card
 from dreamer_jax.export.description import Description, form_of, generation_settings
 from dreamer_jax.export.tokenizer_files import write_tokenizer
+from dreamer_jax.runs import safetensors_files
 from dreamer_jax.runs.leaves import StoredModel
 
 

@@ -18,24 +18,26 @@ from dreamer_jax.config.models.huginn import HuginnConfig
 from dreamer_jax.config.models.ouro import OuroConfig
 from dreamer_jax.config.sections import Config, DataConfig, RunConfig
 from dreamer_jax.data import open_data
-from dreamer_jax.export import safetensors_files
 from dreamer_jax.export.description import NOT_DESCRIBED
 from dreamer_jax.export.names import FOLDED, fold, names_of
-from dreamer_jax.export.safetensors_files import Tensor
 from dreamer_jax.families import build, initialise
+from dreamer_jax.runs import safetensors_files
 from dreamer_jax.runs.leaves import write_run
+from dreamer_jax.runs.safetensors_files import Tensor
 from dreamer_jax.training.optimizer import make_optimizer
 from tests.families.cases import random_weights, small_config
 
 WHY_SKIPPED = "needs the extra export: pip install -e '.[export]'"
 
 
-def torch_weights(params: Any, bias: Any, model: DreamerConfig, keep_shared: bool) -> dict[str, np.ndarray]:
+def torch_weights(
+    params: Any, bias: Any, model: DreamerConfig, keep_shared: bool, texts: Any = None
+) -> dict[str, np.ndarray]:
     """Tensor name, as in `Dreamer.state_dict()`, -> values."""
-    weights = {}
+    weights, items = {}, {"params": params, "balancing": bias, "knowledge": {"texts": texts}}
     for name in names_of(model, keep_shared):
         *scope, last = name.leaf.split(".")
-        node = params if name.item == "params" else bias
+        node = items[name.item]
         for key in scope:
             node = node[key]
         values = np.asarray(node[last])
@@ -45,7 +47,9 @@ def torch_weights(params: Any, bias: Any, model: DreamerConfig, keep_shared: boo
     return weights
 
 
-def torch_model(model: DreamerConfig, keep_shared: bool = False, weights: tuple[Any, Any] | None = None) -> Any:
+def torch_model(
+    model: DreamerConfig, keep_shared: bool = False, weights: tuple[Any, Any] | None = None, texts: Any = None
+) -> Any:
     """The PyTorch model with the (params, bias) given, those of `random_weights(model)` by default."""
     import torch
 
@@ -57,7 +61,7 @@ def torch_model(model: DreamerConfig, keep_shared: bool = False, weights: tuple[
     for name in NOT_DESCRIBED:
         del fields[name]
     dreamer = Dreamer(DreamerConfig(**fields, keep_shared=keep_shared))
-    named = torch_weights(params, bias, model, keep_shared)
+    named = torch_weights(params, bias, model, keep_shared, texts)
     dreamer.load_state_dict({name: torch.tensor(values) for name, values in named.items()})
     return dreamer.eval()
 

@@ -15,10 +15,10 @@ import dreamer_jax
 from dreamer_jax.cli.main import main
 from dreamer_jax.config.sections import Config, DataConfig, RunConfig
 from dreamer_jax.errors import UserError
-from dreamer_jax.export import safetensors_files
 from dreamer_jax.export.description import FORMS
 from dreamer_jax.export.reading import import_run
 from dreamer_jax.export.writing import export
+from dreamer_jax.runs import safetensors_files
 from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run
 from tests.export.cases import WHY_SKIPPED, write_folder, write_small_run

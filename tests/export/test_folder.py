@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from dreamer_jax.errors import UserError
-from dreamer_jax.export import modeling_file, safetensors_files
+from dreamer_jax.export import modeling_file
 from dreamer_jax.export.description import read_description
 from dreamer_jax.export.reading import import_run
 from dreamer_jax.export.writing import export
 from dreamer_jax.parallel import make_mesh
+from dreamer_jax.runs import safetensors_files
 from dreamer_jax.runs.checkpoints import Checkpoints
 from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run

@@ -11,10 +11,10 @@ import pytest
 import dreamer_jax
 from dreamer_jax.cli.main import main
 from dreamer_jax.errors import UserError
-from dreamer_jax.export import safetensors_files
 from dreamer_jax.export.description import read_description
 from dreamer_jax.export.reading import import_run
 from dreamer_jax.export.writing import export
+from dreamer_jax.runs import safetensors_files
 from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run
 from tests.export.cases import HUGINN, WHY_SKIPPED, huginn_run, make_run, write_folder

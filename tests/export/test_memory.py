@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MEASURE = """
 import json, sys
 from pathlib import Path
-from dreamer_jax.export import safetensors_files
+from dreamer_jax.runs import safetensors_files
 from dreamer_jax.export.verification import compare_weights
 from dreamer_jax.export.description import read_description
 from dreamer_jax.export.writing import export

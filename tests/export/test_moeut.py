@@ -16,12 +16,12 @@ import pytest
 from dreamer_jax.blocks.sigma_moe import Selection
 from dreamer_jax.cli.main import main
 from dreamer_jax.config.sections import Config, DataConfig, RunConfig
-from dreamer_jax.export import safetensors_files
 from dreamer_jax.export.moeut import params_of
 from dreamer_jax.export.moeut_form import MoeutForm
 from dreamer_jax.export.moeut_sides import ties
 from dreamer_jax.export.reading import import_run, read_model
 from dreamer_jax.export.writing import export
+from dreamer_jax.runs import safetensors_files
 from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run
 from tests.export.cases import WHY_SKIPPED, write_folder, write_small_run

@@ -107,6 +107,26 @@ def test_deeper_than_trained(settings: dict[str, Any]) -> None:
     assert relative_error(logits_of(torch_model(config), tokens, depth=7), expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("variant", ["LA", "DR+DA"])
+def test_texts(variant: str) -> None:
+    """Their embeddings are a buffer, whose number of rows may change; greedily continued."""
+    config = small_config(variant, pa_slots=4, pa_heads=2, pa_head_size=8, pa_source="texts", pa_embedding_size=6)
+    params, bias = random_weights(config)
+    texts = np.random.default_rng(2).normal(size=(9, 6)).astype(np.float32)
+    dreamer = torch_model(config, texts=texts[:4])
+    assert "knowledge" in dict(dreamer.named_buffers()) and "knowledge" not in dict(dreamer.named_parameters())
+    for its in (texts[:4], texts):
+        dreamer.knowledge = torch.tensor(its)
+        expected = forward(config, params, bias, TOKENS, SEGMENT_IDS, POSITIONS, texts=its).logits
+        assert relative_error(logits_of(dreamer, TOKENS, SEGMENT_IDS)[REAL], expected[REAL]) < TOLERANCE
+    written = dreamer.generate(torch.tensor(TOKENS[:1, :4]), 3)
+    for length in (4, 5, 6):
+        assert written[0, length] == dreamer(written[:, :length])[0, -1].argmax()
+    dreamer.gradient_checkpointing = True
+    found = torch_gradients(dreamer)
+    assert all(found[f"layers.0.parameter_attention.{name}"].abs().max() > 0 for name in ("keys", "values"))
+
+
 def test_depths_that_keep_nothing_have_no_place_in_the_cache() -> None:
     """The caches give what a pass over the whole row gives."""
     dreamer, cache = torch_model(small_config(sa_every=2, da_every=2, depth=5)), modeling_dreamer.Cache()

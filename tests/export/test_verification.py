@@ -9,8 +9,8 @@ import pytest
 
 from dreamer_jax.cli.main import main
 from dreamer_jax.errors import UserError
-from dreamer_jax.export import safetensors_files
 from dreamer_jax.export.writing import export
+from dreamer_jax.runs import safetensors_files
 from dreamer_jax.runs.leaves import open_model
 from tests.export.cases import WHY_SKIPPED, make_run
 

@@ -86,18 +86,19 @@ def write(folder: Path, tensors: Sequence[Tensor], shard_bytes: int = SHARD_BYTE
             shards.append([])
         shards[-1].append(tensor)
     if len(shards) == 1:
-        _write_file(folder / SINGLE, shards[0])
+        write_file(folder / SINGLE, shards[0])
         return
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(folder / name, shard)
+        write_file(folder / name, shard)
         weight_map |= {tensor.name: name for tensor in shard}
     index = {"metadata": {"total_size": sum(t.size for t in tensors)}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_file(path: Path, tensors: Sequence[Tensor]) -> None:
+def write_file(path: Path, tensors: Sequence[Tensor]) -> None:
+    """Write tensors into one file."""
     # What fills whole 64-byte lines comes first, so that one odd size doesn't shift everything after it.
     ordered = sorted(tensors, key=lambda tensor: (tensor.size % ALIGNMENT != 0, -DTYPES[tensor.dtype].itemsize))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -130,7 +131,7 @@ def open_tensors(folder: Path) -> dict[str, Stored]:
     if not index.exists():
         if not (folder / SINGLE).is_file():
             raise UserError(f"{folder} has no {SINGLE}; it isn't an exported model, or the copy is incomplete")
-        return _open_file(folder / SINGLE)
+        return open_file(folder / SINGLE)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise UserError(f"{index}: weight_map must map tensors to files")
@@ -138,7 +139,7 @@ def open_tensors(folder: Path) -> dict[str, Stored]:
     for name in sorted(set(weight_map.values())):
         if Path(name).name != name:
             raise UserError(f"{index}: '{name}' is not the name of a file in this folder")
-        its = _open_file(folder / name)
+        its = open_file(folder / name)
         expected = {tensor for tensor, file in weight_map.items() if file == name}
         if set(its) != expected:
             raise UserError(f"{index}: {name} has other tensors than the index says: {min(set(its) ^ expected)}")
@@ -163,7 +164,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _open_file(path: Path) -> dict[str, Stored]:
+def open_file(path: Path) -> dict[str, Stored]:
+    """Name -> tensor, of one file; raises as `open_tensors` does."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
