@@ -41,6 +41,7 @@ from dreamer_jax.inference import (
     fold,
     tokenizer_of,
 )
+from dreamer_jax.inference.embedding import embed
 from dreamer_jax.inference.model import check_generates
 from dreamer_jax.inference.text import Prompt
 from dreamer_jax.runs.models import TrainedModel, changed, load_run
@@ -156,6 +157,23 @@ class Model:
         wanted = [rows] if isinstance(rows, str) else rows
         return self.texts(depth, batch_size=batch_size).score(wanted)
 
+    def embed(self, texts: Sequence[str], depth: int | None = None, batch_size: int = 16) -> np.ndarray:
+        """Embeddings [N, h] float32 of texts: the mean of the last states over the tokens of each, with a mean square
+        of 1. A text is cut off where a row of training ends.
+
+        Args:
+            texts: none of them empty.
+            depth: L; None for the trained one.
+            batch_size: texts computed at once.
+        """
+        if not self.family.flags.generates:
+            raise UserError(f"models of the family {self.config.model.family} read puzzles, not texts")
+        check_generates(self.config)
+        rows = [self.encode(text)[: self.config.data.sequence_length] for text in texts]
+        if not rows or min(map(len, rows)) < 2:
+            raise UserError("embed: there is no text, or an empty one")
+        return embed(self.family, self.params, self.model_state, rows, self._depth(depth), batch_size)
+
     def texts(self, depth: int | None = None, sampler: Sampler | None = None, batch_size: int = 16) -> LanguageModel:
         """What `generate` and `score` use, which can also show texts while they grow (`stream`)."""
         return LanguageModel(Engine(self.folded(depth), sampler, self._mesh), self.tokenizer, batch_size=batch_size)
@@ -213,6 +231,7 @@ def load(
     average: int = 1,
     dtype: str | None = None,
     cache: str | None = None,
+    knowledge: str | None = None,
     tokenizer: str | None = None,
     mesh: Mesh | None = None,
     family_module: str | None = None,
@@ -225,6 +244,8 @@ def load(
         average: the parameters are the mean of so many checkpoints, that one and those before it.
         dtype: compute precision, "float32" or "bfloat16"; by default the run's.
         cache: which keys of other tokens' depths a token sees, for families with several rules (`model.cache`).
+        knowledge: a file of `dreamer embed` with other texts than the model was trained with, for models that attend to
+            texts.
         tokenizer: where the tokenizer's file is now, if it was moved; needed only for texts.
         mesh: devices that share generation and scoring, as `inference.Engine` takes it; None for one.
         family_module: where the model's family is defined, if that is outside of the package; as `--family-module`.
@@ -241,10 +262,11 @@ def load(
 
         trained = read_model(folder)
         if tokenizer is None and not _is_there(trained.config.data.tokenizer):
-            return Model(changed(trained, dtype, cache), lambda: load_tokenizer(str(folder / "tokenizer.json")), mesh)
+            its = changed(trained, dtype, cache, knowledge)
+            return Model(its, lambda: load_tokenizer(str(folder / "tokenizer.json")), mesh)
     else:
         trained = load_run(path, step, average)
-    return Model(changed(trained, dtype, cache), lambda: tokenizer_of(trained, tokenizer), mesh)
+    return Model(changed(trained, dtype, cache, knowledge), lambda: tokenizer_of(trained, tokenizer), mesh)
 
 
 def _is_there(tokenizer: str) -> bool:

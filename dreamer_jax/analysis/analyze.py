@@ -23,6 +23,7 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.families import build
 from dreamer_jax.parallel import make_mesh
 from dreamer_jax.runs.folders import path_of, run_and_step
+from dreamer_jax.runs.knowledge import read_texts
 from dreamer_jax.runs.models import load_run
 
 
@@ -99,9 +100,20 @@ def examine(
         "data": Path(data).name if data else "its held-out data",
     }
     summary = described | summarise(config.model, sums, jax.device_get(model.model_state))
+    if "slots" in summary and config.data.knowledge:
+        _name_texts(summary["slots"], read_texts(config.data.knowledge, summary["slots"]["count"]))
     if family.flags.injects_inputs and family.flags.generates and first:
         summary["trajectories"] = trajectories(family, model.params, model.model_state, first, opened.tokenizer)
     return summary, config
+
+
+def _name_texts(slots: dict[str, Any], texts: list[str] | None) -> None:
+    """Beside the number of a slot its text, where it is known."""
+    if texts is None:
+        return
+    for depth in slots["most"]:
+        for its in depth:
+            its["text"] = texts[its["slot"]]
 
 
 def _place(folder: str | Path) -> epath.Path:

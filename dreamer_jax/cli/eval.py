@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from dreamer_jax.cli.arguments import Parser, natural, positive
-from dreamer_jax.cli.inference_options import CACHE, add_mesh, add_sampling, mesh_of, sampling_of
+from dreamer_jax.cli.inference_options import CACHE, KNOWLEDGE, add_mesh, add_sampling, mesh_of, sampling_of
 from dreamer_jax.cli.sampler_options import add_sampler, parse
 
 
@@ -33,6 +33,7 @@ def run(arguments: list[str]) -> int:
         sampler=sampler,
         sampling=sampling,
         cache=options.cache,
+        knowledge=options.knowledge,
         mesh=mesh_of(options.mesh_data, options.mesh_expert),
     )
     settings = Settings(
@@ -86,6 +87,7 @@ def _parser() -> Parser:
     add("--average", type=positive, default=1, metavar="N", help="take the mean of the last N checkpoints' weights (1)")
     add("--dtype", choices=("bfloat16", "float32"), help="compute precision, instead of the run's")
     add("--cache", metavar="RULE", help=CACHE)
+    add("--knowledge", metavar="FILE.safetensors", help=KNOWLEDGE)
     add("--tokenizer", help="where the run's tokenizer is now, if it was moved")
     add_sampling(parser)
     add_sampler(parser)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 RUN = "a run directory, one checkpoint in it (RUN/checkpoints/500), or an exported folder"
 CACHE = "which keys of tokens at other depths are seen: model.cache (as trained)"
+KNOWLEDGE = "other texts to attend to than trained with, made by dreamer embed: for models with model.pa_source texts"
 
 
 def add_options(parser: Parser) -> None:
@@ -30,6 +31,7 @@ def add_options(parser: Parser) -> None:
     add("--average", type=int, default=1, metavar="N", help="take the mean of the last N checkpoints' weights (1)")
     add("--dtype", choices=["float32", "bfloat16"], help="compute precision (as trained)")
     add("--cache", metavar="RULE", help=CACHE)
+    add("--knowledge", metavar="FILE.safetensors", help=KNOWLEDGE)
     add("--tokenizer", metavar="FILE", help="where the run's tokenizer is now, if it was moved")
     add_sampler(parser)
     add_mesh(parser)
@@ -104,6 +106,6 @@ def open_model(options: argparse.Namespace, sampler: Sampler) -> tuple[LanguageM
     if options.max_tokens < 1:
         raise UserError(f"--max-tokens {options.max_tokens}: must be 1 or more")
     mesh = mesh_of(options.mesh_data, options.mesh_expert)
-    names = ("average", "dtype", "cache", "tokenizer")
+    names = ("average", "dtype", "cache", "knowledge", "tokenizer")
     model = load(options.run, **{name: getattr(options, name) for name in names}, mesh=mesh)
     return model.texts(options.depth, sampler, options.batch_size), model.config

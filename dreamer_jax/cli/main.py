@@ -32,6 +32,7 @@ COMMANDS = {
     "generate": ("dreamer_jax.cli.generate", "a trained model continues texts"),
     "chat": ("dreamer_jax.cli.chat", "a trained model answers line by line"),
     "serve": ("dreamer_jax.cli.serve", "a trained model behind OpenAI's API, with a page to chat"),
+    "embed": ("dreamer_jax.cli.embed", "embeddings of texts, for models that attend to texts"),
     "analyze": ("dreamer_jax.cli.analyze", "what depth attention and the experts do: statistics, figures, a report"),
     "export": ("dreamer_jax.cli.export", "a trained model as a folder for PyTorch, verified"),
     "import": ("dreamer_jax.cli.import_", "an exported folder, perhaps fine-tuned, as a run"),
@@ -48,7 +49,7 @@ OPTION = "--family-module"
 """The option of every command; see dreamer_jax/config/models."""
 HEAVY = [["train"], ["frontier"], ["study"], ["depth"], ["bench"], ["eval"], ["generate"], ["chat"], ["serve"]]
 """Commands that compute for long."""
-COMPILING = [*(words for words in HEAVY if words != ["study"]), ["analyze"], ["export"], ["import"]]
+COMPILING = [*(words for words in HEAVY if words != ["study"]), ["analyze"], ["embed"], ["export"], ["import"]]
 """Commands whose compiled programs are worth keeping; those of `plan` are for machines that aren't there, and runs of a
 study are processes that have fewer cores."""
 OF_THE_DISK = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or name another place") | dict.fromkeys(

@@ -14,7 +14,7 @@ from typing import Literal
 from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.config.puzzle import PuzzleConfig
 from dreamer_jax.config.recurrence import STEPPED_TASKS, RecurrenceConfig
-from dreamer_jax.config.values import ModelConfig, Remat, experts_of, require, require_positive
+from dreamer_jax.config.values import ModelConfig, Remat, experts_of, knowledge_of, require, require_positive
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,9 @@ class DataConfig:
     """Tokens that are trained on: all, or those of the completion (and the end of text) only."""
     mixture: str = ""
     """Source prepared: a mixture, file or name, whose weights, epochs or tokens replace those in the directory."""
+    knowledge: str = ""
+    """With model.pa_source texts: the file of their embeddings that `dreamer embed` made. A new run takes them over
+    into its checkpoints, and doesn't read the file again."""
     tokenizer: str = "bytes"
     """bytes, the path of a tiktoken rank file with the Llama-3 tokenizer, or of a Hugging Face tokenizer.json."""
     sequence_length: int = 256
@@ -333,6 +336,18 @@ class Config:
             data.copies == 1 or not self.evaluation.tasks,
             "evaluation.tasks",
             f"models trained with data.copies {data.copies} don't go through benchmarks; leave it empty",
+        )
+        texts = knowledge_of(self.model)
+        require(
+            texts is None or bool(self.data.knowledge),
+            "data.knowledge",
+            "is empty; a model with model.pa_source texts needs a file of `dreamer embed`, e.g. "
+            "--data.knowledge knowledge.safetensors",
+        )
+        require(
+            texts is not None or not self.data.knowledge,
+            "data.knowledge",
+            "this model attends to no texts; set model.pa_source to texts, or leave the file out",
         )
         experts = experts_of(self.model)
         require(

@@ -27,7 +27,7 @@ from dreamer_jax.export.form import (
     read_training_run,
     training_run,
 )
-from dreamer_jax.export.names import FOLDED, Name, fold, names_of
+from dreamer_jax.export.names import Name, fold, names_of
 from dreamer_jax.runs.leaves import StoredModel
 from dreamer_jax.runs.safetensors_files import Stored, Tensor
 

@@ -16,11 +16,12 @@ from etils import epath
 from dreamer_jax.config import Config, load_config
 from dreamer_jax.config.keys import convert
 from dreamer_jax.errors import UserError
-from dreamer_jax.families import Family, build
+from dreamer_jax.families import KNOWLEDGE, Family, build
 from dreamer_jax.runs.array_files import read_tree
 from dreamer_jax.runs.checkpoints import FINGERPRINTS, warn
 from dreamer_jax.runs.folders import config_of_text, folder_of, path_of, run_and_step
 from dreamer_jax.runs.integrity import problem_of
+from dreamer_jax.runs.knowledge import read_embeddings
 from dreamer_jax.runs.step_folders import StepFolders
 
 
@@ -106,18 +107,24 @@ def load_run(path: str | Path, step: int | None = None, average: int = 1) -> Tra
     return TrainedModel(found.config, found.step, mean, own, found.meta)
 
 
-def changed(trained: TrainedModel, dtype: str | None = None, cache: str | None = None) -> TrainedModel:
-    """The model in another compute precision, or with another rule of its cache.
+def changed(
+    trained: TrainedModel, dtype: str | None = None, cache: str | None = None, knowledge: str | None = None
+) -> TrainedModel:
+    """The model in another compute precision, with another rule of its cache, or with other texts to attend to.
 
     Raises:
-        UserError: its family has no such rules, or none of this name.
+        UserError: its family has no such rules, or none of this name; it attends to no texts, or the file of their
+            embeddings doesn't fit.
     """
-    model = trained.config.model
+    model, own = trained.config.model, trained.model_state
+    if knowledge is not None:
+        texts = read_embeddings(knowledge, model, number=False)
+        model, own = dataclasses.replace(model, pa_slots=len(texts)), {**own, KNOWLEDGE: {"texts": jnp.asarray(texts)}}
     if cache is not None:
         model = with_cache(model, cache)
     if dtype is not None:
         model = dataclasses.replace(model, dtype=dtype)
-    return dataclasses.replace(trained, config=dataclasses.replace(trained.config, model=model))
+    return dataclasses.replace(trained, config=dataclasses.replace(trained.config, model=model), model_state=own)
 
 
 def with_cache(model: Any, rule: str) -> Any:

@@ -17,7 +17,7 @@ from dreamer_jax.config import LoadedConfig
 from dreamer_jax.config.sections import Config
 from dreamer_jax.data import Data, Record, open_data
 from dreamer_jax.errors import UserError
-from dreamer_jax.families import build
+from dreamer_jax.families import KNOWLEDGE, build
 from dreamer_jax.parallel import batch_spec, make_mesh
 from dreamer_jax.parallel.distributed import is_primary, place_rows, rows_of_devices
 from dreamer_jax.runs.checkpoints import Checkpoints
@@ -260,7 +260,8 @@ class _Loop:
         return place_rows(self.probe.sample(batch), rows, self.mesh.size, self.sharding)
 
     def _log(self, step: int, step_metrics: dict[str, Any], state: TrainState) -> None:
-        values = jax.device_get({**step_metrics, "model_state": state.model_state})  # waits for the step
+        own = {name: its for name, its in state.model_state.items() if name != KNOWLEDGE}
+        values = jax.device_get({**step_metrics, "model_state": own})  # waits for the step
         seconds = self.clock.seconds_per_step(step)
         self.counter.catch_up()
         counts, model_state = values.pop("counts"), values.pop("model_state")

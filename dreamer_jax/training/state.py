@@ -7,15 +7,18 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dreamer_jax.config.sections import Config
+from dreamer_jax.config.values import knowledge_of
 from dreamer_jax.errors import UserError
-from dreamer_jax.families import Family, build, initialise
+from dreamer_jax.families import KNOWLEDGE, Family, build, initialise
 from dreamer_jax.parallel.layout import parameter_layouts
 from dreamer_jax.runs.array_files import read_tree
+from dreamer_jax.runs.knowledge import read_embeddings
 from dreamer_jax.runs.models import locate_run
 from dreamer_jax.runs.state import TrainState
 from dreamer_jax.training.optimizer import make_optimizer
@@ -24,11 +27,13 @@ from dreamer_jax.training.optimizer import make_optimizer
 def create_state(config: Config, mesh: Mesh) -> TrainState:
     """A fresh state, divided over the devices; its numbers don't depend on the mesh.
 
-    It is drawn from `run.seed`, or its weights are those of the run that `training.initial_weights` names.
+    It is drawn from `run.seed`, or its weights are those of the run that `training.initial_weights` names. Embeddings
+    of texts are those of the file that `data.knowledge` names.
 
     Raises:
-        UserError: there is no such run, or it holds another model.
+        UserError: there is no such run, or it holds another model; or no such file, or it holds something else.
     """
+    texts = _texts(config)  # what is wrong with them shows before anything is compiled
     family = build(config.model)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, _abstract(config, family, mesh))
 
@@ -41,7 +46,22 @@ def create_state(config: Config, mesh: Mesh) -> TrainState:
     quick = mesh.devices.flat[0].platform == "cpu"
     options = {"xla_backend_optimization_level": 1} if quick else None
     state = jax.jit(fresh, out_shardings=shardings, compiler_options=options)()
-    return _with_weights_of(config.training.initial_weights, state) if config.training.initial_weights else state
+    if config.training.initial_weights:
+        state = _with_weights_of(config.training.initial_weights, state)
+    if texts is None:
+        return state
+    sharding = state.model_state[KNOWLEDGE]["texts"].sharding
+    placed = jax.make_array_from_callback(texts.shape, sharding, lambda index: texts[index])
+    return state.replace(model_state={**state.model_state, KNOWLEDGE: {"texts": placed}})
+
+
+def _texts(config: Config) -> np.ndarray | None:
+    if knowledge_of(config.model) is None:
+        return None
+    try:
+        return read_embeddings(config.data.knowledge, config.model)
+    except UserError as error:
+        raise UserError(f"data.knowledge: {error}") from None
 
 
 def _with_weights_of(run: str, state: TrainState) -> TrainState:
@@ -49,7 +69,8 @@ def _with_weights_of(run: str, state: TrainState) -> TrainState:
     try:
         found = locate_run(run)
         params = read_tree(found.item("params"), state.params)
-        model_state = {name: read_tree(found.item(name), its) for name, its in state.model_state.items()}
+        read = {name: its for name, its in state.model_state.items() if name != KNOWLEDGE}
+        model_state = state.model_state | {name: read_tree(found.item(name), its) for name, its in read.items()}
     except UserError as error:
         raise UserError(f"training.initial_weights: {error}") from None
     return state.replace(params=params, model_state=model_state)

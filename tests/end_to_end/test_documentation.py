@@ -166,7 +166,7 @@ def test_documented_settings_exist(workplace):
 @pytest.mark.parametrize("command", map(slow_if_costly, DREAMER))
 def test_documented_command(command, workplace, trained, capsys):
     words = shlex.split(command)[1:]
-    if words[0] in ("checkpoint", "compare", "depth", "generate"):
+    if words[0] in ("checkpoint", "compare", "depth", "embed", "generate"):
         words = [trained if word.startswith("runs/") else word for word in words]
     if "--training.initial_weights" in words:
         words = with_options(words, {"training.initial_weights": trained})
@@ -183,6 +183,9 @@ def test_documented_command(command, workplace, trained, capsys):
             small["evaluation.harder"] = "3"
         if "LA" in words:
             small["model.num_experts"] = "4"
+        if "--data.knowledge" in words:
+            assert main(["embed", trained, "my.jsonl", "--out", "knowledge.safetensors"]) == 0
+            small |= {"model.pa_embedding_size": "32", "model.pa_slots": "81"}
         if words[0] == "bench":
             if "--against" in words or words[1] == "export":
                 pytest.importorskip("transformers", reason="the peer of the benchmark, extra `bench`")

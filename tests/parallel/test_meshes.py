@@ -23,6 +23,7 @@ from dreamer_jax.parallel.gather import gather, means, scatter, squared_norm, su
 from dreamer_jax.parallel.mesh import EXPERT
 from dreamer_jax.planning.collectives import find_collectives, large_all_reduces
 from dreamer_jax.planning.hlo import parse_program
+from dreamer_jax.runs import knowledge
 from dreamer_jax.runs.state import TrainState
 from dreamer_jax.training.state import abstract_state, create_state, state_specs
 from dreamer_jax.training.train_step import family_on, make_loss_and_gradient, make_train_step
@@ -128,6 +129,22 @@ def test_a_model_without_a_part_of_section_3_7(left_out):
     config = tiny_config(**{f"model__{name}": False for name in left_out}, model__num_experts=11)
     state = jax.device_get(create_state(config, make_mesh(config.mesh)))
     wanted = loss_and_gradients(config, state, MeshConfig())
+    assert_close(loss_and_gradients(config, state, MESHES["mixed"]), wanted)
+
+
+@pytest.mark.slow
+def test_texts_are_the_same_on_every_device(tmp_path):
+    """Their file's, whose maps are divided and gathered as all weights are."""
+    path = tmp_path / "facts.safetensors"
+    knowledge.write(path, np.random.default_rng(0).normal(size=(5, 12)).astype(np.float32), list("abcde"))
+    plain = tiny_config(model__num_experts=11)
+    model = dataclasses.replace(plain.model, pa_slots=5, pa_source="texts", pa_embedding_size=12)  # type: ignore[call-arg]
+    config = dataclasses.replace(plain, model=model, data=dataclasses.replace(plain.data, knowledge=str(path)))
+    state = jax.device_get(create_state(config, make_mesh(MESHES["mixed"])))
+    texts = state.model_state["knowledge"]["texts"]
+    np.testing.assert_array_equal(texts, knowledge.read_embeddings(path, config.model))
+    wanted = loss_and_gradients(config, state, MeshConfig())
+    assert np.abs(wanted[1]["layer"]["parameter_attention"]["keys"]).max() > 0
     assert_close(loss_and_gradients(config, state, MESHES["mixed"]), wanted)
 
 
