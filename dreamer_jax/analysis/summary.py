@@ -50,7 +50,9 @@ def summarise(config: Any, sums: Sums, model_state: Any) -> Summary:
     if EXPERTS in counts:
         summary["experts"] = expert_numbers(counts[EXPERTS], build(config).flags.recurrent)
     bias = model_state.get("balancing", {})
-    summary["routers"] = {name: _router(name, sums, bias.get(name), tokens) for name in counts}
+    subsets = getattr(config, "expert_subsets", None)
+    choices = {EXPERTS: subsets.size} if subsets else {}
+    summary["routers"] = {name: _router(name, sums, bias.get(name), tokens, choices.get(name)) for name in counts}
     summary["depth_attention"] = attention
     summary["residual"] = {name: (sums[name] / max(1, tokens)).tolist() for name in RESIDUAL}
     summary["lens"] = _lens(sums)
@@ -87,12 +89,13 @@ def _model(config: Any) -> dict[str, Any]:
     return described | {name: getattr(config, key) for name, key in names.items() if hasattr(config, key)}
 
 
-def _router(name: str, sums: Sums, bias: Any, tokens: int) -> dict[str, Any]:
+def _router(name: str, sums: Sums, bias: Any, tokens: int, choices: int | None) -> dict[str, Any]:
+    """Of a router that may choose among so many experts at each depth; None: among all."""
     counts, scores = sums["counts"][name], sums["scores"][name]
     return {
         "counts": counts.tolist(),
         "entropy": (sums["entropy"][name] / max(1, tokens)).tolist(),
-        "largest_entropy": math.log(counts.shape[1]),
+        "largest_entropy": math.log(choices or counts.shape[1]),
         "score_histogram": (scores / np.maximum(scores.sum(axis=1, keepdims=True), 1)).tolist(),
         "bias": {f"{q:.0%}": float(np.quantile(np.asarray(bias), q)) for q in QUANTILES} if bias is not None else {},
     }

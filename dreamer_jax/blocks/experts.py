@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dreamer_jax.blocks.counting import BFLOAT16_BYTES, FLOAT32_BYTES, LANES, OnChip, Operation, Reach, tiled
+from dreamer_jax.blocks.expert_subsets import among
 from dreamer_jax.blocks.memory import Context
 from dreamer_jax.blocks.operations import Operations
 from dreamer_jax.blocks.parameters import Block, normal
@@ -91,8 +92,9 @@ class ExpertAttention(Block):
         down = self.weight("down", normal(self.out_std), shape, axes)
 
         flat = x.reshape(-1, self.hidden_size)  # [T, h]
-        logits = self.router(flat, depth.flat())
-        indices, scores = select(logits, bias, self.router.selected)
+        eligible = among(self.router.subsets, depth)
+        logits = self.router(flat, depth.flat(), eligible)
+        indices, scores = select(logits, bias, self.router.selected, eligible)
         weights = scores / jnp.sum(scores, axis=-1, keepdims=True)
         gate_up, down = (jax.tree.map(lambda leaf: _cast(leaf, x.dtype), matrix) for matrix in (gate_up, down))
         out = self.operations.expert_mlp(flat, indices, weights, gate_up, down, tape=(tape or {}).get("experts"))
@@ -157,12 +159,18 @@ class ExpertAttention(Block):
         sizes = self.expert_size, self.hidden_size, on.dtype
         tiles = Tiles.of(pairs, own, *sizes, on.target)  # type: ignore[arg-type]
         block, passes = (tiles.block, self.hidden_size // tiles.columns) if tiles else (LANES, 1)
-        return Rows(block, rows / block + own / 2, pairs, pairs + own * (block - 1), passes)
+        return Rows(block, rows / block + self.eligible(on) / 2, pairs, pairs + own * (block - 1), passes)
 
     @nn.nowrap
     def own(self, on: OnChip) -> int:
         """Experts of a chip."""
         return -(-self.router.num_experts // on.group)
+
+    @nn.nowrap
+    def eligible(self, on: OnChip) -> int:
+        """Of those, the ones that a depth may choose among."""
+        subsets = self.router.subsets
+        return self.own(on) if subsets is None else -(-subsets.size // on.group)
 
     @nn.nowrap
     def depths_aside(self, on: OnChip) -> int:
@@ -178,7 +186,7 @@ class ExpertAttention(Block):
         """Rows to the experts and back, and the three products' passes."""
         rows, h, size, own = self.rows(on), self.hidden_size, self.expert_size, self.own(on)
         products = 2 * rows.tile_rows * h * 3 * tiled(size)
-        weights = own * self._expert
+        weights = self.eligible(on) * self._expert
         used, back = rows.used * rows.block * BFLOAT16_BYTES, rows.pairs * BFLOAT16_BYTES
         visiting, again = on.tokens * on.group * h * BFLOAT16_BYTES, on.again.products
 
@@ -190,9 +198,9 @@ class ExpertAttention(Block):
         yield Operation("experts: forward", products * (1 + again), forward + 2 * used * size)  # gate, up: once
         gradients = used * (h + 2 * size) + used * (h + 3 * size) + weights * BFLOAT16_BYTES
         yield Operation("experts: input gradients", products, gradients)
-        totals = weights * FLOAT32_BYTES
+        totals = own * self._expert * FLOAT32_BYTES
         if on.depths > 1:  # read and written, by as many depths at once as are kept aside
-            totals = weights * 2 * FLOAT32_BYTES / min(self.depths_aside(on), on.depths)
+            totals = own * self._expert * 2 * FLOAT32_BYTES / min(self.depths_aside(on), on.depths)
         yield Operation("experts: weight gradients", products, used * (2 * h + 3 * size * rows.passes) + totals)
 
     @nn.nowrap

@@ -8,11 +8,14 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dreamer_jax.blocks.counting import BFLOAT16_BYTES, FLOAT32_BYTES, OnChip, Operation, Reach, tiled
+from dreamer_jax.blocks.expert_subsets import even_share, only_eligible
 from dreamer_jax.blocks.norms import RMSNorm, rms_norm
 from dreamer_jax.blocks.parameters import Block, normal
 from dreamer_jax.blocks.positions import Depth, DepthCode, tell_depth
+from dreamer_jax.config.expert_subsets import ExpertSubsets
 from dreamer_jax.config.values import Balancing
 from pallas_kernels.weights import Stacked, own
 
@@ -34,6 +37,7 @@ class Router(Block):
         selected: k, experts that a token selects; for counting.
         depth_code: how queries are told their depth; None: they aren't.
         std: of the initial matrices.
+        subsets: which experts a depth may choose among; None: all.
     """
 
     hidden_size: int
@@ -42,10 +46,12 @@ class Router(Block):
     selected: int
     depth_code: DepthCode | None
     std: float
+    subsets: ExpertSubsets | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, depth: Depth) -> jax.Array:
-        """[T, h] -> [T, E] float32; `depth` flat."""
+    def __call__(self, x: jax.Array, depth: Depth, among: jax.Array | None = None) -> jax.Array:
+        """[T, h] -> [T, E] float32, minus infinity for experts that can't be chosen; `depth` flat. With `among` [n],
+        which has all that can be, [T, n]: of these."""
         init = normal(self.std)
         query_weight = self.weight("query", init, (self.hidden_size, self.size), ("hidden", "router"))
         shape = (self.num_experts, self.size)
@@ -56,8 +62,11 @@ class Router(Block):
         (query,) = tell_depth(self, self.depth_code, depth, query)
         if not self.folded("keys_norm"):
             keys = RMSNorm(name="keys_norm")(keys)
+        if among is not None:
+            keys = keys[among]
         letters = "tr,ter->te" if keys.ndim == 3 else "tr,er->te"
-        return jnp.einsum(letters, query, keys, precision="highest") * self.size**-0.5
+        logits = jnp.einsum(letters, query, keys, precision="highest") * self.size**-0.5
+        return logits if among is not None else only_eligible(logits, self.subsets, depth)
 
     @nn.nowrap
     def fold(self, weights: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -74,8 +83,8 @@ class Router(Block):
 
     @nn.nowrap
     def matmul_flops(self, reach: Reach, folded: bool = True) -> float:
-        """The query and its product with all keys."""
-        return 2 * (self.hidden_size + self.num_experts) * self.size
+        """The query and its product with the keys of all experts that a depth may choose among."""
+        return 2 * (self.hidden_size + self._eligible) * self.size
 
     @nn.nowrap
     def elementwise_flops(self, reach: Reach, folded: bool = True) -> float:
@@ -85,17 +94,22 @@ class Router(Block):
         """
         normalise = 2 * self.selected if self.selected > 1 else 0
         query = self.size if self.depth_code is None else 2 * self.size
-        return query + (2 + self.selected) * self.num_experts + normalise
+        return query + (2 + self.selected) * self._eligible + normalise
 
     @nn.nowrap
     def intermediate_elements(self) -> int:
         """Query before and after its norm, and the logits."""
-        return 2 * self.size + self.num_experts
+        return 2 * self.size + self._eligible
+
+    @property
+    def _eligible(self) -> int:
+        """Experts that a depth may choose among."""
+        return self.subsets.size if self.subsets else self.num_experts
 
     @nn.nowrap
     def step_cost(self, on: OnChip) -> Iterator[Operation]:
         """Logits are written, and read for the selection."""
-        size, experts = tiled(self.size), tiled(self.num_experts)
+        size, experts = tiled(self.size), tiled(self._eligible)
         passes = 1 + on.again.cheap + 2
         flops = passes * 2 * on.tokens * (self.hidden_size * size + HIGHEST * size * experts)
         traffic = passes * on.tokens * (self.hidden_size * BFLOAT16_BYTES + 2 * self.size * FLOAT32_BYTES)
@@ -111,18 +125,22 @@ def _project(x: jax.Array, weight: Any) -> jax.Array:
     return jnp.einsum("th,thr->tr", x, matrix, preferred_element_type=jnp.float32)
 
 
-def select(logits: jax.Array, bias: jax.Array | Stacked, experts_per_token: int) -> tuple[jax.Array, jax.Array]:
+def select(
+    logits: jax.Array, bias: jax.Array | Stacked, experts_per_token: int, among: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """The k experts of largest logit + b, and the sigmoid of their logits: the bias steers, it never weighs (Eq. 2).
 
     Args:
-        logits: [T, E] float32.
+        logits: [T, E] float32; or [T, n], of the experts `among` [n] int32.
         bias: [E] float32; of a layered model perhaps stacked.
 
     Returns:
         indices [T, k] int32 and scores [T, k] float32.
     """
-    _, indices = jax.lax.top_k(jax.lax.stop_gradient(logits) + own(bias), experts_per_token)
-    return indices, jax.nn.sigmoid(jnp.take_along_axis(logits, indices, axis=-1))
+    b = own(bias) if among is None else own(bias)[among]
+    _, places = jax.lax.top_k(jax.lax.stop_gradient(logits) + b, experts_per_token)
+    scores = jax.nn.sigmoid(jnp.take_along_axis(logits, places, axis=-1))
+    return places if among is None else among[places], scores
 
 
 def usage(indices: jax.Array, num_experts: int, real: jax.Array) -> jax.Array:
@@ -161,7 +179,13 @@ def observe_routing(logits: jax.Array, scores: jax.Array, real: jax.Array) -> di
     }
 
 
-def balance(bias: jax.Array, counts: jax.Array, rate: float | jax.Array, rule: Balancing = "sign_median") -> jax.Array:
+def balance(
+    bias: jax.Array,
+    counts: jax.Array,
+    rate: float | jax.Array,
+    rule: Balancing = "sign_median",
+    eligible: np.ndarray | None = None,
+) -> jax.Array:
     """One update of a balancing bias.
 
     sign_median is Eq. 3, b += rate * sign(median(N) - N). It stalls where half of the experts are idle: the median is
@@ -169,23 +193,38 @@ def balance(bias: jax.Array, counts: jax.Array, rate: float | jax.Array, rule: B
     rate * sign(v) (Wang et al., 2024), tanh adds rate * (tanh(v) - mean(tanh(v))), which moves the biases apart but
     not all together, and proportional adds rate * v, at least -`MOST_ABOVE` times the rate.
 
+    Where depths have subsets of the experts, an expert of few depths can't be selected as often as one of many. N is
+    then divided by what even use at each depth would have given it, times the mean of that; what no depth of the update
+    could select stays where it is.
+
     Args:
         bias: [E], of depths that share one router; or [L, E], one of each layer.
         counts: N of every depth, [L, E] int32, summed over the global batch and all microbatches. Depths that share a
             router are summed first.
         rate: of the update.
         rule: see above.
+        eligible: [L, E] bool, whether an expert could be selected at a depth; None: all could.
     """
+    table = counts
     if bias.ndim < counts.ndim:
         counts = jnp.sum(counts, axis=0)
     n = counts.astype(jnp.float32)
-    if rule == "sign_median":
-        return bias + rate * jnp.sign(jnp.median(n, axis=-1, keepdims=True) - n)
     mean = jnp.mean(n, axis=-1, keepdims=True)
+    if eligible is None:
+        return bias + rate * _moved(n, mean, rule, jnp.median, jnp.mean)
+    even = even_share(table.astype(jnp.float32), eligible)
+    moved = _moved(jnp.where(even > 0, n * mean / even, jnp.nan), mean, rule, jnp.nanmedian, jnp.nanmean)
+    return bias + rate * jnp.where(even > 0, moved, 0)
+
+
+def _moved(n: jax.Array, mean: jax.Array, rule: Balancing, median: Any, average: Any) -> jax.Array:
+    """By how much a rule moves biases [..., E] at a rate of one."""
+    if rule == "sign_median":
+        return jnp.sign(median(n, axis=-1, keepdims=True) - n)
     if rule == "sign_mean":
-        return bias + rate * jnp.sign(mean - n)
+        return jnp.sign(mean - n)
     violation = (mean - n) / jnp.maximum(mean, 1.0)
     if rule == "proportional":
-        return bias + rate * jnp.maximum(violation, -MOST_ABOVE)
+        return jnp.maximum(violation, -MOST_ABOVE)
     pushed = jnp.tanh(violation)
-    return bias + rate * (pushed - jnp.mean(pushed, axis=-1, keepdims=True))
+    return pushed - average(pushed, axis=-1, keepdims=True)

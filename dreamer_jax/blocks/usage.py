@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from dreamer_jax.blocks.expert_subsets import even_share
+
 
 def gini(counts: np.ndarray) -> float:
     """Gini coefficient of non-negative counts [E]: 0 if all are equal, (E-1)/E if one has everything."""
@@ -16,12 +18,16 @@ def gini(counts: np.ndarray) -> float:
     return float(np.sum((2 * rank - n.size - 1) * n) / (n.size * n.sum()))
 
 
-def expert_use(counts: Mapping[str, np.ndarray], recurrent: bool) -> dict[str, float]:
+def expert_use(
+    counts: Mapping[str, np.ndarray], recurrent: bool, tables: Mapping[str, np.ndarray | None] | None = None
+) -> dict[str, float]:
     """How evenly each router uses its experts in one step.
 
     Args:
         counts: router name -> [L, E].
         recurrent: DR's depths share one set of experts, so their counts are summed; LA's layers are averaged.
+        tables: router name -> [L, E] bool, whether an expert could be selected at a depth; None: all could. An
+            expert's use is then compared with its even share, see `even_share`; who has none is left out.
 
     Returns:
         `experts/<router>/used` (share of the experts selected at least once), `.../gini`, `.../max_over_median`
@@ -30,7 +36,11 @@ def expert_use(counts: Mapping[str, np.ndarray], recurrent: bool) -> dict[str, f
     result = {}
     for router, table in counts.items():
         rows = np.asarray(table, np.int64)
-        rows = rows.sum(axis=0, keepdims=True) if recurrent else rows
+        eligible = (tables or {}).get(router)
+        if eligible is not None:
+            rows = _in_even_shares(rows, eligible)[None]
+        elif recurrent:
+            rows = rows.sum(axis=0, keepdims=True)
         medians = np.median(rows, axis=1)
         load = np.where(medians > 0, rows.max(axis=1) / np.maximum(medians, 1), 0.0)
         prefix = f"experts/{router}"
@@ -38,6 +48,13 @@ def expert_use(counts: Mapping[str, np.ndarray], recurrent: bool) -> dict[str, f
         result[f"{prefix}/gini"] = float(np.mean([gini(row) for row in rows]))
         result[f"{prefix}/max_over_median"] = float(np.mean(load))
     return result
+
+
+def _in_even_shares(rows: np.ndarray, eligible: np.ndarray) -> np.ndarray:
+    """Selections [L, E] summed over depths, as if every expert could be selected equally often; of those that could."""
+    total, even = rows.sum(axis=0), even_share(rows, eligible)
+    reached = even > 0
+    return total[reached] / even[reached] * (total.sum() / reached.sum()) if reached.any() else total
 
 
 def bias_range(balancing: Mapping[str, np.ndarray]) -> dict[str, float]:

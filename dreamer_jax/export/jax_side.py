@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dreamer_jax.blocks.expert_subsets import among
 from dreamer_jax.blocks.memory import Context
 from dreamer_jax.blocks.norms import rms_norm
 from dreamer_jax.blocks.operations import REFERENCE, Plain
@@ -221,10 +222,11 @@ def _apply(config, params, x, entered, depth, memory, bias, context, answer):
     outputs["residual"] = x
     ties = jnp.zeros(x.shape[0] * x.shape[1], bool)
     for name, router in model.routers.items():
-        size, active = router.num_experts, router.selected
+        eligible = among(router.subsets, at)
         owner = its[name] if name == "expert_attention" else its[name]["projections"]
-        scores = owner["router"]["__call__"][0] + bias[name]
-        if active < size:
+        scores = owner["router"]["__call__"][0] + (bias[name] if eligible is None else bias[name][eligible])
+        active = router.selected
+        if active < scores.shape[1]:
             best = jax.lax.top_k(scores, active + 1)[0]
             ties |= best[:, -2] - best[:, -1] < TIE
     return x, memory, outputs, ties, asked[0]

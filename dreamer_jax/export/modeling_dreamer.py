@@ -12,10 +12,11 @@ experts (EA). In the variants DR and DR+DA one layer serves every depth, and the
 experts, one selected a token; in LA and LA+DA every depth has its own layer. Four settings leave out a part each:
 attention_experts, shared_expert, residual_norm, router_depth_code. DA may see the newest da_window depths only, or
 every da_dilation-th, or fold them into a state (da_form); SA, DA and PA may act at every sa_every-th, da_every-th and
-pa_every-th depth only; residual_scale divides by L what a depth adds; with injection every depth gets the embedding; a
-layer of decoding_size may decode what the last depth leaves. With pa_slots tokens attend at every depth to learned
-slots, or to texts, whose embeddings are in the buffer `knowledge`: any number of others of that size may take their
-place. A DR model may run at any depth (`depth=...`), an LA model at no more than it has.
+pa_every-th depth only; a depth may choose among some of the experts only (expert_subset); residual_scale divides by L
+what a depth adds; with injection every depth gets the embedding; a layer of decoding_size may decode what the last
+depth leaves. With pa_slots tokens attend at every depth to learned slots, or to texts, whose embeddings are in the
+buffer `knowledge`: any number of others of that size may take their place. A DR model may run at any depth
+(`depth=...`), an LA model at no more than it has.
 
 In comments, B batch, S sequence, T = B·S tokens, h hidden size, V vocabulary, E experts, F expert size, k active
 experts, r router size, n heads, kv key/value heads, d head size.
@@ -27,6 +28,7 @@ for the embedding and head [V, h] and the experts' gate_up [E, 2F, h].
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,6 +101,8 @@ class DreamerConfig(PretrainedConfig):
         router_depth_code=True,
         num_experts=64,
         experts_per_token=4,
+        expert_subset="all",
+        expert_subset_share=0.5,
         expert_size=64,
         router_size=32,
         expert_bias_rate=1e-3,
@@ -284,11 +288,40 @@ def output_deviation(config: DreamerConfig) -> float:
     return (1 / (2.5 * config.hidden_size * config.depth * (2 + config.depth_attention + bool(config.pa_slots)))) ** 0.5
 
 
+def expert_subsets(config: DreamerConfig) -> list[list[int]] | None:
+    """The experts that each depth may choose among, L lists of n; None: all.
+
+    Place p of the list of experts is expert p s mod E. sliding: a window over it that moves with the depth.
+    hierarchical: the list is cut in parts; of the first every depth has all, of the next each half of the depths has
+    its own window, then each quarter, and at last each depth.
+    """
+    experts, depth = config.num_experts, config.depth
+    if config.expert_subset == "all":
+        return None
+    if config.expert_subset == "sliding":
+        parts = [(0, experts, math.ceil(config.expert_subset_share * experts - 1e-9), depth)]
+    else:
+        count = math.ceil(math.log2(depth)) + 1
+        cuts = [j * experts // count for j in range(count + 1)]
+        sizes = [(cuts[j], cuts[j + 1] - cuts[j], min(2**j, depth)) for j in range(count)]
+        parts = [(first, size, -(-size // groups), groups) for first, size, groups in sizes]
+    stride = max(1, round((5**0.5 - 1) / 2 * experts))
+    while math.gcd(stride, experts) > 1:
+        stride += 1
+    found = []
+    for l in range(depth):
+        begins = [first + l * g // depth * (size - n) // max(g - 1, 1) for first, size, n, g in parts]
+        places = [range(begin, begin + part[2]) for begin, part in zip(begins, parts)]  # noqa: B905
+        found.append([place * stride % experts for own in places for place in own])
+    return found
+
+
 class Router(Weights):
     """Tokens choose experts by attention: depth-encoded low-rank queries, learned keys, a bias that balances."""
 
-    def __init__(self, config: DreamerConfig, experts: int, active: int, rate: float):
+    def __init__(self, config: DreamerConfig, experts: int, active: int, rate: float, subsets=None):
         super().__init__()
+        self.subsets = subsets
         self.experts, self.active, self.rate, self.rule = experts, active, rate, config.balancing
         self.depth_code = config.router_depth_code
         self.matrix("query", config.hidden_size, config.router_size, deviation=input_deviation(config))
@@ -297,22 +330,35 @@ class Router(Weights):
         self.depth_signals = depth_signals(config, config.router_size) if self.depth_code else None
         self.register_buffer("bias", torch.zeros(experts))
         self.used: Tensor | None = None  # selections since the last update_balancing
+        self.even: Tensor | None = None  # the same if every depth had used the experts that it has evenly
 
     def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor | None]:
         """[T, h] -> selected experts [T, k], their sigmoid scores [T, k] float32, in training selections [E]."""
         query = x.float() @ self.query.to(x.dtype).float()
         query = F.rms_norm(query, query.shape[1:], eps=EPSILON)
         if self.depth_signals is not None:
-            logits = (self.query_norm(query) + signal(self.depth_signals, step)) @ self.keys_norm(self.keys.float()).T
+            keys = self.keys_norm(self.chosen(self.keys, step).float())
+            logits = (self.query_norm(query) + signal(self.depth_signals, step)) @ keys.T
             logits = logits * query.shape[1] ** -0.5
         else:
             logits = query @ self.rotated_keys(step).T
-        indices = (logits.detach() + self.bias.float()).topk(self.active, -1).indices
+        indices = (logits.detach() + self.chosen(self.bias, step).float()).topk(self.active, -1).indices
+        scores = logits.gather(-1, indices).sigmoid()
+        if self.subsets is not None:
+            indices = self.among(step, indices.device)[indices]
         counts = None
         if self.training:
             chosen = indices if step.real is None else indices[step.real]
             counts = torch.bincount(chosen.flatten(), minlength=self.experts)
-        return indices, logits.gather(-1, indices).sigmoid(), counts
+        return indices, scores, counts
+
+    def among(self, step: Step, device: torch.device) -> Tensor:
+        """The experts [n] of a depth; beyond the trained depth those of the last."""
+        return torch.tensor(self.subsets[min(step.depth, len(self.subsets) - 1)], device=device)
+
+    def chosen(self, rows: Tensor, step: Step) -> Tensor:
+        """Of rows [E, ...] those that the depth may choose among."""
+        return rows if self.subsets is None else rows[self.among(step, rows.device)]
 
     def rotated_keys(self, step: Step) -> Tensor:
         """[E, r] float32: scaled for the product, and turned back by the depth in place of turning queries forward.
@@ -322,7 +368,7 @@ class Router(Weights):
         if kept is not None and (id(self), step.depth) in kept:
             return kept[id(self), step.depth]
         cos, sin = step.router_rotation
-        keys = self.keys_norm(self.keys.float())
+        keys = self.keys_norm(self.chosen(self.keys, step).float())
         if self.depth_code:
             keys = rotate_by_depth(keys, (cos, -sin))
         keys = keys * self.query_norm.weight.float() * keys.shape[1] ** -0.5
@@ -330,16 +376,31 @@ class Router(Weights):
             kept[id(self), step.depth] = keys
         return keys
 
+    def count(self, chosen: Tensor, step: Step) -> None:
+        """Remember the selections [E] of a depth."""
+        self.used = chosen if self.used is None else self.used + chosen
+        if self.subsets is not None:
+            among = self.among(step, chosen.device)
+            even = torch.zeros(self.experts, dtype=torch.double, device=chosen.device)
+            even[among] = chosen.sum().double() / len(among)
+            self.even = even if self.even is None else self.even + even
+
     @torch.no_grad()
     def update_balancing(self) -> None:
         """b += rate * sign(median(N) - N), or by another rule, for the selections N since the last update, over all
-        processes."""
+        processes. Where depths have subsets of the experts, N is in proportion to what even use would have given."""
         if self.used is None:
             return
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(self.used)
-        n = self.used.double()
-        violation = 1 - n / n.mean().clamp(min=1)
+            for counted in (self.used, self.even):
+                if counted is not None:
+                    torch.distributed.all_reduce(counted)
+        n, reached = self.used.double(), torch.ones_like(self.used, dtype=torch.bool)
+        mean = n.mean()
+        if self.even is not None:
+            reached = self.even > 0
+            n = n[reached] * mean / self.even[reached]
+        violation = 1 - n / mean.clamp(min=1)
         if self.rule == "sign_median":
             moved = torch.sign(n.quantile(0.5) - n)
         elif self.rule == "sign_mean":
@@ -348,8 +409,8 @@ class Router(Weights):
             moved = violation.clamp(min=-5)
         else:
             moved = torch.tanh(violation) - torch.tanh(violation).mean()
-        self.bias += self.rate * moved.to(self.bias.dtype)
-        self.used = None
+        self.bias[reached] += self.rate * moved.to(self.bias.dtype)
+        self.used = self.even = None
 
 
 class Groups(NamedTuple):
@@ -611,7 +672,8 @@ class ExpertAttention(Weights):
     def __init__(self, config: DreamerConfig):
         super().__init__()
         experts, size, hidden = config.num_experts, config.expert_size, config.hidden_size
-        self.router = Router(config, experts, config.experts_per_token, config.expert_bias_rate)
+        subsets = expert_subsets(config)
+        self.router = Router(config, experts, config.experts_per_token, config.expert_bias_rate, subsets)
         self.matrix("gate_up", experts, 2 * size, hidden, deviation=input_deviation(config))
         self.matrix("down", experts, size, hidden, deviation=output_deviation(config))
 
@@ -829,8 +891,7 @@ class Dreamer(nn.Module):
                 rows[oldest] = None  # no depth looks that far back any more
             if self.training:  # here, not in the router: a checkpointed layer runs twice
                 for name in counts.keys() & layer.routers().keys():
-                    own = layer.routers()[name]
-                    own.used = counts[name] if own.used is None else own.used + counts[name]
+                    layer.routers()[name].count(counts[name], step)
         return self.final_norm(self.decoding(x))
 
     def step(self, tokens, segment_ids, positions, cache) -> Step:

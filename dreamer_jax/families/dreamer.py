@@ -12,12 +12,14 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dreamer_jax.blocks.attention import Attention, DepthAttention, SequenceAttention
 from dreamer_jax.blocks.attention_mixture import AttentionMixture
 from dreamer_jax.blocks.counting import Counted, Share
 from dreamer_jax.blocks.decoding_layer import DecodingLayer
 from dreamer_jax.blocks.depth_states import FORMS, Carried, DepthState
+from dreamer_jax.blocks.expert_subsets import eligible
 from dreamer_jax.blocks.experts import ExpertAttention
 from dreamer_jax.blocks.head import Embedding, Head, embed
 from dreamer_jax.blocks.injection import DiagonalInjection
@@ -106,9 +108,9 @@ class Dreamer(Family):
         if config.depth_counters != "none":
             code = DepthCode(config.depth_rope_base, config.depth_counters, config.depth_scaling, config.depth)
 
-        def router(experts: int, selected: int) -> Router:
+        def router(experts: int, selected: int, **others: Any) -> Router:
             sizes = hidden, experts, config.router_size, selected
-            return Router(*sizes, code if config.router_depth_code else None, std, parent=None)
+            return Router(*sizes, code if config.router_depth_code else None, std, parent=None, **others)
 
         def attention(kind: type, *sizes: Any, **others: Any) -> Any:
             router_of = router(config.depth, 1) if config.attention_moes else None  # as many linear experts as depths
@@ -130,7 +132,7 @@ class Dreamer(Family):
             pa = config.pa_slots, config.pa_heads, config.pa_head_size, code
             how = std, out_std, config.pa_every, config.pa_embedding_size, self.observe
             parameter_attention = ParameterAttention(hidden, *pa, *how, parent=None)
-        experts = router(config.num_experts, config.experts_per_token)
+        experts = router(config.num_experts, config.experts_per_token, subsets=config.expert_subsets)
         return AttentionMixture(
             sequence_attention=attention(SequenceAttention, *sa, every=config.sa_every),
             depth_attention=depth_attention,
@@ -313,14 +315,26 @@ class Dreamer(Family):
             boost = config.balancing_boost + done * (1.0 - config.balancing_boost)
         rates = {"expert_attention": config.expert_bias_rate}
         bias = {
-            name: balance(b, counts[name], boost * rates.get(name, config.attention_bias_rate), config.balancing)
+            name: balance(
+                b,
+                counts[name],
+                boost * rates.get(name, config.attention_bias_rate),
+                config.balancing,
+                self._eligible(name, counts[name]),
+            )
             for name, b in state["balancing"].items()
         }
         return {**state, "balancing": bias}
 
+    def _eligible(self, router: str, counts: Any) -> np.ndarray | None:
+        """Whether an expert could be selected at a depth, as counts [L, E] have it; None: all could."""
+        subsets = self.routers[router].subsets
+        return None if subsets is None else eligible(subsets, len(counts))
+
     def log(self, state: dict[str, Any], counts: Any) -> dict[str, float]:
         """How evenly each router uses its experts, and the range of its bias."""
-        return expert_use(counts, self.config.recurrent) | bias_range(state["balancing"])
+        tables = {name: self._eligible(name, table) for name, table in counts.items()}
+        return expert_use(counts, self.config.recurrent, tables) | bias_range(state["balancing"])
 
     # Counting.
 
@@ -376,7 +390,7 @@ class Dreamer(Family):
         """F moves the FLOPs, E the parameters (section 3.8)."""
         return (
             Knob("expert_size", "flops_per_token", "EA"),
-            Knob("num_experts", "params", "EA", smallest=self.config.experts_per_token, fine=True),
+            Knob("num_experts", "params", "EA", smallest=self.config.fewest_experts, fine=True),
         )
 
     def knob_starts(self, baseline: Family) -> dict[str, int]:

@@ -97,6 +97,8 @@ def test_without_a_part_of_section_3_7(part: str) -> None:
         {"da_form": "gated_recurrent", "depth_counters": "learned"},
         {"decoding_size": 10},
         {"decoding_size": 10, "residual_norm": False},
+        {"expert_subset": "sliding", "depth_counters": "learned"},
+        {"expert_subset": "hierarchical", "num_experts": 11, "depth": 5},
     ],
 )
 def test_deeper_than_trained(settings: dict[str, Any]) -> None:
@@ -218,6 +220,21 @@ def test_other_rules_of_balancing(rule) -> None:
     expected = balance(jnp.asarray(router.bias.numpy()), counts, config.expert_bias_rate, rule)
     router.update_balancing()
     np.testing.assert_allclose(router.bias.numpy(), expected, atol=1e-7)
+
+
+@pytest.mark.parametrize("rule", ["sign_median", "tanh"])
+def test_balancing_where_depths_have_subsets(rule) -> None:
+    """Of a pass in training, deeper than trained."""
+    config = small_config("DR", expert_subset="sliding", num_experts=8, balancing=rule)
+    params, bias = random_weights(config)
+    counts = jax.jit(lambda params, bias: apply(config, params, bias, TOKENS, depth=5).counts)(params, bias)
+    expected = build(config).update({"balancing": bias}, counts, jnp.int32(0))["balancing"]["expert_attention"]
+    dreamer = torch_model(config).train()
+    dreamer(torch.tensor(TOKENS), depth=5)
+    dreamer.update_balancing()
+    moved = dreamer.layers[0].expert_attention.router.bias.numpy()
+    np.testing.assert_allclose(moved, expected, atol=1e-7)
+    assert not np.allclose(moved, bias["expert_attention"], atol=1e-5)
 
 
 def test_a_folded_score_sees_the_shared_expert_and_a_kept_one_does_not() -> None:

@@ -286,12 +286,37 @@ class Pass:
     def select(self, name: str, logits: np.ndarray, l: int, k: int) -> list[int]:
         """Indices of the k largest logits + b of one token; counts them and remembers the margin."""
         b = self.bias[name] if self.config.recurrent else self.bias[name][l]
+        if name == "expert_attention" and self.config.expert_subset != "all":
+            logits = np.where(self.may_choose(l), logits, -np.inf)
         order = np.argsort(-(logits + b), kind="stable")
         if k < len(order):
             self.margin = min(self.margin, float((logits + b)[order[k - 1]] - (logits + b)[order[k]]))
         for expert in order[:k]:
             self.counts[name][l, expert] += 1
         return [int(e) for e in order[:k]]
+
+    def may_choose(self, l: int) -> np.ndarray:
+        """[E] bool: the experts of depth l, by asking for every place of their list where its stretch begins."""
+        c = self.config
+        E, L, l = c.num_experts, c.depth, min(l, c.depth - 1)
+        step = round(0.6180339887 * E)
+        while np.gcd(step, E) != 1:
+            step += 1
+        found = np.zeros(E, bool)
+        for place in range(E):
+            if c.expert_subset == "sliding":
+                n = int(np.ceil(E * c.expert_subset_share))
+                begin = int(l * (E - n) / (L - 1))
+                end = begin + n
+            else:
+                cuts = [E * j // (int(np.ceil(np.log2(L))) + 1) for j in range(99)]
+                j = next(j for j in range(99) if cuts[j] <= place < cuts[j + 1])
+                groups, size = min(2**j, L), cuts[j + 1] - cuts[j]
+                n, group = int(np.ceil(size / groups)), l * groups // L
+                begin = cuts[j] + (int(group * (size - n) / (groups - 1)) if groups > 1 else 0)
+                end = begin + n
+            found[place * step % E] = begin <= place < end
+        return found
 
     def told(self, x: np.ndarray, weights: Tree, l: int) -> np.ndarray:
         """Rotated by depth; or, where depths are learned, with the vector of this one, or one between two."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from dreamer_jax.config.expert_subsets import ExpertSubsets
+from dreamer_jax.config.mixture_checks import require_subsets
 from dreamer_jax.config.values import Balancing, DepthForm, DepthScaling, Implementation, require, require_positive
 
 Variant = Literal["LA", "LA+DA", "DR", "DR+DA"]
@@ -107,6 +109,12 @@ class DreamerConfig:
     """E: experts of the expert attention (of each layer in LA)."""
     experts_per_token: int = 4
     """k: experts a token selects."""
+    expert_subset: Literal["all", "sliding", "hierarchical"] = "all"
+    """DR: which experts a depth may choose among (section 4.2). all: all of them. sliding: a window over the list of
+    experts that moves with the depth. hierarchical: one part of the list is every depth's, one is divided between the
+    two halves of the depths, one among the four quarters, and so on. Deeper than trained it is the last depth's."""
+    expert_subset_share: float = 0.5
+    """Of all experts, those that a depth of sliding may choose among."""
     expert_size: int = 64
     """F: intermediate size of an expert."""
     router_size: int = 32
@@ -178,9 +186,26 @@ class DreamerConfig:
         found += [f"{self.injection} injection"] if self.injection != "none" else []
         slots = "texts" if self.pa_source == "texts" else "learned slots"
         found += [f"{self.pa_slots} {slots}"] if self.pa_slots else []
+        subsets = self.expert_subsets
+        found += [f"{subsets.kind} subsets of {subsets.size} experts"] if subsets else []
         found += [f"a decoding layer of {self.decoding_size}"] if self.decoding_size else []
         some = {"sequence": self.sa_every, "depth": self.da_every, "parameter": self.pa_every}
         return (*found, *(f"{name} attention at one depth in {n}" for name, n in some.items() if n > 1))
+
+    @property
+    def expert_subsets(self) -> ExpertSubsets | None:
+        """The experts that depths may choose among, where those aren't all."""
+        if self.expert_subset == "all":
+            return None
+        return ExpertSubsets(self.expert_subset, self.num_experts, self.depth, self.expert_subset_share)
+
+    @property
+    def fewest_experts(self) -> int:
+        """Of which a depth may choose among as many as a token selects."""
+        subsets, fewest = self.expert_subsets, self.experts_per_token
+        while subsets and replace(subsets, num_experts=fewest).size < self.experts_per_token:
+            fewest += 1
+        return fewest
 
     @property
     def experts(self) -> int:
@@ -332,6 +357,7 @@ class DreamerConfig:
             "model.experts_per_token",
             f"{self.experts_per_token} is more than model.num_experts {self.num_experts}",
         )
+        require_subsets(self)
 
 
 CONFIG = DreamerConfig
