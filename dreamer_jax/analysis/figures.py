@@ -137,7 +137,7 @@ def _attention_experts(canvas, summary: Summary) -> None:
     for place, name in enumerate(names, 1):
         axes = canvas.add_subplot(1, len(names), place)
         table = expert_given_depth(np.array(summary["routers"][name]["counts"]))
-        title = f"expert of the {name.replace('_', ' ')}"
+        title = "dimension" if name == "dimensions" else f"expert of the {name.replace('_', ' ')}"
         draw_heat(canvas, axes, table, "P(expert | depth)", title, "depth", vmin=0, vmax=1)
 
 

@@ -9,6 +9,7 @@ import jax
 
 from dreamer_jax.blocks.attention import DepthAttention, SequenceAttention
 from dreamer_jax.blocks.depth_states import DepthState
+from dreamer_jax.blocks.dimensions import Dimensions
 from dreamer_jax.blocks.experts import ExpertAttention
 from dreamer_jax.blocks.injection import DiagonalInjection
 from dreamer_jax.blocks.memory import Context, Memory
@@ -29,6 +30,7 @@ class AttentionMixture(nn.Module):
         normalised: whether the residual stream is, as in DR.
         injection: gives every depth what entered the recurrence; or None.
         averaged: whether what is added to the stream is divided by the depth of the pass.
+        dimensions: chooses which of them a token takes; or None: all.
     """
 
     sequence_attention: SequenceAttention
@@ -39,6 +41,7 @@ class AttentionMixture(nn.Module):
     injection: DiagonalInjection | None = None
     averaged: bool = False
     parameter_attention: ParameterAttention | None = None
+    dimensions: Dimensions | None = None
 
     @nn.compact
     def __call__(
@@ -70,7 +73,15 @@ class AttentionMixture(nn.Module):
         if self.injection is not None:
             x = self.injection(x, entered)
 
-        def scaled(branch):  # 1/N (arXiv:2606.18524): however many depths, together they add as much
+        gates = {}
+        if self.dimensions is not None:
+            name, normed = "dimensions", RMSNorm(name="dimension_norm")(x)
+            gates, counts[name], seen[name] = self.dimensions(normed, depth, bias[name], context.real)
+
+        def scaled(name, branch):
+            if name in gates:
+                branch = (branch * gates[name]).astype(branch.dtype)
+            # 1/N (arXiv:2606.18524): however many depths, together they add as much
             total = depth.total[..., None] if depth.total.ndim else depth.total
             return (branch / total).astype(branch.dtype) if self.averaged else branch
 
@@ -85,7 +96,7 @@ class AttentionMixture(nn.Module):
             name = "sequence_attention"
             its = attend(self.sequence_attention, sequence_norm(x), sequence, name)
             sequence, counts[name], seen[name] = its.memory, its.counts, its.seen
-            return scaled(its.out)
+            return scaled(name, its.out)
 
         def pa(x):
             its: Any = self.parameter_attention
@@ -94,7 +105,7 @@ class AttentionMixture(nn.Module):
                 out, seen["parameter_attention"] = its(normed, depth, context.real)
             else:
                 out, seen["parameter_attention"] = branch_at_some_depths(its, normed, depth, context)
-            return scaled(out)
+            return scaled("parameter_attention", out)
 
         def da(x):
             if self.parameter_attention is None:
@@ -108,13 +119,14 @@ class AttentionMixture(nn.Module):
             name, normed = "depth_attention", RMSNorm(name="depth_norm")(x)
             its = attend(self.depth_attention, normed, depths, name)
             depths, counts[name], seen[name] = its.memory, its.counts, its.seen
-            return scaled(its.out)
+            return scaled(name, its.out)
 
         def ea(x):
             name = "expert_attention"
-            its = self.expert_attention(expert_norm(x), depth, bias[name], context, tape.get(name))
+            asked = gates[name].reshape(-1) > 0 if gates else None
+            its = self.expert_attention(expert_norm(x), depth, bias[name], context, tape.get(name), asked)
             counts[name], seen[name] = its.counts, its.seen
-            return scaled(its.out)
+            return scaled(name, its.out)
 
         if self.mixing == "sequential":  # Eq. 4
             y = x + da(x)

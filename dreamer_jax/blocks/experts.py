@@ -82,9 +82,16 @@ class ExpertAttention(Block):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, depth: Depth, bias: Any, context: Context, tape: dict[str, Tape] | None = None
+        self,
+        x: jax.Array,
+        depth: Depth,
+        bias: Any,
+        context: Context,
+        tape: dict[str, Tape] | None = None,
+        asked: jax.Array | None = None,
     ) -> Answered:
-        """[B, P, h], normed -> [B, P, h]; arguments as of `SequenceAttention`."""
+        """[B, P, h], normed -> [B, P, h]; arguments as of `SequenceAttention`. `asked` [T] bool: the tokens whose
+        selections count, because they take what is answered; None: all."""
         experts, axes = self.router.num_experts, ("expert", "mlp", "hidden")
         shape = (experts, 2 * self.expert_size, self.hidden_size)
         gate_up = self.weight("gate_up", normal(self.std), shape, axes)
@@ -99,7 +106,8 @@ class ExpertAttention(Block):
         gate_up, down = (jax.tree.map(lambda leaf: _cast(leaf, x.dtype), matrix) for matrix in (gate_up, down))
         out = self.operations.expert_mlp(flat, indices, weights, gate_up, down, tape=(tape or {}).get("experts"))
         seen = observe_routing(logits, scores, context.real) if self.observe else None
-        return Answered(out.reshape(x.shape), usage(indices, experts, context.real), seen)
+        counted = context.real if asked is None else context.real & asked
+        return Answered(out.reshape(x.shape), usage(indices, experts, counted), seen)
 
     @nn.nowrap
     def start_tape(self, weights: dict[str, Any], tokens: int, dtype: str) -> dict[str, Tape]:

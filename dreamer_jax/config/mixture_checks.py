@@ -46,3 +46,22 @@ def require_subsets(model: DreamerConfig) -> None:
         f"{kind} leaves a depth {subsets.size} of {model.num_experts} experts, which is less than "
         f"model.experts_per_token {model.experts_per_token}; use more experts",
     )
+
+
+def require_dimensions(model: DreamerConfig) -> None:
+    """A token can take as many dimensions, and at every depth each of them is there to be taken."""
+    taken, dimensions = model.dimensions_per_token, len(model.dimensions)
+    require(
+        taken <= dimensions,
+        "model.dimensions_per_token",
+        f"{taken} is more than the {dimensions} that {model.variant} has"
+        + (" with learned slots" if model.pa_slots else ""),
+    )
+    for name in ("sa_every", "da_every", "pa_every"):
+        value = getattr(model, name)
+        require(
+            not taken or value == 1,
+            "model.dimensions_per_token",
+            f"{taken} can't be combined with model.{name} {value}: a token would take what rests at its depth; set one "
+            "of the two",
+        )

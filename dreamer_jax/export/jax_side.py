@@ -223,7 +223,8 @@ def _apply(config, params, x, entered, depth, memory, bias, context, answer):
     ties = jnp.zeros(x.shape[0] * x.shape[1], bool)
     for name, router in model.routers.items():
         eligible = among(router.subsets, at)
-        owner = its[name] if name == "expert_attention" else its[name]["projections"]
+        owner: Any = its[name]
+        owner = owner.get("projections", owner)
         scores = owner["router"]["__call__"][0] + (bias[name] if eligible is None else bias[name][eligible])
         active = router.selected
         if active < scores.shape[1]:

@@ -12,11 +12,11 @@ experts (EA). In the variants DR and DR+DA one layer serves every depth, and the
 experts, one selected a token; in LA and LA+DA every depth has its own layer. Four settings leave out a part each:
 attention_experts, shared_expert, residual_norm, router_depth_code. DA may see the newest da_window depths only, or
 every da_dilation-th, or fold them into a state (da_form); SA, DA and PA may act at every sa_every-th, da_every-th and
-pa_every-th depth only; a depth may choose among some of the experts only (expert_subset); residual_scale divides by L
-what a depth adds; with injection every depth gets the embedding; a layer of decoding_size may decode what the last
-depth leaves. With pa_slots tokens attend at every depth to learned slots, or to texts, whose embeddings are in the
-buffer `knowledge`: any number of others of that size may take their place. A DR model may run at any depth
-(`depth=...`), an LA model at no more than it has.
+pa_every-th depth only; a depth may choose among some of the experts only (expert_subset), and a token take only some of
+the attentions (dimensions_per_token); residual_scale divides by L what a depth adds; with injection every depth gets
+the embedding; a layer of decoding_size may decode what the last depth leaves. With pa_slots tokens attend at every
+depth to learned slots, or to texts, whose embeddings are in the buffer `knowledge`: any number of others of that size
+may take their place. A DR model may run at any depth (`depth=...`), an LA model at no more than it has.
 
 In comments, B batch, S sequence, T = B·S tokens, h hidden size, V vocabulary, E experts, F expert size, k active
 experts, r router size, n heads, kv key/value heads, d head size.
@@ -89,6 +89,7 @@ class DreamerConfig(PretrainedConfig):
         pa_heads=1,
         pa_head_size=32,
         pa_every=1,
+        dimensions_per_token=0,
         depth_rope_base=500.0,
         depth_counters="both",
         depth_scaling="none",
@@ -712,6 +713,22 @@ class DiagonalInjection(nn.Module):
         return ((-dt * self.fall.float().exp()).exp() * x + dt * new).to(x.dtype)
 
 
+class Dimensions(nn.Module):
+    """Each token takes some of the attentions at a depth, by its state; their outputs are multiplied by 2 sigmoid."""
+
+    def __init__(self, config: DreamerConfig):
+        super().__init__()
+        there = {"depth": config.depth_attention, "parameter": config.pa_slots}
+        self.names = [name for name in ("sequence", "depth", "parameter", "expert") if there.get(name, True)]
+        self.router = Router(config, len(self.names), config.dimensions_per_token, config.attention_bias_rate)
+
+    def forward(self, x: Tensor, step: Step) -> tuple[dict[str, Tensor], Tensor | None]:
+        """[B, S, h] -> name -> gates [B, S, 1], zero where it isn't taken; how often each was [D]."""
+        indices, scores, counts = self.router(x.flatten(0, 1), step)
+        gates = scores.new_zeros(len(scores), len(self.names)).scatter(1, indices, 2 * scores)
+        return dict(zip(self.names, gates.view(*x.shape[:2], -1).split(1, 2))), counts  # noqa: B905
+
+
 class Layer(nn.Module):
     """One depth: x + DA + SA + EA in one of three orders, each with its pre-norm; in DR normalised at the end."""
 
@@ -729,6 +746,8 @@ class Layer(nn.Module):
             self.depth_norm = RMSNorm(hidden)
         self.parameter_attention = ParameterAttention(config) if config.pa_slots else None
         self.parameter_norm = RMSNorm(hidden) if config.pa_slots else None
+        self.dimensions = Dimensions(config) if config.dimensions_per_token else None
+        self.dimension_norm = RMSNorm(hidden) if config.dimensions_per_token else None
         if config.normalised_stream:
             self.residual_norm = RMSNorm(hidden)
         self.injection = DiagonalInjection(hidden) if config.injection == "diagonal" else None
@@ -737,19 +756,28 @@ class Layer(nn.Module):
         """[B, S, h] -> [B, S, h], (k, v) of this depth or None, router name -> selections."""
         if self.injection is not None:
             x = self.injection(x, step.entered)
-        counts, row, y = {}, None, x
+        counts, gates, row, y = {}, {}, None, x
+        if self.dimensions is not None:
+            gates, counts["dimensions"] = self.dimensions(self.dimension_norm(x), step)
+
+        def scaled(name: str, out: Tensor) -> Tensor:
+            return step.scale * ((out * gates[name]).to(out.dtype) if gates else out)
+
         if self.depth_attention is not None and step.depth % self.da_every == 0:
             out, counts["depth_attention"], row = self.depth_attention(self.depth_norm(x), step)
-            y = y + step.scale * out
+            y = y + scaled("depth", out)
         if self.parameter_attention is not None and step.depth % self.pa_every == 0:
-            y = y + step.scale * self.parameter_attention(self.parameter_norm(x), step)
+            y = y + scaled("parameter", self.parameter_attention(self.parameter_norm(x), step))
         seen = y if self.mixing == "sequential" else x
         if step.depth % self.sa_every == 0:
             out, counts["sequence_attention"], _ = self.sequence_attention(self.sequence_norm(seen), step)
-            y = y + step.scale * out
+            y = y + scaled("sequence", out)
         seen = x if self.mixing == "parallel" else y
+        if gates:  # selections count where the answer is taken
+            taken = gates["expert"].flatten() > 0
+            step = step._replace(real=taken if step.real is None else taken & step.real)
         out, counts["expert_attention"] = self.expert_attention(self.expert_norm(seen), step)
-        y = y + step.scale * out
+        y = y + scaled("expert", out)
         if self.residual_norm is not None:
             y = self.residual_norm(y)
         return y, row, counts
@@ -757,6 +785,8 @@ class Layer(nn.Module):
     def routers(self) -> dict[str, Router]:
         """Router name -> router."""
         found = {"expert_attention": self.expert_attention.router}
+        if self.dimensions is not None:
+            found["dimensions"] = self.dimensions.router
         for name in ("sequence_attention", "depth_attention"):
             attention = getattr(self, name)
             if attention is not None and attention.projections.router is not None:

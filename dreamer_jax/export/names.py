@@ -30,6 +30,7 @@ NORMS = (
     ("depth_norm.scale", "depth_norm.weight"),
     ("expert_norm.scale", "expert_norm.weight"),
     ("parameter_norm.scale", "parameter_norm.weight"),
+    ("dimension_norm.scale", "dimension_norm.weight"),
     ("residual_norm.scale", "residual_norm.weight"),
 )
 DEPTH_STATES = {
@@ -155,7 +156,9 @@ def _layer(config: DreamerConfig, keep_shared: bool, index: int) -> Iterator[Ent
     told = config.depth_counters == "learned" and config.router_depth_code
     router = (*ROUTER, *((f"router.{leaf}", f"router.{tensor}") for leaf, tensor in SIGNALS if told))
     parts = {"sequence": "SA", "depth": "DA", "expert": "EA", "parameter": "PA", "residual": "residual norm"}
+    parts["dimension"] = "choice of dimensions"
     absent = {
+        "dimension": not config.dimensions_per_token,
         "parameter": not config.pa_slots,
         "depth": not config.depth_attention,
         "residual": not config.normalised_stream,
@@ -183,6 +186,10 @@ def _layer(config: DreamerConfig, keep_shared: bool, index: int) -> Iterator[Ent
             yield name(f"{attention}.{leaf}", f"{attention}.{tensor}", parts[kind])
         if moe:
             yield bias(attention, f"{attention}.{prefix}", parts[kind])
+    if config.dimensions_per_token:
+        for leaf, tensor in router:
+            yield name(f"dimensions.{leaf}", f"dimensions.{tensor}", parts["dimension"])
+        yield bias("dimensions", "dimensions.", parts["dimension"])
     for leaf, tensor in (*EXPERTS, *router):
         yield name(f"expert_attention.{leaf}", f"expert_attention.{tensor}", "EA")
     yield bias("expert_attention", "expert_attention.", "EA")

@@ -19,6 +19,7 @@ from dreamer_jax.blocks.attention_mixture import AttentionMixture
 from dreamer_jax.blocks.counting import Counted, Share
 from dreamer_jax.blocks.decoding_layer import DecodingLayer
 from dreamer_jax.blocks.depth_states import FORMS, Carried, DepthState
+from dreamer_jax.blocks.dimensions import Dimensions
 from dreamer_jax.blocks.expert_subsets import eligible
 from dreamer_jax.blocks.experts import ExpertAttention
 from dreamer_jax.blocks.head import Embedding, Head, embed
@@ -133,6 +134,10 @@ class Dreamer(Family):
             how = std, out_std, config.pa_every, config.pa_embedding_size, self.observe
             parameter_attention = ParameterAttention(hidden, *pa, *how, parent=None)
         experts = router(config.num_experts, config.experts_per_token, subsets=config.expert_subsets)
+        dimensions = None
+        if config.dimensions_per_token:
+            chooser = router(len(config.dimensions), config.dimensions_per_token)
+            dimensions = Dimensions(config.dimensions, chooser, self.observe, parent=None)
         return AttentionMixture(
             sequence_attention=attention(SequenceAttention, *sa, every=config.sa_every),
             depth_attention=depth_attention,
@@ -144,6 +149,7 @@ class Dreamer(Family):
             injection=DiagonalInjection(hidden, parent=None) if config.injection == "diagonal" else None,
             averaged=config.residual_scale == "depth",
             parameter_attention=parameter_attention,
+            dimensions=dimensions,
             parent=None,
         )
 
@@ -162,6 +168,8 @@ class Dreamer(Family):
             attention = getattr(self.layer, name)
             if attention is not None and attention.router is not None:
                 found[name] = attention.router
+        if self.layer.dimensions is not None:
+            found["dimensions"] = self.layer.dimensions.router
         return found
 
     # Parameters.
@@ -216,7 +224,7 @@ class Dreamer(Family):
         name = "layer" if self.config.recurrent else "layers"
         layer, cast = params[name], self.cast(params)
         folded = dict(cast[name])
-        for part in ("sequence_attention", "depth_attention", "expert_attention"):
+        for part in ("sequence_attention", "depth_attention", "expert_attention", "dimensions"):
             if part in layer:
                 folded[part] = {**folded[part], **getattr(self.layer, part).fold(layer[part], self.config.dtype)}
         return {**cast, name: folded}
@@ -353,7 +361,7 @@ class Dreamer(Family):
             kept = layer.depth_attention.cached_depths(depths)
             acts = acting(depths, config.da_every)
             da = [Share("DA", layer.depth_attention, copies, acts, cached=kept), Share("DA", norm, copies, depths)]
-        pa, acts_pa = layer.parameter_attention, acting(depths, config.pa_every)
+        pa, acts_pa, chooser = layer.parameter_attention, acting(depths, config.pa_every), layer.dimensions
         rotated = sum((each.heads + each.kv_heads) * each.head_size for each in attentions)
         residual = Residual(hidden, len(attentions) + 1, len(attentions) + 1 + config.residual_norm, rotated)
         return [
@@ -367,6 +375,11 @@ class Dreamer(Family):
             Share("residual", residual, 0, depths),
             Share("residual", norm, 1, depths if config.normalised_stream else 1),
             *([] if layer.injection is None else [Share("residual", layer.injection, 1, depths)]),
+            *(
+                []
+                if chooser is None
+                else [Share("routers", chooser, 0, depths), Share("routers", norm, copies, depths)]
+            ),
             *(() if pa is None else (Share("PA", pa, copies, acts_pa), Share("PA", norm, copies, depths))),
             *(
                 [Share("PA", Texts(config.pa_slots, config.pa_embedding_size), 1, 0)]

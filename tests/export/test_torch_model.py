@@ -97,7 +97,8 @@ def test_without_a_part_of_section_3_7(part: str) -> None:
         {"da_form": "gated_recurrent", "depth_counters": "learned"},
         {"decoding_size": 10},
         {"decoding_size": 10, "residual_norm": False},
-        {"expert_subset": "sliding", "depth_counters": "learned"},
+        {"dimensions_per_token": 2, "pa_slots": 5, "pa_head_size": 8},
+        {"dimensions_per_token": 1, "expert_subset": "sliding", "depth_counters": "learned"},
         {"expert_subset": "hierarchical", "num_experts": 11, "depth": 5},
     ],
 )
@@ -184,9 +185,12 @@ def by_tensor(params, bias, config, keep_shared: bool) -> dict[str, np.ndarray]:
     return torch_weights(params, jax.tree.map(np.asarray, bias), config, keep_shared)
 
 
-@pytest.mark.parametrize(("variant", "keep_shared"), [("LA", False), ("DR+DA", True)])
-def test_gradients_counts_and_balancing(variant: str, keep_shared: bool) -> None:
-    config = small_config(variant, num_experts=8)
+@pytest.mark.parametrize(
+    ("variant", "keep_shared", "settings"),
+    [("LA", False, {"dimensions_per_token": 1}), ("DR+DA", True, {}), ("DR+DA", True, {"dimensions_per_token": 2})],
+)
+def test_gradients_counts_and_balancing(variant: str, keep_shared: bool, settings: dict[str, Any]) -> None:
+    config = small_config(variant, num_experts=8, **settings)
     params, bias = random_weights(config)
     expected, counts = jax_gradients(config)
     expected = by_tensor(expected, bias, config, keep_shared)

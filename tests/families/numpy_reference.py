@@ -114,25 +114,31 @@ class Pass:
     def mixture(self, layer: Tree, x: np.ndarray, positions: np.ndarray, l: int) -> np.ndarray:
         """Eq. 4, 5 or 6."""
         scale = 1 / self.depth if self.config.residual_scale == "depth" else 1
+        gate = self.gates(layer, x, l)
 
         def da(y: np.ndarray) -> np.ndarray:
-            reads = self.config.pa_slots and l % self.config.pa_every == 0
-            return over_depths(y) + (scale * self.parameter_attention(layer, y, l) if reads else 0)
+            return over_depths(y) + (over_slots(y) if self.config.pa_slots else 0)
+
+        def over_slots(y: np.ndarray) -> np.ndarray:
+            if l % self.config.pa_every:
+                return np.zeros_like(y)
+            return gate["parameter"] * scale * self.parameter_attention(layer, y, l)
 
         def over_depths(y: np.ndarray) -> np.ndarray:
             if not self.config.depth_attention or l % self.config.da_every:
                 return np.zeros_like(y)
-            return scale * self.depth_attention(layer["depth_attention"], rms_norm(y, layer["depth_norm"]["scale"]), l)
+            normed = rms_norm(y, layer["depth_norm"]["scale"])
+            return gate["depth"] * scale * self.depth_attention(layer["depth_attention"], normed, l)
 
         def sa(y: np.ndarray) -> np.ndarray:
             if l % self.config.sa_every:
                 return np.zeros_like(y)
             normed = rms_norm(y, layer["sequence_norm"]["scale"])
-            return scale * self.sequence_attention(layer["sequence_attention"], normed, positions, l)
+            return gate["sequence"] * scale * self.sequence_attention(layer["sequence_attention"], normed, positions, l)
 
         def ea(y: np.ndarray) -> np.ndarray:
             normed = rms_norm(y, layer["expert_norm"]["scale"])
-            return scale * self.expert_attention(layer["expert_attention"], normed, l)
+            return scale * self.expert_attention(layer["expert_attention"], normed, l, gate["expert"])
 
         if self.config.mixing == "sequential":
             y = x + da(x)
@@ -142,6 +148,19 @@ class Pass:
             y = x + da(x) + sa(x)
             return y + ea(y)
         return x + da(x) + sa(x) + ea(x)
+
+    def gates(self, layer: Tree, x: np.ndarray, l: int) -> dict[str, np.ndarray]:
+        """Dimension -> [n, 1]: twice the sigmoid where a token takes it, else zero; one where there is no choice."""
+        c, n = self.config, len(x)
+        there = ["sequence", *["depth"] * c.depth_attention, *["parameter"] * bool(c.pa_slots), "expert"]
+        if not c.dimensions_per_token:
+            return {name: np.ones((n, 1)) for name in there}
+        logits = self.router_logits(layer["dimensions"]["router"], rms_norm(x, layer["dimension_norm"]["scale"]), l)
+        found = np.zeros((n, len(there)))
+        for i in range(n):
+            for j in self.select("dimensions", logits[i], l, c.dimensions_per_token):
+                found[i, j] = 2 * sigmoid(logits[i, j])
+        return {name: found[:, j : j + 1] for j, name in enumerate(there)}
 
     def sequence_attention(self, weights: Tree, x: np.ndarray, positions: np.ndarray, l: int) -> np.ndarray:
         """Causal grouped-query attention over the tokens of one document."""
@@ -234,18 +253,18 @@ class Pass:
         seen = list(range(l, -1, -self.config.da_dilation))
         return seen[: self.config.da_window] if self.config.da_window else seen
 
-    def expert_attention(self, weights: Tree, x: np.ndarray, l: int) -> np.ndarray:
-        """Top-k SwiGLU experts, weighted by normalised sigmoids."""
+    def expert_attention(self, weights: Tree, x: np.ndarray, l: int, gate: np.ndarray) -> np.ndarray:
+        """Top-k SwiGLU experts, weighted by normalised sigmoids, of the tokens whose gate [n, 1] isn't zero."""
         logits = self.router_logits(weights["router"], x, l)
         y = np.zeros_like(x)
-        for i in range(len(x)):
+        for i in np.flatnonzero(gate):
             chosen = self.select("expert_attention", logits[i], l, self.config.experts_per_token)
             scores = sigmoid(logits[i, chosen])
             for expert, weight in zip(chosen, scores / scores.sum(), strict=True):
                 gate_up = weights["gate_up"][expert] @ x[i]
-                gate, up = gate_up[: self.config.expert_size], gate_up[self.config.expert_size :]
-                y[i] += weight * ((gate * sigmoid(gate) * up) @ weights["down"][expert])
-        return y
+                left, up = gate_up[: self.config.expert_size], gate_up[self.config.expert_size :]
+                y[i] += weight * ((left * sigmoid(left) * up) @ weights["down"][expert])
+        return gate * y
 
     def choose_projection(self, name: str, projections: Tree, x: np.ndarray, l: int) -> list[tuple[int, float]]:
         """Expert and score of every token in an attention MoE; plain matrices are one expert with score 1."""

@@ -149,8 +149,8 @@ def test_texts_are_the_same_on_every_device(tmp_path):
 
 
 def test_experts_of_a_depth_are_on_several_devices():
-    """Six of eleven experts at each of two depths."""
-    config = tiny_config(model__expert_subset="sliding", model__num_experts=11)
+    """Six of eleven experts at each of two depths; with a choice of dimensions beside."""
+    config = tiny_config(model__expert_subset="sliding", model__num_experts=11, model__dimensions_per_token=2)
     state = jax.device_get(create_state(config, make_mesh(config.mesh)))
     (_, (counts, _)), _ = wanted = loss_and_gradients(config, state, MeshConfig())
     assert all(np.unique(np.flatnonzero(row) // 6).size == 2 for row in counts["expert_attention"])

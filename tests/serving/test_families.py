@@ -25,6 +25,7 @@ MODELS |= {
     "layered": small_config("LA"),
     "windowed": small_config(da_window=2),
     "some_depths": small_config(da_every=2, sa_every=2, decoding_size=10),
+    "some_dimensions": small_config(dimensions_per_token=2, expert_subset="hierarchical"),
     "huginn-full": dataclasses.replace(TINY_MODELS["huginn"], cache="full"),
     "huginn-always-last": dataclasses.replace(TINY_MODELS["huginn"], cache="always-last"),
     "ouro-halting": dataclasses.replace(TINY_MODELS["ouro"], exit_threshold=0.4),

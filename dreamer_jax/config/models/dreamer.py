@@ -6,12 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dreamer_jax.config.expert_subsets import ExpertSubsets
-from dreamer_jax.config.mixture_checks import require_subsets
+from dreamer_jax.config.mixture_checks import require_dimensions, require_subsets
 from dreamer_jax.config.values import Balancing, DepthForm, DepthScaling, Implementation, require, require_positive
 
 Variant = Literal["LA", "LA+DA", "DR", "DR+DA"]
 Mixing = Literal["sequential", "parallel_attention", "parallel"]
-_MAY_BE_ZERO = ("balancing_boost_steps", "da_window", "pa_slots", "pa_embedding_size", "decoding_size")
+_MAY_BE_ZERO = (
+    *("balancing_boost_steps", "da_window", "pa_slots", "pa_embedding_size", "decoding_size"),
+    "dimensions_per_token",
+)
 _RECURRENT_PARTS = ("attention_experts", "shared_expert", "residual_norm")
 
 
@@ -76,6 +79,9 @@ class DreamerConfig:
     """d of the parameter attention; divisible by 4 (two RoPE halves)."""
     pa_every: int = 1
     """DR: the parameter attention acts at depth 0 and every so many-th depth from there; 1: at every depth."""
+    dimensions_per_token: int = 0
+    """At each depth a token takes so many of the mixture's dimensions (attention over the sequence, the depths, learned
+    slots and experts), chosen by a router that sees its state; the others add nothing to it (section 5). 0: all."""
     depth_rope_base: float = 500.0
     """RoPE base over the depths, in depth attention and in every router."""
     depth_counters: Literal["both", "up", "learned", "none"] = "both"
@@ -171,6 +177,13 @@ class DreamerConfig:
         return tuple(name for name in (*_RECURRENT_PARTS, "router_depth_code") if not getattr(self, name))
 
     @property
+    def dimensions(self) -> tuple[str, ...]:
+        """The attentions of the mixture."""
+        some = {"depth": self.depth_attention, "parameter": self.pa_slots > 0}
+        names = ("sequence", "depth", "parameter", "expert")
+        return tuple(f"{name}_attention" for name in names if some.get(name, True))
+
+    @property
     def depths_seen(self) -> str:
         """In words, what of its depths depth attention sees; nothing where it is all of them."""
         if self.da_form != "softmax":
@@ -186,7 +199,8 @@ class DreamerConfig:
         found += [f"{self.injection} injection"] if self.injection != "none" else []
         slots = "texts" if self.pa_source == "texts" else "learned slots"
         found += [f"{self.pa_slots} {slots}"] if self.pa_slots else []
-        subsets = self.expert_subsets
+        taken, subsets = self.dimensions_per_token, self.expert_subsets
+        found += [f"{taken} of {len(self.dimensions)} dimensions a token"] if taken else []
         found += [f"{subsets.kind} subsets of {subsets.size} experts"] if subsets else []
         found += [f"a decoding layer of {self.decoding_size}"] if self.decoding_size else []
         some = {"sequence": self.sa_every, "depth": self.da_every, "parameter": self.pa_every}
@@ -358,6 +372,7 @@ class DreamerConfig:
             f"{self.experts_per_token} is more than model.num_experts {self.num_experts}",
         )
         require_subsets(self)
+        require_dimensions(self)
 
 
 CONFIG = DreamerConfig
