@@ -42,8 +42,8 @@ TEXTS = {
     "attention_experts": (
         "The projections around each attention are a top-1 mixture of as many experts as there are depths. A diagonal "
         "would be classical layers, found again by training; spread rows are depths whose tokens choose differently. "
-        "Dimensions that tokens choose are attention over the sequence, depths, learned slots and experts, in this order, "
-        "as far as the model has them."
+        "Dimensions that tokens choose are attention over the sequence, depths, learned slots and experts, in this "
+        "order, as far as the model has them."
     ),
     "lens": (
         "The output head applied to the residual stream after every depth (the logit lens): how often its most likely "

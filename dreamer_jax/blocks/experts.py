@@ -177,8 +177,7 @@ class ExpertAttention(Block):
     @nn.nowrap
     def eligible(self, on: OnChip) -> int:
         """Of those, the ones that a depth may choose among."""
-        subsets = self.router.subsets
-        return self.own(on) if subsets is None else -(-subsets.size // on.group)
+        return -(-self.router.choices // on.group)
 
     @nn.nowrap
     def depths_aside(self, on: OnChip) -> int:

@@ -84,7 +84,7 @@ class Router(Block):
     @nn.nowrap
     def matmul_flops(self, reach: Reach, folded: bool = True) -> float:
         """The query and its product with the keys of all experts that a depth may choose among."""
-        return 2 * (self.hidden_size + self._eligible) * self.size
+        return 2 * (self.hidden_size + self.choices) * self.size
 
     @nn.nowrap
     def elementwise_flops(self, reach: Reach, folded: bool = True) -> float:
@@ -94,22 +94,22 @@ class Router(Block):
         """
         normalise = 2 * self.selected if self.selected > 1 else 0
         query = self.size if self.depth_code is None else 2 * self.size
-        return query + (2 + self.selected) * self._eligible + normalise
+        return query + (2 + self.selected) * self.choices + normalise
 
     @nn.nowrap
     def intermediate_elements(self) -> int:
         """Query before and after its norm, and the logits."""
-        return 2 * self.size + self._eligible
+        return 2 * self.size + self.choices
 
     @property
-    def _eligible(self) -> int:
+    def choices(self) -> int:
         """Experts that a depth may choose among."""
         return self.subsets.size if self.subsets else self.num_experts
 
     @nn.nowrap
     def step_cost(self, on: OnChip) -> Iterator[Operation]:
         """Logits are written, and read for the selection."""
-        size, experts = tiled(self.size), tiled(self._eligible)
+        size, experts = tiled(self.size), tiled(self.choices)
         passes = 1 + on.again.cheap + 2
         flops = passes * 2 * on.tokens * (self.hidden_size * size + HIGHEST * size * experts)
         traffic = passes * on.tokens * (self.hidden_size * BFLOAT16_BYTES + 2 * self.size * FLOAT32_BYTES)

@@ -63,10 +63,10 @@ def neurons_on(config: Config) -> Iterator[tuple[FeedForward, OnChip, Share]]:
 
 
 def rows_per_expert(config: Config) -> float:
-    """Rows of one expert in one matrix product, on average: k T times the chips of an expert group, over E."""
+    """Rows of one expert in one matrix product, on average: k T times the chips of an expert group, over E, or
+    over as many as a depth may choose among."""
     counts = [
-        on.tokens * on.group * block.router.selected / block.router.num_experts
-        for block, on, _ in experts_on(config, "")
+        on.tokens * on.group * block.router.selected / block.router.choices for block, on, _ in experts_on(config, "")
     ]
     return counts[0] if counts else 0.0
 

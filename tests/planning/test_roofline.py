@@ -70,6 +70,23 @@ def test_experts_by_hand(monkeypatch):
     assert share_of_tiles(config(), "v5p") == pytest.approx(16384 / rows)
 
 
+def test_experts_that_a_depth_cannot_choose_are_not_read():
+    """Eight at each of four depths, in place of sixteen: less of their weights, and fewer blocks filled in part."""
+    whole = dataclasses.replace(WIDE, num_experts=16)
+    sliding = dataclasses.replace(whole, expert_subset="sliding")
+    forward = [one(operations(config(model=its), "v5p"), "experts: forward") for its in (whole, sliding)]
+    saved = (forward[0].flops - forward[1].flops) / (4 * 2 * 1024 * 3 * 1024)  # rows
+    assert saved > 0 and saved % 4 == 0  # half a block of each of the eight
+    assert forward[0].bytes - forward[1].bytes == 4 * 2 * (saved * 4 * 1024 + 8 * 3 * 1024**2)
+    assert rows_per_expert(config(model=sliding)) == 2048
+
+
+def test_a_choice_of_dimensions_costs_its_router_and_gates():
+    found = operations(config(model=dataclasses.replace(WIDE, dimensions_per_token=1)), "v5p")
+    assert one(found, "dimensions").bytes > 0 and one(found, "dimensions").flops == 0
+    assert sum(o.bytes for o in found) > sum(o.bytes for o in operations(config(), "v5p"))
+
+
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_matrix_work_is_the_analytic_count_and_little_more(remat, monkeypatch):
     """What it adds: part-filled tiles, the causal triangle's edge, the scores again, routing in float32."""
