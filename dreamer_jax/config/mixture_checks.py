@@ -54,8 +54,7 @@ def require_dimensions(model: DreamerConfig) -> None:
     require(
         taken <= dimensions,
         "model.dimensions_per_token",
-        f"{taken} is more than the {dimensions} that {model.variant} has"
-        + (" with learned slots" if model.pa_slots else ""),
+        f"{taken} is more than the {dimensions} that {model.variant} has" + (" with slots" if model.pa_slots else ""),
     )
     for name in ("sa_every", "da_every", "pa_every"):
         value = getattr(model, name)

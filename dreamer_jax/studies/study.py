@@ -85,7 +85,8 @@ def _match(config: Config, target: Config, hold: matching.Hold) -> matching.Matc
     """The model with the baseline's cost, of the coarsest sizes that come as close as `CLOSE`, or else of any size."""
     model, baseline = build(config.model), build(target.model)
     goal = matching.target_of(baseline, model, target.data.places)
-    goal = dataclasses.replace(goal, flops_per_token=goal.flops_per_token / config.data.copies)
+    if config.data.copies > 1 and goal.flops_per_token is not None:
+        goal = dataclasses.replace(goal, flops_per_token=goal.flops_per_token / config.data.copies)
     context = config.data.places
     moved = {knob.moves for knob in model.knobs()}
     found = None

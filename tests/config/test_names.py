@@ -102,8 +102,8 @@ def test_in_a_checkout_origins_name_no_folder_of_the_machine(monkeypatch: pytest
         ),
         (
             ["study", "zo"],
-            "the package has no study of this name; did you mean 'zoo'? it has any_depth, depth16, depth32, depth8, "
-            "harder, section37, zoo",
+            "the package has no study of this name; did you mean 'zoo'? it has any_depth, balancing, depth16, "
+            "depth32, depth8, harder, section37, zoo",
         ),
         (["match", "dr_16", "--to", "la_17"], "did you mean 'la_16'?"),
         (["bench", "train", "--config", "la_tinny"], "did you mean 'la_tiny'?"),

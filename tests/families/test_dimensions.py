@@ -192,6 +192,10 @@ def test_analysis_tells_what_is_taken_at_each_depth():
             {"dimensions_per_token": 2, "sa_every": 2},
             "model.dimensions_per_token: 2 can't be combined with model.sa_every 2",
         ),
+        (
+            {"dimensions_per_token": 2, "pa_slots": 4, "pa_every": 2},
+            "model.dimensions_per_token: 2 can't be combined with model.pa_every 2",
+        ),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(changes, line):
