@@ -37,9 +37,13 @@ class Layout:
         """For that many blocks of slots, at run time."""
         return self.token_blocks, self.kv_heads, steps
 
+    def at(self, *step: Any) -> tuple[Any, Any]:
+        """The block of tokens and the key head that a step of the grid works on."""
+        return step[0], step[1]
+
     def rows(self, columns: int) -> pl.BlockSpec:
         """Of [T, heads times columns]."""
-        return pl.BlockSpec((self.blocks.tokens, columns), lambda i, h, j, s: (i, h))
+        return pl.BlockSpec((self.blocks.tokens, columns), lambda *step: self.at(*step[:-1]))
 
     def slots_of(self, columns: int, index: Callable[..., Any]) -> pl.BlockSpec:
         """A block of slots of [L, T, heads times columns]."""
@@ -47,15 +51,25 @@ class Layout:
 
     def slot(self, columns: int) -> pl.BlockSpec:
         """The slot that the first prefetched scalar names, of the same."""
-        return pl.BlockSpec((None, self.blocks.tokens, columns), lambda i, h, j, s: (s[0], i, h))
+        return pl.BlockSpec((None, self.blocks.tokens, columns), lambda *step: (step[-1][0], *self.at(*step[:-1])))
 
     def logs(self) -> pl.BlockSpec:
         """Of [kv, n/kv, T]."""
-        return pl.BlockSpec((None, self.group, self.blocks.tokens), lambda i, h, j, s: (h, 0, i))
+
+        def index(*step):
+            i, h = self.at(*step[:-1])
+            return h, 0, i
+
+        return pl.BlockSpec((None, self.group, self.blocks.tokens), index)
 
     def statistics(self, lanes: int) -> pl.BlockSpec:
         """Of [kv, T, lanes]."""
-        return pl.BlockSpec((None, self.blocks.tokens, lanes), lambda i, h, j, s: (h, i, 0))
+
+        def index(*step):
+            i, h = self.at(*step[:-1])
+            return h, i, 0
+
+        return pl.BlockSpec((None, self.blocks.tokens, lanes), index)
 
     def compile(self) -> dict[str, Any]:
         """The other arguments of `pallas_call`."""

@@ -6,6 +6,7 @@ Autodiff would push: every depth would read, add to and write the float32 gradie
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -17,11 +18,14 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.depth_attention.cache import DepthCache
 from pallas_kernels.depth_attention.layout import F32, Layout, for_rows, for_slots, head_of, row_dot, row_to_column
 from pallas_kernels.depth_attention.shapes import Blocks, statistics_lanes
+from pallas_kernels.depth_attention.window import WHOLE, Window
 from pallas_kernels.tape import Tape
 
 
 class Queries(flax.struct.PyTreeNode, Tape):
     """What deeper depths have asked of their keys, and what came of it; filled above the present depth.
+
+    With a window, of the R nearest depths only: depth l is in slot l mod R.
 
     Attributes:
         queries, d_outs: queries and output gradients, [L, T, n d], compute dtype.
@@ -34,10 +38,10 @@ class Queries(flax.struct.PyTreeNode, Tape):
     statistics: jax.Array
 
 
-def start_tape(cache: DepthCache, heads: int, size: int) -> Queries:
-    """The empty tape of `pull_gradients` for `heads` query heads of `size`."""
+def start_tape(cache: DepthCache, heads: int, size: int, window: Window = WHOLE) -> Queries:
+    """The empty tape of `pull_gradients` for `heads` query heads of `size`; with a window, of its span's slots."""
     slots, tokens, width = cache.keys.shape
-    kv_heads = width // size
+    slots, kv_heads = window.span(slots), width // size
     rows = jnp.zeros((slots, tokens, heads * size), cache.keys.dtype)
     lanes = statistics_lanes(slots, heads // kv_heads)
     return Queries(rows, rows, jnp.zeros((kv_heads, tokens, lanes), F32))
@@ -105,7 +109,8 @@ def pull_gradients(
 def _pull_kernel(scalars_ref, *refs, blocks, size, group, slots):
     step, depth, below = pl.program_id(2), scalars_ref[0], scalars_ref[1]
     first_above = (scalars_ref[2] + step - below) * blocks.slots
-    pull = _Pull(_PullRefs(*refs), depth, blocks, size, group)
+    pull = Pull(PullRefs(*refs), depth, blocks, size, group)
+    look = functools.partial(pull.keys_are_seen, lambda i: first_above + i)
 
     pl.when(step == 0)(pull.start)
 
@@ -115,12 +120,12 @@ def _pull_kernel(scalars_ref, *refs, blocks, size, group, slots):
 
     @pl.when(step >= below)
     def look_up():
-        for_slots(blocks, first_above, depth + 1, slots, functools.partial(pull.keys_are_seen, first_above))
+        for_slots(blocks, first_above, depth + 1, slots, look)
 
     pl.when(step == pl.num_programs(2) - 1)(pull.finish)
 
 
-class _PullRefs(NamedTuple):
+class PullRefs(NamedTuple):
     """References of the backward kernel: inputs, outputs and scratch, in this order."""
 
     q: Any
@@ -147,11 +152,11 @@ class _PullRefs(NamedTuple):
     sum_v: Any
 
 
-class _Pull:
-    """The steps of the backward kernel on one block of tokens."""
+class Pull:
+    """The steps of the backward kernel on one block of tokens; `slot` is this depth's place on the tape."""
 
-    def __init__(self, refs: _PullRefs, depth: jax.Array, blocks: Blocks, size: int, group: int) -> None:
-        self.refs, self.depth, self.blocks, self.size, self.group = refs, depth, blocks, size, group
+    def __init__(self, refs: PullRefs, slot: jax.Array, blocks: Blocks, size: int, group: int) -> None:
+        self.refs, self.slot, self.blocks, self.size, self.group = refs, slot, blocks, size, group
         self.scale = size**-0.5
         self.lane = jax.lax.broadcasted_iota(jnp.int32, (blocks.rows, refs.old.shape[-1]), 1)
 
@@ -180,13 +185,13 @@ class _Pull:
             refs.sum_q[g, rows, :] = d_logit * k
             d_k, d_v = d_k + d_logit * q, d_v + weight * d_out
             refs.own_product[g, rows, :] = jnp.broadcast_to(product, log.shape)
-            place = 2 * (self.depth * self.group + g)
+            place = 2 * (self.slot * self.group + g)
             statistics = jnp.where(
                 self.lane == place, log[:, :1], jnp.where(self.lane == place + 1, product, statistics)
             )
         refs.new[rows, :], refs.sum_k[rows, :], refs.sum_v[rows, :] = statistics, d_k, d_v
 
-    def queries_look_down(self, rows, wanted) -> None:
+    def queries_look_down(self, rows: Any, wanted: Any) -> None:
         """This depth's queries, over the keys of `wanted` slots below."""
         refs = self.refs
         for g in range(self.group):
@@ -199,15 +204,15 @@ class _Pull:
                 total += d_logit * k
             refs.sum_q[g, rows, :] = total
 
-    def keys_are_seen(self, first, rows, wanted) -> None:
-        """This depth's keys, by the queries of `wanted` slots above; `first` is the first slot of the block."""
+    def keys_are_seen(self, slot_of: Callable[[Any], Any], rows: Any, wanted: Any) -> None:
+        """This depth's keys, by the queries of `wanted` slots above; `slot_of` tells their places on the tape."""
         refs = self.refs
         k, v = refs.k[rows, :].astype(F32) * self.scale, refs.v[rows, :].astype(F32)
         d_k, d_v, statistics = refs.sum_k[rows, :], refs.sum_v[rows, :], refs.old[rows, :]
         for i in wanted:
             for g in range(self.group):
                 q, d_out = self.head(refs.queries, (i, rows), g), self.head(refs.d_outs, (i, rows), g)
-                place = 2 * ((first + i) * self.group + g)
+                place = 2 * (slot_of(i) * self.group + g)
                 weight = jnp.exp(row_dot(q, k, jnp.where(self.lane == place, statistics, 0.0)))
                 d_weight = row_dot(d_out, v, jnp.where(self.lane == place + 1, statistics, 0.0))
                 d_k, d_v = d_k + weight * d_weight * q, d_v + weight * d_out

@@ -38,6 +38,27 @@ class Blocks:
         )
 
 
+def near_blocks(cache: DepthCache, group: int, window: Window, target: Generation, backward: bool = False) -> Blocks:
+    """The blocks of the kernels over a window: as many tokens as leave room for two blocks of all that is seen."""
+    slots, tokens, _ = cache.keys.shape
+    most = window.most(slots) - 1
+    largest, rows = target.depth_backward if backward else target.depth_forward
+    room = target.vmem // near_vmem(cache, group, window, backward)
+    block = _largest_divisor(tokens, max(LANES, min(largest, room)))
+    pieces = -(-most // target.depth_slots)
+    return Blocks(block, -(-most // pieces) if most else 1, _largest_divisor(block, rows))
+
+
+def near_vmem(cache: DepthCache, group: int, window: Window, backward: bool = True) -> int:
+    """Bytes of vector memory that the kernels over a window need for a token."""
+    slots, itemsize = cache.keys.shape[0], cache.keys.dtype.itemsize
+    fetched = (window.most(slots) - 1) * (2 + 2 * group if backward else 2)
+    rows = 6 * group + 4 if backward else 2 * group + 4  # read and written
+    scratch = 3 * group + 2 if backward else 3 * group
+    lanes = 2 * statistics_lanes(window.span(slots), group) if backward else 0
+    return LANES * (2 * (fetched + rows) * itemsize + 4 * scratch) + 2 * 4 * lanes
+
+
 def _largest_divisor(tokens: int, limit: int) -> int:
     """The largest multiple of a register's lanes, up to a limit, that divides a number of tokens."""
     return max(size for size in range(LANES, limit + 1, LANES) if tokens % size == 0)

@@ -1,0 +1,129 @@
+"""What both kernels of depth attention over a window are made of: only slots that are seen are fetched, one by one.
+
+They are s apart, and begin anywhere, so they aren't blocks of the cache as Pallas' own pipeline would fetch them. Each
+core takes its blocks of tokens one after another, and fetches by hand what the next one sees while it works on this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.depth_attention.cache import DepthCache
+from pallas_kernels.depth_attention.layout import Layout, for_slots
+from pallas_kernels.depth_attention.shapes import Blocks, near_blocks
+from pallas_kernels.depth_attention.window import Window
+from pallas_kernels.tiles import INTERPRETED
+
+
+class NearLayout(Layout):
+    """How they cut their arguments. The grid: cores, a core's blocks of tokens and key heads.
+
+    Attributes:
+        most: depths that are seen beside a token's own.
+    """
+
+    def __init__(
+        self, q: jax.Array, k: jax.Array, cache: DepthCache, window: Window, backward: bool = False
+    ) -> None:
+        super().__init__(q, k, cache, backward)
+        target = self.target or INTERPRETED
+        self.blocks = near_blocks(cache, self.group, window, target, backward)
+        self.token_blocks = q.shape[0] // self.blocks.tokens
+        self.most = window.most(cache.keys.shape[0]) - 1
+        self.cores = math.gcd(self.token_blocks * self.kv_heads, target.cores)
+        self.steps = self.token_blocks * self.kv_heads // self.cores
+
+    def at(self, *step: Any) -> tuple[Any, Any]:
+        """See the base class."""
+        block = step[0] * self.steps + step[1]
+        return jax.lax.div(block, self.kv_heads), jax.lax.rem(block, self.kv_heads)
+
+    def buffers(self, arrays: Sequence[jax.Array]) -> list[Any]:
+        """Scratch of `Fetched` for these arrays: two buffers each, and their semaphores."""
+        shape, most = self.blocks.tokens, max(self.most, 1)
+        columns = [array.shape[-1] // self.kv_heads for array in arrays]
+        buffers = [pltpu.VMEM((2, most, shape, n), a.dtype) for n, a in zip(columns, arrays, strict=True)]
+        return [*buffers, pltpu.SemaphoreType.DMA((2,))]
+
+    def compile(self) -> dict[str, Any]:
+        """See the base class."""
+        vmem = self.target.vmem if self.target else None
+        semantics = (pltpu.PARALLEL, pltpu.ARBITRARY)
+        return {
+            "compiler_params": pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=vmem),
+            "interpret": False if self.target else pltpu.InterpretParams(),
+        }
+
+
+class Fetched:
+    """The seen slots of arrays in HBM, for one block of tokens after another.
+
+    Args:
+        layout: of the kernel.
+        arrays: references to [L, T, kv columns] each.
+        buffers: as of `NearLayout.buffers`: [2, most, tokens, columns] each, and the semaphores.
+        count: int32, slots that are seen.
+        slot_of: n -> the n-th of them.
+    """
+
+    def __init__(
+        self,
+        layout: NearLayout,
+        arrays: Sequence[Any],
+        buffers: Sequence[Any],
+        count: jax.Array,
+        slot_of: Callable[[Any], Any],
+    ) -> None:
+        self.layout, self.arrays, self.count, self.slot_of = layout, arrays, count, slot_of
+        *self.buffers, self.semaphores = buffers
+        self.place = jax.lax.rem(pl.program_id(1), 2)
+
+    def ahead(self) -> None:
+        """Have the next block of tokens fetched, and this one if it is a core's first."""
+        core, step = pl.program_id(0), pl.program_id(1)
+        pl.when(step == 0)(lambda: self._each(core, step, "start"))
+        pl.when(step + 1 < self.layout.steps)(lambda: self._each(core, step + 1, "start"))
+
+    def wait(self) -> list[Any]:
+        """References to this block's slots, [most, tokens, columns] of each array, of which `count` are there."""
+        self._each(pl.program_id(0), pl.program_id(1), "wait")
+        return [buffer.at[self.place] for buffer in self.buffers]
+
+    def for_seen(self, body: Callable[[Any, Any], None]) -> None:
+        """body(rows, indices n) over the slots that are there."""
+        size, most = self.layout.blocks.slots, self.layout.most
+
+        def some(j, carry):
+            first = j * size
+            for_slots(self.layout.blocks, first, 0, self.count, lambda rows, its: body(rows, [first + i for i in its]))
+            return carry
+
+        if most:
+            jax.lax.fori_loop(0, pl.cdiv(self.count, size), some, 0)
+
+    def _each(self, core, step, action):
+        tokens = self.layout.blocks.tokens
+        block, head = self.layout.at(core, step)
+        rows, place = pl.ds(pl.multiple_of(block * tokens, tokens), tokens), jax.lax.rem(step, 2)
+
+        def one(n, carry):
+            slot = self.slot_of(n)
+            for array, buffer in zip(self.arrays, self.buffers, strict=True):
+                width = buffer.shape[-1]
+                columns = pl.ds(pl.multiple_of(head * width, width), width) if self.layout.kv_heads > 1 else slice(None)
+                source = array.at[slot, rows, columns]
+                getattr(pltpu.make_async_copy(source, buffer.at[place, n], self.semaphores.at[place]), action)()
+            return carry
+
+        if self.layout.most:
+            jax.lax.fori_loop(0, self.count, one, 0)
+
+
+HBM = pl.BlockSpec(memory_space=pl.ANY)
