@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import jax
 
 from dreamer_jax.config.values import Implementation
 from pallas_kernels.backend import backend
-from pallas_kernels.depth_attention import pull, tpu, windowed, xla
+from pallas_kernels.depth_attention import near_tpu, pull, tpu, windowed, xla
 from pallas_kernels.depth_attention.cache import DepthCache, Ring, write_slot
 from pallas_kernels.depth_attention.layout import head_size
 from pallas_kernels.depth_attention.shapes import unsupported
@@ -56,14 +57,12 @@ class DepthAttention:
         """
         window = _left_out(window, cache)
         if depth.ndim or self._backend(q.shape, q.dtype, cache, window) != "pallas":
-            if window.whole:
-                return xla.depth_attention(q, k, v, cache, depth, tape)
-            return windowed.depth_attention(q, k, v, cache, depth, window, tape)
+            return _by_xla(q, k, v, cache, depth, window, tape)
         flat = [part.reshape(part.shape[0], -1).astype(q.dtype) for part in (q, k, v)]
         if tape is None:
-            out, cache = _attend(*flat, cache, depth)
+            out, cache = _attend(window, *flat, cache, depth)
         else:
-            out = _attend_taped(*flat, cache, depth, tape)
+            out = _attend_taped(window, *flat, cache, depth, tape)
             # The tape has the gradient of the cache. Dead code where, as on the way back, nobody asks for it.
             cache = write_slot(cache, jax.lax.stop_gradient(k), jax.lax.stop_gradient(v), depth)
         return out.reshape(q.shape), cache
@@ -79,7 +78,7 @@ class DepthAttention:
         """
         window, shape = _left_out(window, cache), (cache.keys.shape[1], heads, size)
         if self._backend(shape, cache.keys.dtype, cache, window) == "pallas":
-            return pull.start_tape(cache, heads, size)
+            return pull.start_tape(cache, heads, size, window)
         return xla.start_tape(cache) if window.whole else windowed.start_tape(cache, window)
 
     def _backend(self, shape, dtype, cache, window):
@@ -91,24 +90,36 @@ def _left_out(window: Window, cache: DepthCache) -> Window:
     return window if isinstance(cache, Ring) else window.of(cache.keys.shape[0])
 
 
-@jax.custom_vjp
-def _attend(q, k, v, cache, depth):
-    out, *cache = tpu.attend(q, k, v, cache, depth, write=True)
-    return out, DepthCache(*cache)
+def _by_xla(q, k, v, cache, depth, window, tape=None):
+    if window.whole:
+        return xla.depth_attention(q, k, v, cache, depth, tape)
+    return windowed.depth_attention(q, k, v, cache, depth, window, tape)
 
 
-def _forward(q, k, v, cache, depth):
-    return _attend(q, k, v, cache, depth), (q, k, v, cache, depth)
+def _kernel(window, *arguments, write):
+    if window.whole:
+        return tpu.attend(*arguments, write)
+    return near_tpu.attend(*arguments, window, write)
 
 
-def _backward(residuals, cotangents):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(window, q, k, v, cache, depth):
+    out, *slots = _kernel(window, q, k, v, cache, depth, write=True)
+    return out, type(cache)(*slots)
+
+
+def _forward(window, q, k, v, cache, depth):
+    return _attend(window, q, k, v, cache, depth), (q, k, v, cache, depth)
+
+
+def _backward(window, residuals, cotangents):
     """Without a tape the whole cache gets a gradient: as much memory traffic as the XLA form, so this is that."""
     q, k, v, cache, depth = residuals
     size = head_size(k)
 
     def attend(q, k, v, cache):
         q, k, v = (part.reshape(part.shape[0], -1, size) for part in (q, k, v))
-        out, cache = xla.depth_attention(q, k, v, cache, depth)
+        out, cache = _by_xla(q, k, v, cache, depth, window)
         return out.reshape(out.shape[0], -1), cache
 
     return *jax.vjp(attend, q, k, v, cache)[1](cotangents), None
@@ -117,20 +128,21 @@ def _backward(residuals, cotangents):
 _attend.defvjp(_forward, _backward)
 
 
-@jax.custom_vjp
-def _attend_taped(q, k, v, cache, depth, tape):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_taped(window, q, k, v, cache, depth, tape):
     del tape
-    return tpu.attend(q, k, v, cache, depth, write=False)[0]
+    return _kernel(window, q, k, v, cache, depth, write=False)[0]
 
 
-def _forward_taped(q, k, v, cache, depth, tape):
-    out, logs = map(keep, tpu.attend(q, k, v, cache, depth, write=False))
+def _forward_taped(window, q, k, v, cache, depth, tape):
+    out, logs = map(keep, _kernel(window, q, k, v, cache, depth, write=False))
     return out, (q, k, v, out, logs, cache, depth, tape)
 
 
-def _backward_taped(residuals, d_out):
+def _backward_taped(window, residuals, d_out):
     q, k, v, out, logs, cache, depth, tape = residuals
-    gradients, tape = pull.pull_gradients((q, k, v, out, d_out), logs, cache, tape, depth)
+    arguments = (q, k, v, out, d_out), logs, cache, tape, depth
+    gradients, tape = pull.pull_gradients(*arguments) if window.whole else near_tpu.pull_gradients(*arguments, window)
     return *gradients, None, None, tape
 
 

@@ -30,7 +30,8 @@ class Layout:
         self.size, self.group = head_size(k), q.shape[1] // k.shape[1]
         self.kv_heads = k.shape[1] // self.size
         self.target = generation()
-        self.blocks = Blocks.of(cache, self.target or INTERPRETED, backward)
+        self.tiles = self.target or INTERPRETED
+        self.blocks = Blocks.of(cache, self.tiles, backward)
         self.token_blocks = q.shape[0] // self.blocks.tokens
 
     def grid(self, steps: jax.Array) -> tuple[Any, ...]:

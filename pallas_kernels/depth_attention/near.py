@@ -17,27 +17,28 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.depth_attention.cache import DepthCache
 from pallas_kernels.depth_attention.layout import Layout, for_slots
-from pallas_kernels.depth_attention.shapes import Blocks, near_blocks
+from pallas_kernels.depth_attention.shapes import near_blocks
 from pallas_kernels.depth_attention.window import Window
-from pallas_kernels.tiles import INTERPRETED
 
 
 class NearLayout(Layout):
     """How they cut their arguments. The grid: cores, a core's blocks of tokens and key heads.
 
     Attributes:
+        slots: of the cache.
         most: depths that are seen beside a token's own.
+        dilation: s.
     """
 
     def __init__(
         self, q: jax.Array, k: jax.Array, cache: DepthCache, window: Window, backward: bool = False
     ) -> None:
         super().__init__(q, k, cache, backward)
-        target = self.target or INTERPRETED
-        self.blocks = near_blocks(cache, self.group, window, target, backward)
+        self.blocks = near_blocks(cache, self.group, window, self.tiles, backward)
         self.token_blocks = q.shape[0] // self.blocks.tokens
-        self.most = window.most(cache.keys.shape[0]) - 1
-        self.cores = math.gcd(self.token_blocks * self.kv_heads, target.cores)
+        self.slots, self.dilation = cache.keys.shape[0], window.dilation
+        self.most = window.most(self.slots) - 1
+        self.cores = math.gcd(self.token_blocks * self.kv_heads, self.tiles.cores)
         self.steps = self.token_blocks * self.kv_heads // self.cores
 
     def at(self, *step: Any) -> tuple[Any, Any]:
@@ -45,11 +46,18 @@ class NearLayout(Layout):
         block = step[0] * self.steps + step[1]
         return jax.lax.div(block, self.kv_heads), jax.lax.rem(block, self.kv_heads)
 
+    def seen(self, others: jax.Array) -> jax.Array:
+        """How many of so many shallower depths a depth sees; or of deeper ones, how many see it."""
+        return jnp.minimum(self.most, others // self.dilation)
+
+    def below(self, depth: Any) -> Callable[[Any], Any]:
+        """n -> the n-th slot of the cache that is seen at `depth`."""
+        return lambda n: jax.lax.rem(depth - (n + 1) * self.dilation, self.slots)
+
     def buffers(self, arrays: Sequence[jax.Array]) -> list[Any]:
         """Scratch of `Fetched` for these arrays: two buffers each, and their semaphores."""
-        shape, most = self.blocks.tokens, max(self.most, 1)
-        columns = [array.shape[-1] // self.kv_heads for array in arrays]
-        buffers = [pltpu.VMEM((2, most, shape, n), a.dtype) for n, a in zip(columns, arrays, strict=True)]
+        slots = 2, max(self.most, 1), self.blocks.tokens
+        buffers = [pltpu.VMEM((*slots, array.shape[-1] // self.kv_heads), array.dtype) for array in arrays]
         return [*buffers, pltpu.SemaphoreType.DMA((2,))]
 
     def compile(self) -> dict[str, Any]:
@@ -64,6 +72,9 @@ class NearLayout(Layout):
 
 class Fetched:
     """The seen slots of arrays in HBM, for one block of tokens after another.
+
+    Attributes:
+        parts: references to the present block's slots, [most, tokens, columns] of each array; `count` are there.
 
     Args:
         layout: of the kernel.
@@ -83,7 +94,7 @@ class Fetched:
     ) -> None:
         self.layout, self.arrays, self.count, self.slot_of = layout, arrays, count, slot_of
         *self.buffers, self.semaphores = buffers
-        self.place = jax.lax.rem(pl.program_id(1), 2)
+        self.parts = [buffer.at[jax.lax.rem(pl.program_id(1), 2)] for buffer in self.buffers]
 
     def ahead(self) -> None:
         """Have the next block of tokens fetched, and this one if it is a core's first."""
@@ -91,10 +102,9 @@ class Fetched:
         pl.when(step == 0)(lambda: self._each(core, step, "start"))
         pl.when(step + 1 < self.layout.steps)(lambda: self._each(core, step + 1, "start"))
 
-    def wait(self) -> list[Any]:
-        """References to this block's slots, [most, tokens, columns] of each array, of which `count` are there."""
+    def wait(self) -> None:
+        """Until the present block's slots are there."""
         self._each(pl.program_id(0), pl.program_id(1), "wait")
-        return [buffer.at[self.place] for buffer in self.buffers]
 
     def for_seen(self, body: Callable[[Any, Any], None]) -> None:
         """body(rows, indices n) over the slots that are there."""

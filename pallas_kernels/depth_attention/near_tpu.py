@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.depth_attention.cache import DepthCache
 from pallas_kernels.depth_attention.near import HBM, Fetched, NearLayout
+from pallas_kernels.depth_attention.pull import Pull, PullRefs, Queries, sums
 from pallas_kernels.depth_attention.tpu import Softmax, SoftmaxRefs, result_shapes, result_specs, running
 from pallas_kernels.depth_attention.window import Window
 
@@ -21,9 +22,8 @@ def attend(
 ) -> list[jax.Array]:
     """`tpu.attend` over the slots depth - s, depth - 2 s, ... of a window; the cache may be a `Ring` of its span."""
     layout, slots = NearLayout(q, k, cache, window), cache.keys.shape[0]
-    kernel = functools.partial(_attend_kernel, layout=layout, slots=slots, dilation=window.dilation, write=write)
     return pl.pallas_call(
-        kernel,
+        functools.partial(_attend_kernel, layout=layout, write=write),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(layout.cores, layout.steps),
@@ -35,30 +35,77 @@ def attend(
         input_output_aliases={4: 1, 5: 2} if write else {},
         name="depth_window_forward" if write else "depth_window_recompute",
         **layout.compile(),
-    )(_scalars(depth, slots, depth // window.dilation, layout), q, k, v, *cache)
+    )(jnp.stack([depth % slots, depth, layout.seen(depth)]).astype(jnp.int32), q, k, v, *cache)
 
 
-def _scalars(depth: jax.Array, slots: int, seen: jax.Array, layout: NearLayout) -> jax.Array:
-    """The slot of a depth, how many others are seen (at most `seen` are there), the depth itself: [3] int32."""
-    return jnp.stack([depth % slots, jnp.minimum(seen, layout.most), depth]).astype(jnp.int32)
-
-
-def _attend_kernel(scalars_ref, q_ref, k_ref, v_ref, keys_ref, values_ref, *rest, layout, slots, dilation, write):
-    outs, rest = rest[: 3 if write else 2], rest[3 if write else 2 :]
-    depth = scalars_ref[2]
-    fetched = Fetched(
-        layout,
-        (keys_ref, values_ref),
-        rest[3:],
-        scalars_ref[1],
-        lambda n: jax.lax.rem(depth - (n + 1) * dilation, slots),
-    )
-    fetched.ahead()
-    first = Softmax(SoftmaxRefs(q_ref, k_ref, v_ref, None, None, *rest[:3]), layout.blocks, layout.size, layout.group)
-    first.start(outs[1:] if write else ())
-    keys, values = fetched.wait()
-    softmax = Softmax(
-        SoftmaxRefs(q_ref, k_ref, v_ref, keys, values, *rest[:3]), layout.blocks, layout.size, layout.group
-    )
-    fetched.for_seen(softmax.absorb)
+def _attend_kernel(scalars_ref, q_ref, k_ref, v_ref, keys_ref, values_ref, *rest, layout, write):
+    outs, scratch, buffers = rest[: 3 if write else 2], rest[-6:-3], rest[-3:]
+    below = Fetched(layout, (keys_ref, values_ref), buffers, scalars_ref[2], layout.below(scalars_ref[1]))
+    refs = SoftmaxRefs(q_ref, k_ref, v_ref, *below.parts, *scratch)
+    softmax = Softmax(refs, layout.blocks, layout.size, layout.group)
+    below.ahead()
+    softmax.start(outs[1:] if write else ())
+    below.wait()
+    below.for_seen(softmax.absorb)
     softmax.finish(outs[0], None if write else outs[1])
+
+
+def pull_gradients(
+    rows: tuple[jax.Array, ...],
+    logs: jax.Array,
+    cache: DepthCache,
+    tape: Queries,
+    depth: jax.Array,
+    window: Window,
+) -> tuple[tuple[jax.Array, ...], Queries]:
+    """`pull.pull_gradients` with the slots that a depth sees, and the queries that see it: depth + s, depth + 2 s, ..."""
+    q, k = rows[:2]
+    layout = NearLayout(q, k, cache, window, backward=True)
+    left, above = (tape.queries, tape.d_outs), layout.seen(cache.keys.shape[0] - 1 - depth)
+    wide, narrow = layout.rows(layout.group * layout.size), layout.rows(layout.size)
+    slot, statistics = layout.slot(layout.group * layout.size), layout.statistics(tape.statistics.shape[-1])
+    results = pl.pallas_call(
+        functools.partial(_pull_kernel, layout=layout, ring=tape.queries.shape[0]),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(layout.cores, layout.steps),
+            in_specs=[wide, narrow, narrow, wide, wide, layout.logs(), *[HBM] * 4, statistics],
+            out_specs=[wide, narrow, narrow, slot, slot, statistics],
+            scratch_shapes=[*sums(layout), *layout.buffers(cache), *layout.buffers(left)],
+        ),
+        out_shape=[jax.ShapeDtypeStruct(part.shape, part.dtype) for part in (q, k, k, *left, tape.statistics)],
+        input_output_aliases={9: 3, 10: 4, 11: 5},
+        name="depth_window_backward",
+        **layout.compile(),
+    )(
+        jnp.stack([depth % tape.queries.shape[0], depth, layout.seen(depth), above]).astype(jnp.int32),
+        *rows,
+        logs,
+        *cache,
+        *left,
+        tape.statistics,
+    )
+    return tuple(results[:3]), Queries(*results[3:])
+
+
+def _pull_kernel(scalars_ref, *refs, layout, ring):
+    arguments, buffers = refs[:-6], refs[-6:]
+    slot, depth, seen, seeing = (scalars_ref[n] for n in range(4))
+
+    def above(n):
+        return jax.lax.rem(depth + (n + 1) * layout.dilation, ring)
+
+    lower = Fetched(layout, arguments[6:8], buffers[:3], seen, layout.below(depth))
+    upper = Fetched(layout, arguments[8:10], buffers[3:], seeing, above)
+    named = PullRefs(*arguments)._replace(
+        keys=lower.parts[0], values=lower.parts[1], queries=upper.parts[0], d_outs=upper.parts[1]
+    )
+    pull = Pull(named, slot, layout.blocks, layout.size, layout.group)
+    lower.ahead()
+    upper.ahead()
+    pull.start()
+    lower.wait()
+    lower.for_seen(pull.queries_look_down)
+    upper.wait()
+    upper.for_seen(functools.partial(pull.keys_are_seen, above))
+    pull.finish()

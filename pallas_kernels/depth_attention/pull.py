@@ -73,7 +73,7 @@ def pull_gradients(
     slots = cache.keys.shape[0]
     layout = Layout(q, k, cache, backward=True)
     left = tape.queries, tape.d_outs, tape.statistics
-    group, size, tokens, of_slots = layout.group, layout.size, layout.blocks.tokens, layout.blocks.slots
+    group, size, of_slots = layout.group, layout.size, layout.blocks.slots
     below = pl.cdiv(depth, of_slots)
     first_above = jax.lax.div(depth + 1, of_slots)
     above = jnp.maximum(pl.cdiv(slots, of_slots) - first_above, 0)
@@ -88,7 +88,6 @@ def pull_gradients(
     wide, narrow = layout.rows(group * size), layout.rows(size)
     filled, taped = layout.slots_of(size, lower), layout.slots_of(group * size, upper)
     slot, statistics = layout.slot(group * size), layout.statistics(tape.statistics.shape[-1])
-    of_heads, sums = pltpu.VMEM((group, tokens, size), F32), pltpu.VMEM((tokens, size), F32)
     results = pl.pallas_call(
         functools.partial(_pull_kernel, blocks=layout.blocks, size=size, group=group, slots=slots),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -96,7 +95,7 @@ def pull_gradients(
             grid=layout.grid(jnp.maximum(1, below + above)),
             in_specs=[wide, narrow, narrow, wide, wide, layout.logs(), filled, filled, taped, taped, statistics],
             out_specs=[wide, narrow, narrow, slot, slot, statistics],
-            scratch_shapes=[of_heads, of_heads, of_heads, sums, sums],
+            scratch_shapes=sums(layout),
         ),
         out_shape=[jax.ShapeDtypeStruct(part.shape, part.dtype) for part in (q, k, k, *left)],
         input_output_aliases={9: 3, 10: 4, 11: 5},
@@ -104,6 +103,12 @@ def pull_gradients(
         **layout.compile(),
     )(jnp.stack([depth, below, first_above]).astype(jnp.int32), *rows, logs, *cache, *left)
     return tuple(results[:3]), Queries(*results[3:])
+
+
+def sums(layout: Layout) -> list[Any]:
+    """Scratch of `Pull`."""
+    rows = layout.blocks.tokens, layout.size
+    return [pltpu.VMEM((layout.group, *rows), F32)] * 3 + [pltpu.VMEM(rows, F32)] * 2
 
 
 def _pull_kernel(scalars_ref, *refs, blocks, size, group, slots):

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from pallas_kernels.depth_attention.cache import DepthCache, Ring
+from pallas_kernels.depth_attention.cache import DepthCache
 from pallas_kernels.depth_attention.window import WHOLE, Window
-from pallas_kernels.tiles import Generation
+from pallas_kernels.tiles import INTERPRETED, Generation, generation
 
 LANES = 128
 
@@ -67,16 +67,15 @@ def _largest_divisor(tokens: int, limit: int) -> int:
 def unsupported(shape: tuple[int, ...], dtype: jnp.dtype, cache: DepthCache, window: Window = WHOLE) -> str | None:
     """Why no kernel takes queries [T, n, d] of this shape with this cache and window, or None if one does."""
     tokens, heads, size = shape
-    if isinstance(cache, Ring):
-        return "the cache is a ring of the newest depths"
-    if not window.whole:
-        return "there is none for a window or dilation"
     if tokens % LANES:
         return f"{tokens} tokens are not a multiple of {LANES}"
     if size != LANES and (heads > 1 or size > LANES or size % 8):
         return f"{heads} heads of size {size}; kernels take size {LANES}, or a single smaller head"
     if dtype != cache.keys.dtype:
         return f"queries are {dtype}, the cache is {cache.keys.dtype}"
+    target = generation() or INTERPRETED
+    if not window.whole and LANES * near_vmem(cache, heads * size // cache.keys.shape[2], window) > target.vmem:
+        return f"{window.most(cache.keys.shape[0])} depths are seen, which is more than fit into the memory of a core"
     return None
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import backend, tiles
-from pallas_kernels.depth_attention import DepthAttention, DepthCache, empty_cache, reference, xla
+from pallas_kernels.depth_attention import WHOLE, DepthAttention, DepthCache, empty_cache, reference, xla
 from pallas_kernels.depth_attention.shapes import Blocks
 from tests.pallas_kernels.interpreting import on_two_cores
 
@@ -34,7 +34,7 @@ def inputs(slots, tokens, heads, kv_heads, size, dtype, seed=0):
     return tuple(jnp.asarray(rng.normal(size=(slots, tokens, n, size)), dtype) for n in counts)
 
 
-def defined(q, k, v, d_out):
+def defined(q, k, v, d_out, window=WHOLE):
     """Outputs, and gradients of q, k and v, by plain autodiff through all depths; float32."""
     q, k, v, d_out = (part.astype(jnp.float32) for part in (q, k, v, d_out))
     slots, tokens, kv_heads, size = k.shape
@@ -42,7 +42,7 @@ def defined(q, k, v, d_out):
     def run(q, k, v):
         cache, outs = empty_cache(slots, tokens, kv_heads, size, q.dtype), []
         for depth in range(slots):
-            out, cache = reference.depth_attention(q[depth], k[depth], v[depth], cache, jnp.int32(depth))
+            out, cache = reference.depth_attention(q[depth], k[depth], v[depth], cache, jnp.int32(depth), window)
             outs.append(out)
         return jnp.stack(outs)
 
@@ -50,18 +50,18 @@ def defined(q, k, v, d_out):
     return out, *vjp(d_out)
 
 
-def scanned(q, k, v, d_out, unwritten=0.0):
+def scanned(q, k, v, d_out, unwritten=0.0, window=WHOLE):
     """The same as the depth scan does it: forward through the cache, then down the depths with a tape."""
     slots, tokens, kv_heads, size = k.shape
     cache = jax.tree.map(lambda part: part + unwritten, empty_cache(slots, tokens, kv_heads, size, q.dtype))
 
     @jax.jit
     def forward(q, k, v, cache, depth):
-        return KERNEL(q, k, v, cache, depth)
+        return KERNEL(q, k, v, cache, depth, window=window)
 
     @jax.jit
     def backward(q, k, v, cache, depth, tape, d_out):
-        attend = lambda q, k, v, tape: KERNEL(q, k, v, cache, depth, tape)[0]  # noqa: E731
+        attend = lambda q, k, v, tape: KERNEL(q, k, v, cache, depth, tape, window)[0]  # noqa: E731
         return jax.vjp(attend, q, k, v, tape)[1](d_out)
 
     outs = []
@@ -70,7 +70,7 @@ def scanned(q, k, v, d_out, unwritten=0.0):
         outs.append(out)
     np.testing.assert_array_equal(cache.keys.reshape(k.shape), k)
     np.testing.assert_array_equal(cache.values.reshape(v.shape), v)
-    tape = KERNEL.start_tape(cache, q.shape[2], size)
+    tape = KERNEL.start_tape(cache, q.shape[2], size, window)
     tape = jax.tree.map(lambda part: part + jnp.asarray(unwritten, part.dtype), tape)
     gradients = []
     for depth in reversed(range(slots)):
