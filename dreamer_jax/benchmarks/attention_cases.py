@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pallas_kernels.sequence_attention.xla
 from dreamer_jax.benchmarks.kernel_case import Case, Launch
 from dreamer_jax.planning.schedule import Schedule
-from pallas_kernels.depth_attention import DepthAttention, DepthCache, write_slot
+from pallas_kernels.depth_attention import WHOLE, DepthAttention, DepthCache, write_slot
 from pallas_kernels.depth_attention.shapes import Blocks, backward_bytes, forward_bytes, statistics_lanes
 from pallas_kernels.sequence_attention import SequenceAttention
 from pallas_kernels.sequence_attention.shapes import block_of
@@ -30,7 +30,7 @@ def attention_cases() -> list[Case]:
     return [*depth, _sequence(forward=True), _sequence(forward=False)]
 
 
-def _depth_arguments(slots: int, heads: int, kv_heads: int, key: jax.Array):
+def depth_arguments(slots: int, heads: int, kv_heads: int, key: jax.Array):
     """q, k, v with their heads side by side, as projections leave them and kernels take them; the cache."""
     keys = jax.random.split(key, 5)
 
@@ -41,7 +41,8 @@ def _depth_arguments(slots: int, heads: int, kv_heads: int, key: jax.Array):
     return (*rows, DepthCache(*(normal(n, slots, TOKENS, kv_heads * SIZE) for n in (3, 4))))
 
 
-def _depth_name(slots: int, heads: int, kv_heads: int) -> str:
+def depth_name(slots: int, heads: int, kv_heads: int) -> str:
+    """The shape, as people write it."""
     return f"T={TOKENS} L={slots} d={SIZE}" + (f" n={heads} kv={kv_heads}" if heads > 1 else "")
 
 
@@ -52,13 +53,13 @@ def _depth_forward(slots: int, heads: int, kv_heads: int) -> Case:
 
     return Case(
         "depth_attention forward",
-        _depth_name(slots, heads, kv_heads),
-        lambda key: _depth_arguments(slots, heads, kv_heads, key),
-        _kernel_forward,
+        depth_name(slots, heads, kv_heads),
+        lambda key: depth_arguments(slots, heads, kv_heads, key),
+        kernel_forward,
         _plain_forward,
         launches,
         flops=0,  # none on the matrix unit
-        least_bytes=sum(_forward_bytes(slots, heads, kv_heads, depth) for depth in range(slots)),
+        least_bytes=sum(forward_bytes(TOKENS, heads, kv_heads, SIZE, BFLOAT16, depth) for depth in range(slots)),
         steps=range(slots),
         carried=3,
     )
@@ -68,12 +69,12 @@ def _depth_backward(slots: int, heads: int, kv_heads: int) -> Case:
     """The recomputed forward pass and the gradient, on the tape: what one depth of the backward scan takes."""
 
     def arguments(key):
-        q, k, v, cache = _depth_arguments(slots, heads, kv_heads, key)
+        q, k, v, cache = depth_arguments(slots, heads, kv_heads, key)
         return q, k, v, cache, q, DEPTH_ATTENTION.start_tape(cache, heads, SIZE)
 
     def gradient(q, k, v, cache, d_out, tape, depth):
         def attend(q, k, v, tape):
-            return _kernel_forward(q, k, v, cache, depth, tape)[0]
+            return kernel_forward(q, k, v, cache, depth, tape)[0]
 
         *rows, tape = jax.vjp(attend, q, k, v, tape)[1](d_out)
         return rows, tape
@@ -92,7 +93,7 @@ def _depth_backward(slots: int, heads: int, kv_heads: int) -> Case:
     own = 2 * TOKENS * SIZE * BFLOAT16 * (heads + kv_heads)  # q, k, v and out of the recomputed pass
     return Case(
         "depth_attention backward",
-        _depth_name(slots, heads, kv_heads),
+        depth_name(slots, heads, kv_heads),
         arguments,
         gradient,
         _plain_gradient,
@@ -101,7 +102,7 @@ def _depth_backward(slots: int, heads: int, kv_heads: int) -> Case:
         least_bytes=sum(
             own
             + TOKENS * SIZE * BFLOAT16 * 2 * kv_heads * depth
-            + backward_bytes(slots, TOKENS, heads, kv_heads, SIZE, BFLOAT16, depth)
+            + backward_bytes(TOKENS, heads, kv_heads, SIZE, BFLOAT16, depth, slots - 1 - depth)
             for depth in range(slots)
         ),
         steps=range(slots - 1, -1, -1),
@@ -109,13 +110,14 @@ def _depth_backward(slots: int, heads: int, kv_heads: int) -> Case:
     )
 
 
-def _kernel_forward(q, k, v, cache, depth, tape=None):
+def kernel_forward(q, k, v, cache, depth, tape=None, window=WHOLE):
+    """The operation with heads side by side: the result and the cache."""
     queries, keys, values = (rows.reshape(TOKENS, -1, SIZE) for rows in (q, k, v))
-    out, cache = DEPTH_ATTENTION(queries, keys, values, cache, depth, tape)
+    out, cache = DEPTH_ATTENTION(queries, keys, values, cache, depth, tape, window)
     return out.reshape(q.shape), cache
 
 
-def _plain(q: jax.Array, keys: jax.Array, values: jax.Array, depth: jax.Array) -> jax.Array:
+def plain(q: jax.Array, keys: jax.Array, values: jax.Array, depth: jax.Array) -> jax.Array:
     """What XLA makes best of on a TPU: multiply and reduce over [L, T, d], head by head; reads all slots."""
     group = q.shape[1] // keys.shape[-1]
     visible = (jnp.arange(keys.shape[0]) <= depth)[:, None]
@@ -133,14 +135,14 @@ def _plain(q: jax.Array, keys: jax.Array, values: jax.Array, depth: jax.Array) -
 
 def _plain_forward(q, k, v, cache, depth):
     cache = write_slot(cache, k, v, depth)
-    return _plain(q, *cache, depth), cache
+    return plain(q, *cache, depth), cache
 
 
 def _plain_gradient(q, k, v, cache, d_out, tape, depth):
     """Push form: the cache's gradient, float32, is read and written at every depth."""
     del k, v, tape
     totals = DepthCache(*(jnp.zeros(part.shape, jnp.float32) for part in cache))
-    out, vjp = jax.vjp(lambda q, keys, values: _plain(q, keys, values, depth), q, *cache)
+    out, vjp = jax.vjp(lambda q, keys, values: plain(q, keys, values, depth), q, *cache)
     d_q, *d_cache = vjp(d_out)
     return (out, d_q), jax.tree.map(lambda total, d: total + d.astype(jnp.float32), totals, DepthCache(*d_cache))
 
@@ -174,7 +176,7 @@ def _pull_launch(schedule: Schedule, slots: int, heads: int, kv_heads: int, dept
     )
     steps = max(1, below + above)
     bundles = tiles * (steps * (grid.own - grid.optional) + grid.optional + blocks.tokens // blocks.rows * inner)
-    least = backward_bytes(slots, TOKENS, heads, kv_heads, SIZE, BFLOAT16, depth)
+    least = backward_bytes(TOKENS, heads, kv_heads, SIZE, BFLOAT16, depth, slots - 1 - depth)
     unwanted = kv_heads * (below * size - depth) + heads * (above * size - (slots - 1 - depth))
     statistics = 2 * 4 * kv_heads * TOKENS * statistics_lanes(slots, heads // kv_heads)
     return Launch(bundles, least + 2 * TOKENS * SIZE * BFLOAT16 * unwanted + statistics)
@@ -185,10 +187,6 @@ def _tiles(slots: int, kv_heads: int, target: Generation, backward: bool = False
     row = jax.ShapeDtypeStruct((slots, TOKENS, kv_heads * SIZE), jnp.bfloat16)
     blocks = Blocks.of(DepthCache(row, row), target, backward)  # type: ignore[arg-type]
     return math.ceil(TOKENS // blocks.tokens * kv_heads / target.cores), blocks
-
-
-def _forward_bytes(slots: int, heads: int, kv_heads: int, depth: int) -> int:
-    return forward_bytes(slots, TOKENS, heads, kv_heads, SIZE, BFLOAT16, depth)
 
 
 def _sequence(forward: bool) -> Case:

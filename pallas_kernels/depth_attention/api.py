@@ -96,10 +96,10 @@ def _by_xla(q, k, v, cache, depth, window, tape=None):
     return windowed.depth_attention(q, k, v, cache, depth, window, tape)
 
 
-def _kernel(window, *arguments, write):
+def _kernel(window, q, k, v, cache, depth, write):
     if window.whole:
-        return tpu.attend(*arguments, write)
-    return near_tpu.attend(*arguments, window, write)
+        return tpu.attend(q, k, v, cache, depth, write)
+    return near_tpu.attend(q, k, v, cache, depth, window, write)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -141,8 +141,11 @@ def _forward_taped(window, q, k, v, cache, depth, tape):
 
 def _backward_taped(window, residuals, d_out):
     q, k, v, out, logs, cache, depth, tape = residuals
-    arguments = (q, k, v, out, d_out), logs, cache, tape, depth
-    gradients, tape = pull.pull_gradients(*arguments) if window.whole else near_tpu.pull_gradients(*arguments, window)
+    rows = q, k, v, out, d_out
+    if window.whole:
+        gradients, tape = pull.pull_gradients(rows, logs, cache, tape, depth)
+    else:
+        gradients, tape = near_tpu.pull_gradients(rows, logs, cache, tape, depth, window)
     return *gradients, None, None, tape
 
 

@@ -6,6 +6,7 @@ core takes its blocks of tokens one after another, and fetches by hand what the 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.depth_attention.cache import DepthCache
-from pallas_kernels.depth_attention.layout import Layout, for_slots
+from pallas_kernels.depth_attention.layout import Layout, for_rows
 from pallas_kernels.depth_attention.shapes import near_blocks
 from pallas_kernels.depth_attention.window import Window
 
@@ -30,9 +31,7 @@ class NearLayout(Layout):
         dilation: s.
     """
 
-    def __init__(
-        self, q: jax.Array, k: jax.Array, cache: DepthCache, window: Window, backward: bool = False
-    ) -> None:
+    def __init__(self, q: jax.Array, k: jax.Array, cache: DepthCache, window: Window, backward: bool = False) -> None:
         super().__init__(q, k, cache, backward)
         self.blocks = near_blocks(cache, self.group, window, self.tiles, backward)
         self.token_blocks = q.shape[0] // self.blocks.tokens
@@ -107,16 +106,22 @@ class Fetched:
         self._each(pl.program_id(0), pl.program_id(1), "wait")
 
     def for_seen(self, body: Callable[[Any, Any], None]) -> None:
-        """body(rows, indices n) over the slots that are there."""
-        size, most = self.layout.blocks.slots, self.layout.most
+        """body(rows, indices n) over the slots that are there: whole pieces of them, then the rest together."""
+        blocks = self.layout.blocks
+        pieces = jax.lax.div(self.count, blocks.slots)
+        rest = self.count - pieces * blocks.slots
 
-        def some(j, carry):
-            first = j * size
-            for_slots(self.layout.blocks, first, 0, self.count, lambda rows, its: body(rows, [first + i for i in its]))
+        def some(piece, size):
+            for_rows(blocks, lambda rows: body(rows, [piece * blocks.slots + i for i in range(size)]))
+
+        def whole(piece, carry):
+            some(piece, blocks.slots)
             return carry
 
-        if most:
-            jax.lax.fori_loop(0, pl.cdiv(self.count, size), some, 0)
+        if self.layout.most:
+            jax.lax.fori_loop(0, pieces, whole, 0)
+        for size in range(1, blocks.slots):
+            pl.when(rest == size)(functools.partial(some, pieces, size))
 
     def _each(self, core, step, action):
         tokens = self.layout.blocks.tokens

@@ -58,7 +58,7 @@ def pull_gradients(
     depth: jax.Array,
     window: Window,
 ) -> tuple[tuple[jax.Array, ...], Queries]:
-    """`pull.pull_gradients` with the slots that a depth sees, and the queries that see it: depth + s, depth + 2 s, ..."""
+    """`pull.pull_gradients` with the slots that a depth sees, and the queries at depth + s, depth + 2 s, ..."""
     q, k = rows[:2]
     layout = NearLayout(q, k, cache, window, backward=True)
     left, above = (tape.queries, tape.d_outs), layout.seen(cache.keys.shape[0] - 1 - depth)

@@ -84,15 +84,15 @@ def statistics_lanes(slots: int, group: int) -> int:
     return -(-2 * slots * group // LANES) * LANES
 
 
-def forward_bytes(slots: int, tokens: int, heads: int, kv_heads: int, size: int, itemsize: int, depth: int) -> int:
-    """The least a forward step must move: the filled slots once, q, k and v in, the new slot and the result out."""
-    return tokens * size * itemsize * (2 * kv_heads * depth + 2 * heads + 4 * kv_heads)
+def forward_bytes(tokens: int, heads: int, kv_heads: int, size: int, itemsize: int, below: int) -> int:
+    """The least a forward step must move: the seen slots once, q, k and v in, the new slot and the result out."""
+    return tokens * size * itemsize * (2 * kv_heads * below + 2 * heads + 4 * kv_heads)
 
 
-def backward_bytes(slots: int, tokens: int, heads: int, kv_heads: int, size: int, itemsize: int, depth: int) -> int:
-    """The least a backward step in pull form must move: keys and values of the slots below, queries and output
+def backward_bytes(tokens: int, heads: int, kv_heads: int, size: int, itemsize: int, below: int, above: int) -> int:
+    """The least a backward step in pull form must move: keys and values of the seen slots below, queries and output
     gradients of those above, and this depth's own rows in and out."""
-    cache = 2 * kv_heads * depth + 2 * heads * (slots - 1 - depth)
+    cache = 2 * kv_heads * below + 2 * heads * above
     own = 2 * kv_heads + 3 * heads + heads + 2 * kv_heads + 2 * heads  # k v, q dO O; dq, dk dv, and two slots
     return tokens * size * itemsize * (cache + own)
 

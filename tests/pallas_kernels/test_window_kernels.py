@@ -1,19 +1,11 @@
 """The depth-attention kernels over windows and with dilation, against the definition."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from pallas_kernels import tiles
-from pallas_kernels.depth_attention import DepthAttention, DepthCache, Ring, Window, empty_cache, reference, windowed
-from tests.pallas_kernels.interpreting import on_two_cores
+from pallas_kernels.depth_attention import Window, windowed
 from tests.pallas_kernels.test_depth_attention import (
-    BFLOAT16,
     FLOAT32,
-    KERNEL,
     SMALL,
     assert_close,
     defined,
