@@ -41,8 +41,7 @@ def depth_arguments(slots: int, heads: int, kv_heads: int, key: jax.Array):
     return (*rows, DepthCache(*(normal(n, slots, TOKENS, kv_heads * SIZE) for n in (3, 4))))
 
 
-def depth_name(slots: int, heads: int, kv_heads: int) -> str:
-    """The shape, as people write it."""
+def _depth_name(slots: int, heads: int, kv_heads: int) -> str:
     return f"T={TOKENS} L={slots} d={SIZE}" + (f" n={heads} kv={kv_heads}" if heads > 1 else "")
 
 
@@ -53,7 +52,7 @@ def _depth_forward(slots: int, heads: int, kv_heads: int) -> Case:
 
     return Case(
         "depth_attention forward",
-        depth_name(slots, heads, kv_heads),
+        _depth_name(slots, heads, kv_heads),
         lambda key: depth_arguments(slots, heads, kv_heads, key),
         kernel_forward,
         _plain_forward,
@@ -93,7 +92,7 @@ def _depth_backward(slots: int, heads: int, kv_heads: int) -> Case:
     own = 2 * TOKENS * SIZE * BFLOAT16 * (heads + kv_heads)  # q, k, v and out of the recomputed pass
     return Case(
         "depth_attention backward",
-        depth_name(slots, heads, kv_heads),
+        _depth_name(slots, heads, kv_heads),
         arguments,
         gradient,
         _plain_gradient,

@@ -14,7 +14,6 @@ from dreamer_jax.benchmarks.attention_cases import (
     TOKENS,
     Read,
     depth_arguments,
-    depth_name,
     kernel_forward,
     plain,
 )
@@ -50,9 +49,8 @@ class _Shape:
 
     def __init__(self, slots: int, heads: int, kv_heads: int, window: Window) -> None:
         self.slots, self.heads, self.kv_heads, self.window = slots, heads, kv_heads, window
-        self.name = f"{depth_name(slots, heads, kv_heads)} w={window.size or slots} s={window.dilation}".replace(
-            f"L={slots}", f"{slots} depths"
-        )
+        words = f"T={TOKENS} d={SIZE} L={slots}" + (f" n={heads} kv={kv_heads}" if heads > 1 else "")
+        self.name = words + f" w={window.size}" * (window.size > 0) + f" s={window.dilation}" * (window.dilation > 1)
         self.counts = heads, kv_heads, SIZE, BFLOAT16
 
     def below(self, depth: int) -> int:
@@ -109,10 +107,11 @@ def _backward(shape: _Shape) -> Case:
         return rows, tape
 
     def xla(q, k, v, cache, d_out, tape, depth):
-        """Push form, into a float32 gradient of the slots that are seen (of the cache's dtype here, as the tape is)."""
+        """Push form: the float32 gradient of what is seen is written at every depth."""
         del k, v, tape
-        kept = seen(cache, depth, shape.window)
-        out, vjp = jax.vjp(lambda q, *kept: plain(q, *kept, depth // shape.window.dilation), q, *kept)
+        newest = depth // shape.window.dilation
+        attend = lambda q, keys, values: plain(q, keys, values, newest)  # noqa: E731
+        out, vjp = jax.vjp(attend, q, *seen(cache, depth, shape.window))
         d_q, *d_kept = vjp(d_out)
         return (out, d_q), DepthCache(*(part.astype(jnp.float32) for part in d_kept))
 

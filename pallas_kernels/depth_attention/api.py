@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -59,6 +60,7 @@ class DepthAttention:
         if depth.ndim or self._backend(q.shape, q.dtype, cache, window) != "pallas":
             return _by_xla(q, k, v, cache, depth, window, tape)
         flat = [part.reshape(part.shape[0], -1).astype(q.dtype) for part in (q, k, v)]
+        out: Any
         if tape is None:
             out, cache = _attend(window, *flat, cache, depth)
         else:

@@ -116,3 +116,22 @@ BUNDLES = {
 }
 """Bundles of the innermost loops (128 tokens, forward on v4 256; a whole block of four slots, or one slot), bfloat16,
 d = 128, one head, in program order, as jax 0.10.2 compiles them. A test compiles them again and fails on 5 % more."""
+
+WINDOW_BUNDLES = {
+    "v4": {
+        "depth_window_forward": (43, 45, 164, 4, 763, 302, 526),
+        "depth_window_recompute": (43, 45, 166, 4, 749, 300, 522),
+        "depth_window_backward": (43, 43, 58, 58, 288, 4, 449, 174, 310, 4, 516, 227, 380),
+    },
+    "v5e": {
+        "depth_window_forward": (44, 44, 73, 4, 232, 96, 156),
+        "depth_window_recompute": (44, 44, 73, 4, 232, 96, 156),
+        "depth_window_backward": (45, 45, 49, 49, 234, 4, 309, 130, 225, 4, 371, 170, 280),
+    },
+    "v5p": {
+        "depth_window_forward": (45, 45, 73, 4, 225, 100, 160),
+        "depth_window_recompute": (45, 45, 73, 4, 230, 98, 157),
+        "depth_window_backward": (46, 46, 49, 49, 231, 4, 313, 132, 223, 4, 367, 169, 276),
+    },
+}
+"""The same of the kernels over a window of 4 depths, 2 apart: fetching, the own key, waiting; three slots, one, two."""

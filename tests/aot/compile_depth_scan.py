@@ -1,5 +1,10 @@
-"""Prints the HLO of the gradient of a small DR+DA trunk with kernels, compiled for a topology; a process of its own."""
+"""Prints the HLO of the gradient of a small DR+DA trunk with kernels, compiled for a topology; a process of its own.
 
+Its words: TOPOLOGY [KEY=NUMBER ...], settings of the model. The first line is the bytes of temporary memory.
+"""
+
+import dataclasses
+import functools
 import sys
 
 import flax.linen as nn
@@ -27,25 +32,27 @@ CONFIG = DreamerConfig(
 )
 
 
-def loss(params, model_state, tokens):
+def loss(family, params, model_state, tokens):
     """Any scalar of the final hidden states."""
-    family = build(CONFIG)
     passed = forward(family, params, model_state, {"tokens": tokens})
     hidden, _ = family.readout(params, passed.state, passed.memory, passed.context)
     return jnp.sum(hidden.astype(jnp.float32))
 
 
-def main(topology: str) -> None:
+def main(topology: str, *changes: str) -> None:
     """Compile for one device of it."""
+    numbers = {key: int(number) for key, _, number in (change.partition("=") for change in changes)}
+    family = build(dataclasses.replace(CONFIG, **numbers))
     device = devices_of(parse_topology(topology))[0]
     place = jax.sharding.SingleDeviceSharding(device)
-    shapes = *nn.meta.unbox(build(CONFIG).shapes), jax.ShapeDtypeStruct((4, 2048), jnp.int32)
+    shapes = *nn.meta.unbox(family.shapes), jax.ShapeDtypeStruct((4, 2048), jnp.int32)
     arguments = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes)
     mesh = jax.sharding.Mesh(np.array([device]), ("chip",))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jax.jit(jax.grad(loss)).lower(*arguments)
-    print(lowered.compile().as_text())
+        lowered = jax.jit(jax.grad(functools.partial(loss, family))).lower(*arguments)
+    program = lowered.compile()
+    print(program.memory_analysis().temp_size_in_bytes, program.as_text(), sep="\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

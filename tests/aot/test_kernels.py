@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from dreamer_jax.planning.topology import child_environment
-from pallas_kernels.depth_attention.shapes import BUNDLES
+from pallas_kernels.depth_attention.shapes import BUNDLES, WINDOW_BUNDLES
 from pallas_kernels.sequence_attention.shapes import BUNDLES as SEQUENCE_BUNDLES
 from tests.aot.predictions import HAS_LIBTPU, MIB, TOPOLOGIES, assert_no_costlier, recorded, rows
 
@@ -18,6 +18,7 @@ pytestmark = [
 DEPTH_TEMPORARY = {"depth_attention forward": 1 * MIB, "depth_attention backward": 16 * MIB}  # two rows [T, d]
 SEQUENCE_TEMPORARY = 1126 * MIB  # 1.1 GiB, of the gradient at 8 rows of 4096: a part of d_q for each block of keys
 PAPER = "T=32768 L=32 d=128"
+WINDOW = "T=32768 d=128 L=16 w=4 s=2"
 
 
 @pytest.mark.parametrize("chip", TOPOLOGIES)
@@ -38,6 +39,20 @@ def test_depth_attention_forward_reads_hardly_more_than_it_must(chip):
 
 
 @pytest.mark.parametrize("chip", TOPOLOGIES)
+def test_windows_read_hardly_more_than_they_must(chip):
+    """Next to the byte floor of the slots that are seen, forward and, with its recomputation, backward; no temporaries.
+    Grouped queries wait for the cross-lane unit, and so does v4 on the way back."""
+    found = rows(chip, "depth_window", compare=True)
+    assert len(found) == 10
+    for (name, shape), row in found.items():
+        way, grouped = name.partition(" ")[2], "n=4" in shape
+        assert row["temporary"] <= (4 if grouped else 1) * DEPTH_TEMPORARY[f"depth_attention {way}"], shape
+        assert row["xla_seconds"] >= 1.2 * row["seconds"], shape
+        if not grouped and (chip != "v4" or way == "forward"):
+            assert row["seconds"] <= 1.2 * row["roofline_seconds"], shape
+
+
+@pytest.mark.parametrize("chip", TOPOLOGIES)
 def test_depth_attention_backward_beats_push_form(chip):
     """Recomputation included, which XLA's figure has too."""
     row = rows(chip, PAPER, compare=True)["depth_attention backward", PAPER]
@@ -53,6 +68,16 @@ def test_schedules_cost_no_more_than_recorded(chip):
     for direction in ("forward", "backward"):
         schedules |= found[f"depth_attention {direction}", PAPER]["schedules"]
     assert_no_costlier({kernel: s["loops"] for kernel, s in schedules.items()}, BUNDLES[chip])
+
+
+@recorded
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+def test_windows_cost_no_more_than_recorded(chip):
+    """The same of the kernels over a window."""
+    schedules = {}
+    for (_, shape), row in rows(chip, "depth_window", compare=True).items():
+        schedules |= row["schedules"] if shape == WINDOW else {}
+    assert_no_costlier({kernel: s["loops"] for kernel, s in schedules.items()}, WINDOW_BUNDLES[chip])
 
 
 @pytest.mark.parametrize("chip", TOPOLOGIES)
@@ -74,12 +99,38 @@ def test_sequence_attention_costs_no_more_than_recorded(chip):
 
 def test_depth_scan_never_copies_the_cache():
     """The gradient of a whole scan for v4: the cache and the tape go through both loops in place."""
-    command = [sys.executable, "-m", "tests.aot.compile_depth_scan", "v4:2x2x1"]
-    text = subprocess.run(command, env=child_environment(), check=True, capture_output=True, text=True).stdout
-    cached = r"bf16\[6,8192,128\]\S*"
-    assert re.search(rf"= \(?[^=]*{cached}.* custom-call\(.*depth_attention_forward", text) is not None
+    text = _depth_scan()
+    assert re.search(rf"= \(?[^=]*{_slots(6)}.* custom-call\(.*depth_attention_forward", text) is not None
     assert re.search(r"depth_attention_recompute", text) and re.search(r"depth_attention_backward", text)
+    _assert_not_copied(text, 6)
+
+
+def test_a_window_is_a_ring_in_the_backward_pass_and_nothing_is_copied():
+    """The same with a window of 2 of 6 depths, 2 apart: a tape of three. Memory grows by what one depth keeps."""
+    text = _depth_scan("da_window=2", "da_dilation=2")
+    assert re.search(rf"= \(?[^=]*{_slots(6)}.* custom-call\(.*depth_window_forward", text) is not None
+    assert re.search(rf"= \(?[^=]*{_slots(3)}.* custom-call\(.*depth_window_backward", text) is not None
+    assert re.search(r"depth_window_recompute", text) and "depth_attention_" not in text
+    _assert_not_copied(text, 6)
+    _assert_not_copied(text, 3)
+    sixteen, more = (_depth_scan("da_window=2", "da_dilation=2", f"depth={depth}") for depth in (16, 32))
+    six, sixteen, more = (int(its.partition("\n")[0]) for its in (text, sixteen, more))
+    assert (more - sixteen) / 16 <= 1.05 * (sixteen - six) / 10
+
+
+def _depth_scan(*changes: str) -> str:
+    """What compile_depth_scan.py prints for v4."""
+    command = [sys.executable, "-m", "tests.aot.compile_depth_scan", "v4:2x2x1", *changes]
+    return subprocess.run(command, env=child_environment(), check=True, capture_output=True, text=True).stdout
+
+
+def _slots(count: int) -> str:
+    """So many slots of keys or queries, in HLO."""
+    return rf"bf16\[{count},8192,128\]\S*"
+
+
+def _assert_not_copied(text: str, count: int) -> None:
     # A copy-start into faster memory is the compiler's prefetch; a copy in main memory would be ours to avoid.
-    copies = [line.strip()[:160] for line in text.splitlines() if re.search(rf"= {cached} copy\(", line)]
+    copies = [line.strip()[:160] for line in text.splitlines() if re.search(rf"= {_slots(count)} copy\(", line)]
     assert not copies, copies
-    assert "f32[6,8192,128]" not in text  # what push form would keep: the gradient of the cache
+    assert f"f32[{count},8192,128]" not in text  # what push form would keep: the gradient of the cache

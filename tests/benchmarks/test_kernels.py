@@ -56,7 +56,7 @@ def test_every_operation_has_cases_of_both_directions():
     """Forward and gradient; the counting sort has no gradient."""
     names = {case.name for case in CASES}
     assert names == {
-        *(f"depth_attention {way}" for way in ("forward", "backward")),
+        *(f"{name} {way}" for name in ("depth_attention", "depth_window") for way in ("forward", "backward")),
         *(
             f"{name} {way}"
             for name in ("sequence_attention", "expert_mlp", "expert_linear")
