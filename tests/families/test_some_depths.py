@@ -80,7 +80,8 @@ def test_gradients_of_slots_are_those_of_a_choice_after_the_fact(monkeypatch, re
     found = gradient(SLOTS, remat)
 
     def chosen(slots, x, depth, context):
-        return jnp.where(depth.index % slots.every == 0, slots(x, depth), 0)
+        out, seen = slots(x, depth, context.real)
+        return jnp.where(depth.index % slots.every == 0, out, 0), seen
 
     monkeypatch.setattr(attention_mixture, "branch_at_some_depths", chosen)
     assert_same(found, unrolled_gradient(SLOTS))
