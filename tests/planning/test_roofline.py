@@ -106,6 +106,14 @@ def test_what_is_kept_saves_what_is_computed_again():
     assert flops["full"] - flops["none"] == pytest.approx(again, rel=0.15)
 
 
+def test_a_window_reads_as_much_less_as_it_sees():
+    """Of 8 depths a window of 2, 2 apart, sees one at the first two and two at the others; all see 4.5."""
+    model = dataclasses.replace(WIDE, variant="DR+DA", depth=8)
+    seen = dataclasses.replace(model, da_window=2, da_dilation=2)
+    whole, window = (one(operations(config(model=its), "v5p"), "depth attention: scores") for its in (model, seen))
+    assert window.bytes / whole.bytes == pytest.approx((2 * 1 + 6 * 2) / 36)
+
+
 def test_gradient_depths_share_the_totals_traffic():
     totals = 4 * 3 * 1024**2 * 8 * 4  # of E experts of 3hF, read and written in float32 at 4 depths
     each = one(operations(config(gradient_depths=1), "v5p"), "experts: weight gradients").bytes
