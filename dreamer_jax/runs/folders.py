@@ -111,12 +111,17 @@ def folder_of(directory: str | Path) -> RunFolder:
     return RunFolder(local, place)
 
 
-def open_run(loaded: LoadedConfig, recorded: Callable[[epath.Path], Config | None] = lambda _: None) -> RunFolder:
+def open_run(
+    loaded: LoadedConfig,
+    recorded: Callable[[epath.Path], Config | None] = lambda _: None,
+    check_new: Callable[[Config], None] = lambda _: None,
+) -> RunFolder:
     """Create the run directory with its configuration, or check that an existing one holds the same run.
 
     Args:
         loaded: the configuration.
         recorded: run directory -> the configuration of its newest checkpoint; asked where config.yaml is missing.
+        check_new: called before the directory of a new run is made.
     Raises:
         UserError: if it holds another configuration (the differences are shown) or can't be written.
     """
@@ -125,8 +130,10 @@ def open_run(loaded: LoadedConfig, recorded: Callable[[epath.Path], Config | Non
     before = load_config(saved).config if saved.is_file() else recorded(folder.place)
     if before is not None:
         _refuse_other(folder.place, before, loaded.config)
-    elif is_primary():
-        save_configuration(loaded, folder)
+    else:
+        check_new(loaded.config)
+        if is_primary():
+            save_configuration(loaded, folder)
     wait_for_all("run directory")
     return folder
 

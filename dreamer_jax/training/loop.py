@@ -33,6 +33,7 @@ from dreamer_jax.training.heartbeat import Heartbeat
 from dreamer_jax.training.preemption import StopRequest
 from dreamer_jax.training.recovery import Recovery, RunCounters, recorded_config
 from dreamer_jax.training.stability import SkipCounter, Unstable
+from dreamer_jax.training.state import check_beginning
 from dreamer_jax.training.train_step import make_evaluation_step, make_train_step
 
 EXAMPLES = 3
@@ -89,7 +90,7 @@ def train(loaded: LoadedConfig, extras: Extras = Extras()) -> int:
         with heartbeat.suspended():
             mesh = make_mesh(config.mesh)
             data = open_data(config)
-            folder = open_run(loaded, recorded_config)
+            folder = open_run(loaded, recorded_config, check_beginning)
         console.say(f"run {folder.place}: {build(config.model).headline()}; {data.summary}")
         recovery = Recovery(loaded, data, mesh, console.say)
         try:

@@ -19,7 +19,7 @@ from dreamer_jax.families import KNOWLEDGE, Family, build, initialise
 from dreamer_jax.parallel.layout import parameter_layouts
 from dreamer_jax.runs.array_files import read_tree
 from dreamer_jax.runs.knowledge import read_embeddings
-from dreamer_jax.runs.models import locate_run
+from dreamer_jax.runs.models import Located, locate_run
 from dreamer_jax.runs.state import TrainState
 from dreamer_jax.training.optimizer import make_optimizer
 
@@ -55,6 +55,17 @@ def create_state(config: Config, mesh: Mesh) -> TrainState:
     return state.replace(model_state={**state.model_state, KNOWLEDGE: {"texts": placed}})
 
 
+def check_beginning(config: Config) -> None:
+    """Look for what a new run begins from, before anything is made.
+
+    Raises:
+        UserError: it isn't there, or doesn't fit.
+    """
+    _texts(config)
+    if config.training.initial_weights:
+        _located(config.training.initial_weights)
+
+
 def _texts(config: Config) -> np.ndarray | None:
     if knowledge_of(config.model) is None:
         return None
@@ -64,10 +75,17 @@ def _texts(config: Config) -> np.ndarray | None:
         raise UserError(f"data.knowledge: {error}") from None
 
 
+def _located(run: str) -> Located:
+    try:
+        return locate_run(run)
+    except UserError as error:
+        raise UserError(f"training.initial_weights: {error}") from None
+
+
 def _with_weights_of(run: str, state: TrainState) -> TrainState:
     """The state with the parameters and the model's own state of a run's checkpoint."""
+    found = _located(run)
     try:
-        found = locate_run(run)
         params = read_tree(found.item("params"), state.params)
         read = {name: its for name, its in state.model_state.items() if name != KNOWLEDGE}
         model_state = state.model_state | {name: read_tree(found.item(name), its) for name, its in read.items()}

@@ -147,6 +147,7 @@ def test_what_does_not_fit_is_said(folder: Path, capsys) -> None:
         fresh = ["--run.dir", str(folder / f"refused_{number}")]
         assert main(["train", str(folder / "tiny.yaml"), *its[:-2], *fresh]) == 2
         assert message.format(folder) in capsys.readouterr().err
+        assert not Path(fresh[1]).exists()  # so that the next try, with the right file, is a new run
     for words, message in (
         (["texts.jsonl", "--out", "x.safetensors"], "line 1: field 'text' must hold a text"),
         (["texts.jsonl", "--field", "fact", "--out", "texts.safetensors"], "is what is read; choose another name"),
