@@ -13,6 +13,7 @@ import pytest
 from dreamer_jax.blocks.memory import Slots
 from dreamer_jax.errors import UserError
 from dreamer_jax.inference import Flight, FoldedModel, fold
+from dreamer_jax.inference import model as folding
 from pallas_kernels.weights import OutputRows
 from tests.families.cases import (
     MIXINGS,
@@ -182,7 +183,9 @@ def test_weights_that_are_not_arranged_for_a_cpu_equal_the_full_forward(variant,
         monkeypatch.setattr(f"pallas_kernels.{operation}.api.on_cpu", lambda: False)
     config = small_config(variant)
     params, bias = random_weights(config)
+    folding._folded.clear_cache()  # of what was compiled as for a CPU
     model = fold(config, params, {"balancing": bias})
+    folding._folded.clear_cache()
     assert not any(map(is_rows, jax.tree.leaves(model.params, is_leaf=is_rows)))
     tokens = random_tokens(config, 9, (2, 6))
     expected = full_logits(model, tokens)

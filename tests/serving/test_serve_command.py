@@ -106,7 +106,13 @@ def test_options(started, tmp_path, capsys):
     assert served.keys.open("Bearer 0123456789abcdef") and capsys.readouterr().err == ""
     offered = [DiffusionForcing(), Adaptive("kl", every=2)]
     assert started["sizes"] == (3, 50, 7, 5, offered, None) and started["grace"] == 1.5
-    assert started["options"] == {"average": 1, "dtype": "bfloat16", "cache": None, "tokenizer": None}
+    assert started["options"] == {
+        "average": 1,
+        "dtype": "bfloat16",
+        "cache": None,
+        "tokenizer": None,
+        "knowledge": None,
+    }
     assert main(["serve", "runs/x", *words]) == 0
     assert "without --api-key-file: everybody who reaches this machine may ask" in capsys.readouterr().err
 

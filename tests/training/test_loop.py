@@ -53,7 +53,10 @@ def abstract(config: Config, mesh) -> TrainState:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     return TrainState(
-        place(dtype=jnp.int32), {"seen": place(BATCHES)}, {"mu": place(1)}, {"balancing": {"router": place(2)}}
+        place(dtype=jnp.int32),
+        {"seen": place(BATCHES)},
+        {"mu": place(1)},
+        {"balancing": {"expert_attention": place(2)}},
     )
 
 
@@ -73,7 +76,7 @@ def train(monkeypatch, tmp_path):
             bad = jnp.isin(position, jnp.array(sorted(broken) or [-1]))
             seen = jnp.where(bad, state.params["seen"], state.params["seen"].at[position].add(1))
             metrics = {"loss": jnp.where(bad, jnp.nan, position), "gradient_norm": 1.0, "learning_rate": 1.0}
-            metrics |= {"counts": {"router": jnp.ones((1, 2))}, "skipped": bad.astype(jnp.int32)}
+            metrics |= {"counts": {"expert_attention": jnp.ones((1, 2))}, "skipped": bad.astype(jnp.int32)}
             return state.replace(step=state.step + 1, params={"seen": seen}), metrics
 
         return step
