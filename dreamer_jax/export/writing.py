@@ -15,6 +15,7 @@ from dreamer_jax.export import modeling_file
 from dreamer_jax.export.card import write_card
 from dreamer_jax.export.description import Description, form_of, generation_settings
 from dreamer_jax.export.tokenizer_files import write_tokenizer
+from dreamer_jax.inference.model import check_generates
 from dreamer_jax.runs import safetensors_files
 from dreamer_jax.runs.leaves import StoredModel
 
@@ -40,9 +41,10 @@ def export(
         shard_bytes: largest safetensors file.
 
     Raises:
-        UserError: the family's folders have no place for the model, `out` exists or can't be written, or the tokenizer
-            isn't the one the run was trained with.
+        UserError: the family's folders have no place for the model, it was trained with copies of tokens, `out` exists
+            or can't be written, or the tokenizer isn't the one the run was trained with.
     """
+    check_generates(model.config)
     form = form_of(model.config)
     keeps = keep_shared and form.has_shared(model.config.model)
     description = Description(model.config, {}, dtype, keeps, model.step, model.meta)

@@ -161,8 +161,10 @@ def through_depths(
 
 
 def check_generates(config: Config) -> None:
-    """Raises:
-    UserError: a run was trained in a way that nothing here generates by.
+    """Refuse a run that was trained in a way that nothing here, and no exported folder, generates by.
+
+    Raises:
+        UserError: it was.
     """
     if config.data.copies > 1:
         raise UserError(

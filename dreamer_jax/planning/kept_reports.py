@@ -1,7 +1,8 @@
 """What compiling for a topology told, kept between processes: the program itself can't be read back without a TPU.
 
 A report is found by all that decides it: configuration, topology, the versions of jax and libtpu, the flags in the
-environment, and the source of this package. It is JSON, a few kilobytes. Kept unless compiled programs are not to be.
+environment, and the source of this package. It is JSON, a few kilobytes. Kept unless compiled programs are not to be,
+or a family of the user's own is at hand, whose source may change.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import pallas_kernels
 from dreamer_jax import program_cache
 from dreamer_jax.config import Config, to_yaml
+from dreamer_jax.config.models import VARIABLE
 from dreamer_jax.config.sections import RunConfig
 from dreamer_jax.planning.topology import Topology
 from dreamer_jax.runs.folders import write_atomically
@@ -40,11 +42,12 @@ class KeptReport:
         step = to_yaml(dataclasses.replace(config, run=RunConfig()))
         decides = [step, topology.name, topology.slices, versions, flags, _source()]
         key = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+        self._wanted = program_cache.wanted() and not os.environ.get(VARIABLE)
         self._path = program_cache.caches() / "plans" / f"{key[:32]}.json"
 
     def read(self) -> dict[str, Any] | None:
         """What was told; None if nothing is kept, or if it can't be read."""
-        if not program_cache.wanted():
+        if not self._wanted:
             return None
         try:
             told = json.loads(self._path.read_text(encoding="utf-8"))
@@ -55,7 +58,7 @@ class KeptReport:
 
     def write(self, told: dict[str, Any]) -> None:
         """Keep it, and no more than `MOST` of all; that it can't be is no reason to stop."""
-        if not program_cache.wanted():
+        if not self._wanted:
             return
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)

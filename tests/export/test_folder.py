@@ -314,6 +314,18 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
         export(other, tmp_path / "out", "float32", False, lambda folder: None)
 
 
+def test_what_was_trained_with_copies_is_refused(run: Path, tmp_path: Path) -> None:
+    """The folder would read each token once."""
+    copy = shutil.copytree(run, tmp_path / "run")
+    path = copy / "config.yaml"
+    path.write_text(path.read_text().replace("copies: 1", "copies: 2"))
+    model = open_model(copy)
+    assert model.config.data.copies == 2
+    with pytest.raises(UserError, match=r"trained with data\.copies 2"):
+        export(model, tmp_path / "out", "float32", False, lambda folder: None)
+    assert not (tmp_path / "out").exists()
+
+
 def test_no_pickle_and_no_dependency_beyond_torch(exported: Path) -> None:
     sources = [*(ROOT / "dreamer_jax" / "export").glob("*.py"), ROOT / "dreamer_jax" / "runs" / "leaves.py"]
     for path in sources:

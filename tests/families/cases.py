@@ -24,7 +24,7 @@ from dreamer_jax.config.models.ponder import PonderConfig
 from dreamer_jax.config.models.recursive import RecursiveConfig
 from dreamer_jax.config.models.universal import UniversalConfig
 from dreamer_jax.families import build, forward, initialise
-from dreamer_jax.inference.model import FoldedModel
+from dreamer_jax.inference.model import FoldedModel, fold
 from dreamer_jax.inference.samplers import adaptive, one_by_one
 from dreamer_jax.inference.samplers.contract import Asked, Choosing, Progress
 from dreamer_jax.inference.sampling import Sampling
@@ -45,6 +45,7 @@ SEGMENT_IDS = np.array(
 )
 POSITIONS = np.array([[i for size in row for i in range(abs(size))] for row in ROWS], np.int32)
 REAL = SEGMENT_IDS > 0
+PACKED = (SEGMENT_IDS, POSITIONS)
 
 OUTSIDE = 999
 """A place behind all rows: a position there leaves nothing."""
@@ -241,3 +242,21 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, real: jax.Array) -> jax
     """Mean over real targets; any scalar loss would do, this one weighs every real token."""
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
     return -jnp.sum(picked * real) / jnp.sum(real)
+
+
+@functools.cache
+def flying(config: DreamerConfig, depth: int | None = None) -> tuple[FoldedModel, np.ndarray]:
+    """A folded model, and its logits [2, 6, V] of positions behind one another, each at a depth of its own."""
+    params, bias = random_weights(config)
+    model = fold(config, params, {"balancing": bias}, depth=depth)
+    tokens = random_tokens(config, 1, (2, 6))
+    places = jnp.broadcast_to(jnp.arange(6), tokens.shape)
+    return model, np.asarray(logits_in_flight(model, jnp.asarray(tokens), places, model.empty_slots(2, 6)))
+
+
+def passed_whole(config: DreamerConfig, depth: int | None = None) -> jax.Array:
+    """Logits of the same tokens in a pass over whole rows, by a static depth, which may exceed the trained one."""
+    tokens, ones = random_tokens(config, 1, (2, 6)), np.ones((2, 6), np.int32)
+    positions = np.broadcast_to(np.arange(6, dtype=np.int32), tokens.shape)
+    whole = jax.jit(functools.partial(apply, config, depth=depth))
+    return whole(*random_weights(config), tokens, ones, positions).logits

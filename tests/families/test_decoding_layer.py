@@ -26,9 +26,8 @@ from dreamer_jax.training import depths
 from dreamer_jax.training.state import create_state
 from tests.families import numpy_reference
 from tests.families.cases import (
-    POSITIONS,
+    PACKED,
     REAL,
-    SEGMENT_IDS,
     jitted_forward,
     logits_in_flight,
     random_tokens,
@@ -41,7 +40,6 @@ from tests.parallel.test_meshes import assert_close, loss_and_gradients
 from tests.training.cases import tiny_config
 
 TOLERANCE = 1e-5
-PACKED = (SEGMENT_IDS, POSITIONS)
 N = 10
 CASES = {
     "normalised": small_config("DR+DA", decoding_size=N),

@@ -17,16 +17,17 @@ from dreamer_jax.budget import analytic, memory, program
 from dreamer_jax.config.sections import MeshConfig
 from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import Drawn, build, depth_of
-from dreamer_jax.inference import fold
 from dreamer_jax.parallel import make_mesh
 from tests.families.cases import (
+    PACKED,
     POSITIONS,
     REAL,
     SEGMENT_IDS,
     apply,
     cross_entropy,
+    flying,
     jitted_forward,
-    logits_in_flight,
+    passed_whole,
     random_tokens,
     random_weights,
     relative_error,
@@ -36,7 +37,6 @@ from tests.families.numpy_reference import forward
 from tests.families.test_gradients import assert_same, model_loss
 
 SMALL: dict[str, Any] = {"depth": 4, "da_heads": 2, "da_kv_heads": 1, "hidden_size": 12, "num_experts": 4}
-PACKED = (SEGMENT_IDS, POSITIONS)
 FORMS = {
     "delta": small_config("DR+DA", **SMALL, da_form="gated_delta"),
     "recurrent": small_config("DR+DA", **SMALL, da_form="gated_recurrent"),
@@ -86,15 +86,9 @@ def test_gradients_are_those_of_an_unrolled_loop(name, remat):
 def test_decoding_carries_the_state(name, depth):
     """Every position in flight at a depth of its own, without a cache of depths, against a full pass."""
     config = FORMS[name]
-    model = fold(config, *_as_model(config), depth=depth)
+    model, found = flying(config, depth)
     assert model.family.flight(2, 6, model.total_depth) is None
-    tokens = random_tokens(config, 1, (2, 6))
-    places = jnp.broadcast_to(jnp.arange(6), tokens.shape)
-    found = np.asarray(logits_in_flight(model, jnp.asarray(tokens), places, model.empty_slots(2, 6)))
-    positions, ones = np.broadcast_to(np.arange(6, dtype=np.int32), tokens.shape), np.ones((2, 6), np.int32)
-    whole = jax.jit(functools.partial(apply, config, depth=depth))
-    expected = whole(*random_weights(config), tokens, ones, positions).logits
-    assert relative_error(found, expected) < 1e-5
+    assert relative_error(found, passed_whole(config, depth)) < 1e-5
 
 
 def _as_model(config: Any) -> Any:

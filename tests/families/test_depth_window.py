@@ -14,17 +14,17 @@ from dreamer_jax.budget import analytic, memory, program
 from dreamer_jax.config.sections import MeshConfig
 from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import build
-from dreamer_jax.inference import fold
 from dreamer_jax.parallel import make_mesh
 from pallas_kernels.depth_attention import Ring
 from tests.analysis.brute_force import statistics
 from tests.families.cases import (
+    PACKED,
     POSITIONS,
     REAL,
     SEGMENT_IDS,
-    apply,
+    flying,
     jitted_forward,
-    logits_in_flight,
+    passed_whole,
     random_tokens,
     random_weights,
     relative_error,
@@ -35,7 +35,6 @@ from tests.families.test_gradients import assert_same, model_loss, unrolled_grad
 
 TOLERANCE = 1e-5
 SAFE_MARGIN = 5e-6
-PACKED = (SEGMENT_IDS, POSITIONS)
 SMALL: dict[str, Any] = {"depth": 5, "da_heads": 2, "da_kv_heads": 1, "hidden_size": 12, "num_experts": 4}
 BOTH = small_config("DR+DA", **SMALL, da_window=2, da_dilation=2)
 
@@ -89,27 +88,13 @@ def test_gradients_of_other_windows(changes):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max())), got, wanted)
 
 
-@functools.cache
-def flying(config, depth=None):
-    """Logits [B, P, V] of positions behind one another, each at a depth of its own; and its model."""
-    params, bias = random_weights(config)
-    model = fold(config, params, {"balancing": bias}, depth=depth)
-    tokens = random_tokens(config, 1, (2, 6))
-    places = jnp.broadcast_to(jnp.arange(6), tokens.shape)
-    return model, np.asarray(logits_in_flight(model, jnp.asarray(tokens), places, model.empty_slots(2, 6)))
-
-
 @pytest.mark.parametrize("depth", [None, 7])
 def test_decoding_keeps_the_newest_depths_only(depth):
     """A ring of 3 of 5 or 7 depths; every position at its own depth, against a full pass with all slots."""
     model, found = flying(BOTH, depth)
     kept = model.family.flight(2, 6, model.total_depth)
     assert isinstance(kept, Ring) and kept.keys.shape == (3, 12, 8)
-    tokens, ones = random_tokens(BOTH, 1, (2, 6)), np.ones((2, 6), np.int32)
-    positions = np.broadcast_to(np.arange(6, dtype=np.int32), tokens.shape)
-    whole = jax.jit(functools.partial(apply, BOTH, depth=depth))  # a static depth, which may exceed the trained one
-    expected = whole(*random_weights(BOTH), tokens, ones, positions).logits
-    assert relative_error(found, expected) < TOLERANCE
+    assert relative_error(found, passed_whole(BOTH, depth)) < TOLERANCE
 
 
 def test_a_window_that_reaches_all_depths_keeps_them_without_a_ring():

@@ -15,14 +15,14 @@ from dreamer_jax.analysis.summary import summarise
 from dreamer_jax.budget import analytic, memory, program
 from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import build
-from dreamer_jax.inference.model import fold
 from tests.families.cases import (
+    PACKED,
     POSITIONS,
     REAL,
     SEGMENT_IDS,
-    apply,
+    flying,
     jitted_forward,
-    logits_in_flight,
+    passed_whole,
     random_tokens,
     random_weights,
     relative_error,
@@ -33,7 +33,6 @@ from tests.families.test_gradients import assert_same, model_loss, unrolled_grad
 
 TOLERANCE = 1e-5
 SAFE_MARGIN = 5e-6
-PACKED = (SEGMENT_IDS, POSITIONS)
 SMALL: dict[str, Any] = {"hidden_size": 12, "num_experts": 4}
 TWO_OF_THREE = small_config("DR+DA", **SMALL, dimensions_per_token=2)
 CASES = {
@@ -132,14 +131,8 @@ def test_decoding_is_the_whole_pass(name, depth):
     config = CASES[name]
     if depth and not config.recurrent:
         pytest.skip("layers of its own")
-    params, bias = random_weights(config)
-    model = fold(config, params, {"balancing": bias}, depth=depth)
-    tokens = random_tokens(config, 1, (2, 6))
-    places = jnp.broadcast_to(jnp.arange(6), tokens.shape)
-    found = np.asarray(logits_in_flight(model, jnp.asarray(tokens), places, model.empty_slots(2, 6)))
-    ones, positions = np.ones((2, 6), np.int32), np.broadcast_to(np.arange(6, dtype=np.int32), tokens.shape)
-    whole = jax.jit(functools.partial(apply, config, depth=depth))
-    assert relative_error(found, whole(params, bias, tokens, ones, positions).logits) < TOLERANCE
+    _, found = flying(config, depth)
+    assert relative_error(found, passed_whole(config, depth)) < TOLERANCE
 
 
 @ALL

@@ -21,14 +21,15 @@ from dreamer_jax.config.expert_subsets import ExpertSubsets, Part
 from dreamer_jax.config.values import Balancing
 from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import build
-from dreamer_jax.inference.model import fold
 from tests.families.cases import (
+    PACKED,
     POSITIONS,
     REAL,
     SEGMENT_IDS,
     apply,
+    flying,
     jitted_forward,
-    logits_in_flight,
+    passed_whole,
     random_tokens,
     random_weights,
     relative_error,
@@ -39,7 +40,6 @@ from tests.families.test_gradients import assert_same, model_loss, unrolled_grad
 
 TOLERANCE = 1e-5
 SAFE_MARGIN = 5e-6
-PACKED = (SEGMENT_IDS, POSITIONS)
 SMALL: dict[str, Any] = {"depth": 4, "hidden_size": 12, "num_experts": 11, "da_heads": 2, "da_kv_heads": 1}
 SLIDING = small_config("DR+DA", **SMALL, expert_subset="sliding", expert_subset_share=0.4)
 HIERARCHICAL = small_config("DR", **SMALL, expert_subset="hierarchical")
@@ -133,14 +133,8 @@ def test_all_experts_at_every_depth_change_nothing():
 @pytest.mark.parametrize("depth", [None, 6])
 def test_decoding_is_the_whole_pass(config, depth):
     """Every position at a depth of its own, where all experts are scored and some left out."""
-    params, bias = random_weights(config)
-    model = fold(config, params, {"balancing": bias}, depth=depth)
-    tokens = random_tokens(config, 1, (2, 6))
-    places = jnp.broadcast_to(jnp.arange(6), tokens.shape)
-    found = np.asarray(logits_in_flight(model, jnp.asarray(tokens), places, model.empty_slots(2, 6)))
-    ones, positions = np.ones((2, 6), np.int32), np.broadcast_to(np.arange(6, dtype=np.int32), tokens.shape)
-    whole = jax.jit(functools.partial(apply, config, depth=depth))
-    assert relative_error(found, whole(params, bias, tokens, ones, positions).logits) < TOLERANCE
+    _, found = flying(config, depth)
+    assert relative_error(found, passed_whole(config, depth)) < TOLERANCE
 
 
 def test_selection_among_some():

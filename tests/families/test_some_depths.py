@@ -13,14 +13,12 @@ from dreamer_jax.blocks import attention_mixture
 from dreamer_jax.budget import analytic, memory, program
 from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import build
-from dreamer_jax.inference.model import fold
 from tests.families.cases import (
-    POSITIONS,
+    PACKED,
     REAL,
-    SEGMENT_IDS,
-    apply,
+    flying,
     jitted_forward,
-    logits_in_flight,
+    passed_whole,
     random_tokens,
     random_weights,
     relative_error,
@@ -31,7 +29,6 @@ from tests.families.test_gradients import assert_same, model_loss, unrolled_grad
 
 TOLERANCE = 1e-5
 SAFE_MARGIN = 5e-6
-PACKED = (SEGMENT_IDS, POSITIONS)
 SMALL: dict[str, Any] = {"depth": 5, "da_heads": 2, "da_kv_heads": 1, "hidden_size": 12, "num_experts": 4}
 CASES = [
     {"sa_every": 2, "da_every": 3},
@@ -105,16 +102,6 @@ def test_what_is_kept_is_no_more_than_without(remat):
     assert temporaries(BOTH) < temporaries(small_config("DR+DA", **SMALL))
 
 
-@functools.cache
-def flying(config, depth=None):
-    """Logits [B, P, V] of positions behind one another, each at a depth of its own; and its model."""
-    params, bias = random_weights(config)
-    model = fold(config, params, {"balancing": bias}, depth=depth)
-    tokens = random_tokens(config, 1, (2, 6))
-    places = jnp.broadcast_to(jnp.arange(6), tokens.shape)
-    return model, np.asarray(logits_in_flight(model, jnp.asarray(tokens), places, model.empty_slots(2, 6)))
-
-
 @pytest.mark.parametrize("changes", CASES, ids=str)
 @pytest.mark.parametrize("depth", [None, 7])
 def test_decoding_keeps_only_depths_that_act(changes, depth):
@@ -123,10 +110,7 @@ def test_decoding_keeps_only_depths_that_act(changes, depth):
     model, found = flying(config, depth)
     every, total = changes.get("sa_every", 1), depth or 5
     assert model.empty_slots(2, 6).keys.shape[0] == -(-total // every)
-    tokens, ones = random_tokens(config, 1, (2, 6)), np.ones((2, 6), np.int32)
-    positions = np.broadcast_to(np.arange(6, dtype=np.int32), tokens.shape)
-    whole = jax.jit(functools.partial(apply, config, depth=depth))
-    assert relative_error(found, whole(*random_weights(config), tokens, ones, positions).logits) < TOLERANCE
+    assert relative_error(found, passed_whole(config, depth)) < TOLERANCE
 
 
 def test_who_stops_early_leaves_keys_for_deeper_depths():

@@ -223,10 +223,13 @@ def test_a_step_is_compiled_once(monkeypatch, tmp_path):
         assert not compiled(*overrides, **options).kept and len(played) == before + 1
     monkeypatch.setattr(kept_reports, "_source", lambda: "changed")
     assert not compiled().kept
-    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
-    assert not compiled().kept
+    own = "tests.families.toy"  # whose source may change
+    for name, value in (("JAX_ENABLE_COMPILATION_CACHE", "false"), ("DREAMER_FAMILY_MODULE", own)):
+        compiled()
+        monkeypatch.setenv(name, value)
+        assert not compiled().kept and not compiled().kept
+        monkeypatch.delenv(name)
 
-    monkeypatch.delenv("JAX_ENABLE_COMPILATION_CACHE")
     monkeypatch.setattr(Done, "returncode", -11)
     assert not compiled("--model.depth", "8").kept and not compiled("--model.depth", "8").kept
 
