@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 import os
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +118,8 @@ class _Events:
         self._writer = None
 
     def _open(self, purge_step: int | None) -> None:
-        from tensorboardX.event_file_writer import EventsWriter  # slow to import
+        with _without_torch():
+            from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog  # type: ignore[attr-defined]
 
         name = f".{os.getpid()}.{next(self._number)}"
@@ -140,6 +143,19 @@ class _Events:
             action(*arguments)
         except OSError:  # metrics.jsonl has the numbers and says so; a half-written file can't be added to
             self._writer = None
+
+
+@contextlib.contextmanager
+def _without_torch() -> Iterator[None]:
+    """As if torch weren't installed: tensorboardX imports it for its tensors, a quarter of a training's start."""
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # how Python is told that there is no such module
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
 
 
 def read_metrics(directory: Path) -> list[dict[str, float]]:

@@ -3,6 +3,8 @@
 import json
 import math
 import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -131,3 +133,14 @@ def test_resuming_removes_what_came_after_the_checkpoint(tmp_path):
 
 def test_no_metrics_yet(tmp_path):
     assert read_metrics(tmp_path) == []
+
+
+def test_the_events_dont_import_torch(tmp_path):
+    """tensorboardX does wherever torch is installed; it took a quarter of a training's start. Later it is there."""
+    code = (
+        "import importlib.util, pathlib, sys; from dreamer_jax.runs.metrics import MetricsWriter\n"
+        f"MetricsWriter(pathlib.Path({str(tmp_path)!r}), 0).close()\n"
+        "assert 'tensorboardX' in sys.modules and 'torch' not in sys.modules\n"
+        "importlib.util.find_spec('torch')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
