@@ -68,3 +68,19 @@ def test_where_nothing_can_be_written_nothing_is_kept(caches: Path, monkeypatch:
     (caches / "dreamer-jax").unlink()
     monkeypatch.setattr(program_cache, "SPARE", 1 << 60)
     assert program_cache.settings() == {}
+
+
+def test_a_damaged_program_is_compiled_again(caches: Path) -> None:
+    """jax says so in a warning, and goes on."""
+    value = compiled(expect_hits=False)
+    for entry in program_cache.folder().glob("*-cache"):
+        entry.write_bytes(entry.read_bytes()[:100])
+    process = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, check=True)
+    assert process.stdout.split()[0] == value and "Error reading persistent compilation cache" in process.stderr
+
+
+def test_two_processes_may_write_at_once(caches: Path) -> None:
+    both = [subprocess.Popen([sys.executable, "-c", COMPILE], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    values = {process.communicate()[0].split()[0] for process in both}
+    assert [process.returncode for process in both] == [0, 0]
+    assert values == {compiled(expect_hits=True)}
