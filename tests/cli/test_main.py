@@ -1,6 +1,7 @@
 """The real `dreamer`: exit codes, one message without a traceback, quick help."""
 
 import errno
+import gc
 import os
 import resource
 import subprocess
@@ -235,6 +236,7 @@ def test_the_second_start_keeps_the_words(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(entry, "main", lambda: 0)
     monkeypatch.setattr(entry.interrupts, "prepare", lambda: None)  # this process has tests of Ctrl-C of its own
     monkeypatch.setattr(entry.program_cache, "settings", dict)  # they would stay in this process's environment
+    monkeypatch.setattr(entry.gc, "set_threshold", lambda _: None)
     entry.entry()
     assert [arguments[3:] for arguments in started] == [words]
 
@@ -306,3 +308,17 @@ def test_a_closed_pipe_is_quiet() -> None:
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_commands_that_compile_look_for_cycles_seldom(monkeypatch):
+    """Tracing makes hundreds of thousands of objects, which Python would look through again and again."""
+    before = gc.get_threshold()
+    for name, value in (("main", lambda: 0), ("HEAVY", [])):
+        monkeypatch.setattr(entry, name, value)
+    monkeypatch.setattr(entry.interrupts, "prepare", lambda: None)
+    monkeypatch.setattr(entry.program_cache, "settings", dict)
+    monkeypatch.setattr(sys, "argv", ["dreamer", "generate"])
+    try:
+        assert entry.entry() == 0 and gc.get_threshold()[0] == entry.SELDOM
+    finally:
+        gc.set_threshold(*before)
