@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from dreamer_jax.config.values import Implementation
-from pallas_kernels.attention_moe import in_place, tpu, xla
+from pallas_kernels.attention_moe import cpu, in_place, tpu, xla
 from pallas_kernels.attention_moe.shapes import Tiles, unsupported
 from pallas_kernels.backend import backend, on_cpu, target
 from pallas_kernels.dispatch.accumulate import accumulate, visits_of
@@ -72,7 +72,7 @@ class ExpertLinear:
             return product if score is None else score.astype(x.dtype)[:, None] * product
         score = jnp.ones(x.shape[0], jnp.float32) if score is None else score
         if self._backend(index.size, routed.shape, x.dtype) != "pallas":
-            return xla.expert_linear(x, index, score, routed, shared)
+            return (cpu if on_cpu() else xla).expert_linear(x, index, score, routed, shared)
         shared = jnp.zeros(routed.shape[1:], routed.dtype) if shared is None else shared  # the kernels always add one
         block = _tiles(x, routed).block
         plan = plan_dispatch(index[:, None], routed.shape[0], block, multiple=target().cores)

@@ -1,4 +1,4 @@
-"""The attention MoE's linear map as batches of equal blocks: for the CPU, for GPUs, for shapes no kernel takes."""
+"""The attention MoE's linear map as batches of equal blocks: for GPUs, on a TPU for shapes no kernel takes."""
 
 from __future__ import annotations
 

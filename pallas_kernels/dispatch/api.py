@@ -110,6 +110,24 @@ NOWHERE = jnp.iinfo(jnp.int32).max
 
 def _slots_by_sorting(expert: jax.Array, num_experts: int, block_size: int) -> tuple[jax.Array, jax.Array]:
     """[T*k] experts -> their slots [T*k], and the blocks of each expert [E]."""
+    order, sorted_expert, bounds = sorted_pairs(expert, num_experts)
+    num_blocks = (jnp.diff(bounds) + block_size - 1) // block_size
+    first_block = jnp.cumsum(num_blocks) - num_blocks
+    shift = jnp.append(first_block * block_size, 0) - bounds  # slot - rank in the sorted order
+    sorted_slot = jnp.arange(expert.size, dtype=jnp.int32) + shift[sorted_expert]
+    sorted_slot = jnp.where(sorted_expert < num_experts, sorted_slot, NOWHERE)
+    return jnp.zeros(expert.size, jnp.int32).at[order].set(sorted_slot, unique_indices=True), num_blocks
+
+
+def sorted_pairs(expert: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Pairs by their expert, by one sort.
+
+    Args:
+        expert: [T*k] int32; E stands for none.
+        num_experts: E.
+    Returns:
+        The pairs in order [T*k], their experts [T*k], and where each expert's begin [E + 1].
+    """
     pairs = expert.size
     # One sort of a single packed key is several times faster than a stable argsort of (expert, pair).
     bits = max(1, (pairs - 1).bit_length())
@@ -118,14 +136,8 @@ def _slots_by_sorting(expert: jax.Array, num_experts: int, block_size: int) -> t
     packed = jnp.sort((expert.astype(jnp.uint32) << bits) | jnp.arange(pairs, dtype=jnp.uint32))
     order = (packed & ((1 << bits) - 1)).astype(jnp.int32)
     sorted_expert = (packed >> bits).astype(jnp.int32)
-
     bounds = jnp.searchsorted(sorted_expert, jnp.arange(num_experts + 1, dtype=jnp.int32)).astype(jnp.int32)
-    num_blocks = (jnp.diff(bounds) + block_size - 1) // block_size
-    first_block = jnp.cumsum(num_blocks) - num_blocks
-    shift = jnp.append(first_block * block_size, 0) - bounds  # slot - rank in the sorted order
-    sorted_slot = jnp.arange(pairs, dtype=jnp.int32) + shift[sorted_expert]
-    sorted_slot = jnp.where(sorted_expert < num_experts, sorted_slot, NOWHERE)
-    return jnp.zeros(pairs, jnp.int32).at[order].set(sorted_slot, unique_indices=True), num_blocks
+    return order, sorted_expert, bounds
 
 
 def _slots_by_counting(expert: jax.Array, num_experts: int, block_size: int) -> tuple[jax.Array, jax.Array]:

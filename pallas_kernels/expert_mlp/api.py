@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from dreamer_jax.config.values import Implementation
 from pallas_kernels.backend import backend, on_cpu, target
 from pallas_kernels.dispatch.api import Dispatch, filled_blocks_of, plan_blocks, plan_dispatch
-from pallas_kernels.expert_mlp import in_place, tpu, xla
+from pallas_kernels.expert_mlp import cpu, in_place, tpu, xla
 from pallas_kernels.expert_mlp.shapes import Tiles, depths_aside, unsupported
 from pallas_kernels.expert_mlp.tape import ExpertTape
 from pallas_kernels.kept import keep
@@ -70,7 +70,7 @@ class ExpertMLP:
         if isinstance(down, OutputRows):
             return in_place.expert_mlp(x, indices, weights, gate_up, down.matrices, among)
         if self._backend(indices.shape, gate_up.shape, x.dtype) != "pallas":
-            return xla.expert_mlp(x, indices, weights, gate_up, down)
+            return (cpu if on_cpu() else xla).expert_mlp(x, indices, weights, gate_up, down)
         experts = gate_up.shape[0]
         block = _tiles(indices.size, gate_up.shape, x.dtype).block
         plan = plan_dispatch(indices, experts, block, multiple=target().cores)

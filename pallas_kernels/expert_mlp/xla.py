@@ -1,4 +1,4 @@
-"""The expert MLP as batches of equal blocks: for the CPU, for GPUs, and for shapes that no kernel takes."""
+"""The expert MLP as batches of equal blocks: for GPUs, and on a TPU for shapes that no kernel takes."""
 
 from __future__ import annotations
 

@@ -5,11 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_kernels.attention_moe.cpu as linear_cpu
 import pallas_kernels.attention_moe.reference as linear_reference
+import pallas_kernels.attention_moe.xla as linear_xla
+import pallas_kernels.expert_mlp.cpu as mlp_cpu
 import pallas_kernels.expert_mlp.reference as mlp_reference
-from pallas_kernels.attention_moe.xla import expert_linear
-from pallas_kernels.expert_mlp.xla import expert_mlp
-from tests.pallas_kernels.expert_cases import compiled, normal
+import pallas_kernels.expert_mlp.xla as mlp_xla
+from pallas_kernels.dispatch.shares import plan_shares, sizes_for
+from tests.pallas_kernels.expert_cases import compiled, normal, with_an_empty_expert
 
 TOKENS, CHOICES, EXPERTS, HIDDEN, SIZE, OUT = 45, 3, 11, 12, 5, 7  # no multiple of a block anywhere
 TOLERANCE = 1e-5  # of the largest element, float32 against float32
@@ -43,6 +46,13 @@ def linear_case(kind):
     return choose(kind, 1)[:, 0], floats
 
 
+MLPS, LINEARS = (mlp_xla.expert_mlp, mlp_cpu.expert_mlp), (linear_xla.expert_linear, linear_cpu.expert_linear)
+OPERATIONS = [
+    *(pytest.param(each, mlp_case, id=each.__module__) for each in MLPS),
+    *(pytest.param(each, linear_case, id=each.__module__) for each in LINEARS),
+]
+
+
 def assert_close(actual, expected, name=""):
     """To TOLERANCE of the largest expected element; exactly zero where all of it is zero."""
     actual, expected = np.asarray(actual), np.asarray(expected)
@@ -51,18 +61,15 @@ def assert_close(actual, expected, name=""):
 
 
 @pytest.mark.parametrize("kind", SELECTIONS)
-@pytest.mark.parametrize(
-    ("operation", "reference", "case", "names"),
-    [
-        (expert_mlp, mlp_reference.expert_mlp, mlp_case, ("x", "weights", "gate_up", "down")),
-        (expert_linear, linear_reference.expert_linear, linear_case, ("x", "score", "routed", "shared")),
-    ],
-    ids=["expert_mlp", "expert_linear"],
-)
-def test_equals_its_definition(operation, reference, case, names, kind):
+@pytest.mark.parametrize(("operation", "case"), OPERATIONS)
+def test_equals_its_definition(operation, case, kind):
     """Forward and the gradient in every float argument; unused experts get exactly zero; bitwise repeatable."""
+    reference, names = {
+        mlp_case: (mlp_reference.expert_mlp, ("x", "weights", "gate_up", "down")),
+        linear_case: (linear_reference.expert_linear, ("x", "score", "routed", "shared")),
+    }[case]
     indices, floats = case(kind)
-    cotangent = normal(9, TOKENS, HIDDEN if operation is expert_mlp else OUT)
+    cotangent = normal(9, TOKENS, HIDDEN if case is mlp_case else OUT)
     value, gradients = compiled(operation)(indices, floats, cotangent)
     expected, expected_gradients = compiled(reference)(indices, floats, cotangent)
     assert_close(value, expected, "value")
@@ -99,7 +106,7 @@ def test_definition_of_the_expert_linear():
     assert_close(d_shared, x.T @ (score[:, None] * g))
 
 
-@pytest.mark.parametrize("operation", [expert_linear, linear_reference.expert_linear])
+@pytest.mark.parametrize("operation", [*LINEARS, linear_reference.expert_linear])
 def test_no_shared_expert_is_one_of_zeros(operation):
     """The value and the other gradients."""
     index, (x, score, routed, shared) = linear_case("random")
@@ -110,7 +117,8 @@ def test_no_shared_expert_is_one_of_zeros(operation):
     jax.tree.map(assert_close, (value, gradients[:3]), (wanted, others[:3]))
 
 
-def test_score_gradient_is_not_that_of_eq_8():
+@pytest.mark.parametrize("operation", LINEARS)
+def test_score_gradient_is_not_that_of_eq_8(operation):
     """Plain autodiff of s x (W_e + W_shared) has the same value and a clearly different score gradient."""
 
     def eq_8(x, index, score, routed, shared):
@@ -118,7 +126,7 @@ def test_score_gradient_is_not_that_of_eq_8():
 
     index, floats = linear_case("random")
     g = normal(9, TOKENS, OUT)
-    value, gradients = compiled(expert_linear)(index, floats, g)
+    value, gradients = compiled(operation)(index, floats, g)
     naive_value, naive = compiled(eq_8)(index, floats, g)
     assert_close(value, naive_value)
     assert np.linalg.norm(gradients[1] - naive[1]) > 0.5 * np.linalg.norm(gradients[1])
@@ -126,7 +134,7 @@ def test_score_gradient_is_not_that_of_eq_8():
         assert_close(ours, same)  # everything but the score
 
 
-@pytest.mark.parametrize(("operation", "case"), [(expert_mlp, mlp_case), (expert_linear, linear_case)])
+@pytest.mark.parametrize(("operation", "case"), OPERATIONS)
 def test_tokens_do_not_meet(operation, case):
     """Permuting the tokens permutes the outputs, whoever shares a block with whom."""
     indices, (x, weight, *matrices) = case("skewed")
@@ -135,11 +143,11 @@ def test_tokens_do_not_meet(operation, case):
     assert_close(run(x[order], indices[order], weight[order], *matrices), run(x, indices, weight, *matrices)[order])
 
 
-@pytest.mark.parametrize(("operation", "case"), [(expert_mlp, mlp_case), (expert_linear, linear_case)])
+@pytest.mark.parametrize(("operation", "case"), OPERATIONS)
 def test_bfloat16(operation, case):
     """Result and gradients in the arguments' own dtypes, close to float32."""
     indices, (x, weight, *matrices) = case("random")
-    cotangent = normal(9, TOKENS, HIDDEN if operation is expert_mlp else OUT)
+    cotangent = normal(9, TOKENS, HIDDEN if case is mlp_case else OUT)
     half = [jnp.asarray(a, jnp.bfloat16) for a in (x, *matrices)]
     floats = (half[0], jnp.asarray(weight), *half[1:])
     value, gradients = compiled(operation)(indices, floats, jnp.asarray(cotangent, jnp.bfloat16))
@@ -150,3 +158,36 @@ def test_bfloat16(operation, case):
     ):
         assert got.dtype == dtype
         assert np.linalg.norm(np.asarray(got, np.float32) - wanted) < 0.02 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("absent", [0.3, 1.0])
+def test_pairs_without_an_expert_on_a_cpu(absent):
+    """They add nothing and get no gradient, as an expert's whose outputs are zero; all of them, too."""
+    indices, floats = mlp_case("skewed")
+    indices = np.where(normal(5, *indices.shape) < np.quantile(normal(5, *indices.shape), absent), EXPERTS, indices)
+    if absent == 1.0:
+        indices[:] = EXPERTS
+    cotangent = normal(9, TOKENS, HIDDEN)
+    value, gradients = compiled(mlp_cpu.expert_mlp)(indices, floats, cotangent)
+    expected, expected_gradients = compiled(with_an_empty_expert)(indices, floats, cotangent)
+    jax.tree.map(assert_close, (value, gradients), (expected, expected_gradients))
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(45, 11), (45, 3), (300, 11), (7, 11)])
+@pytest.mark.parametrize("kind", SELECTIONS)
+def test_every_pair_has_one_place(kind, tokens, experts):
+    """In its expert's share or in a block of its expert's, and blocks that are used come first."""
+    heat = {"random": 0, "skewed": np.arange(experts), "one hot": 99 * np.arange(experts)}[kind]
+    indices = np.argsort(normal(3, tokens, experts) - heat, axis=1)[:, :CHOICES].astype(np.int32)
+    plan = jax.tree.map(np.asarray, jax.jit(plan_shares, static_argnums=1)(indices, experts))
+    expert = np.append(indices.reshape(-1), -1)  # of each pair, and of padding
+    held = np.concatenate([plan.share.reshape(-1), plan.rest.reshape(-1)])
+    assert sorted(held[held < indices.size]) == list(range(indices.size))
+    for rows, owners in ((plan.share, np.arange(experts)), (plan.rest, plan.rest_expert)):
+        assert np.all((expert[rows] == owners[:, None]) | (expert[rows] == -1))
+    for pair, place in enumerate(plan.place.reshape(-1)):
+        assert place == plan.share.size or plan.share.reshape(-1)[place] == pair
+    filled = np.any(plan.rest < indices.size, axis=1)
+    assert np.array_equal(filled, np.arange(len(plan.rest)) < plan.used)
+    size, block = sizes_for(indices.size, experts)
+    assert plan.share.shape == (experts, size) and (not len(plan.rest) or plan.rest.shape[1] == block <= size)
