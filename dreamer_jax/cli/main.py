@@ -57,7 +57,18 @@ OF_THE_DISK = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or name an
     (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG), "name another place"
 )
 """What a person can do about errors of files that no command has foreseen."""
-HUGE_PAGES = "glibc.malloc.hugetlb=1"
+MEMORY = (
+    "glibc.malloc.hugetlb=1",
+    f"glibc.malloc.mmap_threshold={1 << 40}",
+    f"glibc.malloc.trim_threshold={1 << 40}",
+    "glibc.malloc.arena_max=1",
+)
+"""What glibc is told: large allocations are huge pages, and freed memory stays with the process.
+
+XLA's CPU backend allocates its temporaries anew in every step. With 4 KiB pages a small train step took some 200,000
+page faults, a third of its CPU time; with huge ones it still got 1.3 GB of zeroed memory from the kernel and gave it
+back, a tenth. One arena, because others map what is so large. A run may need half as much memory again for it.
+"""
 SELDOM = 100_000
 """New objects after which Python looks for cycles among them; its own 700 cost tracing a sixth of its time."""
 
@@ -97,16 +108,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def entry() -> int:
-    """`main` for the process's own words, in a process that keeps compiled programs and whose large allocations are
-    huge pages.
+    """`main` for the process's own words, in a process that keeps compiled programs and its memory (see `MEMORY`).
 
-    XLA's CPU backend allocates its temporaries anew in every step. With 4 KiB pages a small train step takes some
-    200,000 page faults, a third of its CPU time; glibc reads the setting only at start, hence the second start.
+    glibc reads the settings only at start, hence the second start. What somebody has set himself comes after, and of
+    two settings alike glibc takes the last.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     words, _ = split_family_module(sys.argv[1:])
-    if sys.platform == "linux" and words[:1] in HEAVY and HUGE_PAGES.partition("=")[0] not in tunables:
-        os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, (tunables, HUGE_PAGES)))
+    if sys.platform == "linux" and words[:1] in HEAVY and not set(MEMORY) <= set(tunables.split(":")):
+        os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, (*MEMORY, tunables)))
         os.execv(sys.executable, [sys.executable, "-m", "dreamer_jax", *sys.argv[1:]])
     interrupts.prepare()
     if words[:1] in COMPILING:

@@ -34,16 +34,6 @@ GRACE_SECONDS = 120
 """What a run gets to save itself when the study is asked to stop."""
 LINE_SECONDS = 30
 """Between lines of progress."""
-MEMORY_STAYS = (
-    f"glibc.malloc.mmap_threshold={1 << 40}",
-    f"glibc.malloc.trim_threshold={1 << 40}",
-    "glibc.malloc.arena_max=1",
-)
-"""What glibc is told in a run: freed memory stays with the process.
-
-XLA's CPU backend allocates its temporaries anew in every step: a tenth of a small step was getting zeroed memory from
-the kernel and giving it back. One arena, because others map what is so large. A run may need twice the memory for it.
-"""
 
 
 @dataclass(frozen=True)
@@ -173,10 +163,8 @@ def _locked(log: Path) -> IO[bytes]:
 
 
 def _environment(place: int, at_once: int) -> dict[str, str]:
-    """The variables of a run: how to allocate memory, where somebody hasn't set that himself, and which of several
-    devices is its own."""
-    tunables = ":".join(filter(None, (*MEMORY_STAYS, os.environ.get("GLIBC_TUNABLES"))))  # of two alike the last counts
-    found = {**os.environ, "GLIBC_TUNABLES": tunables}
+    """The variables of a run: which of several devices is its own."""
+    found = dict(os.environ)
     if at_once > 1:
         one = {"TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_PROCESS_BOUNDS": "1,1,1"}
         found |= {"CUDA_VISIBLE_DEVICES": str(place), "TPU_VISIBLE_CHIPS": str(place), **one}

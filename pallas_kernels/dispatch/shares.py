@@ -1,9 +1,9 @@
 """Rows of experts as a CPU's products like them: an equal share for every expert, and the rest in groups of blocks.
 
-The first C rows of all experts are one batched product of their matrices as they lie: no matrix is fetched for a block
-and no gradient of a block is added up. What busier experts have beyond C rows goes in blocks, so many at once that their
-matrices stay in the cache, and only as many groups are computed as there are: nothing is dropped, and room that no
-routing needs costs nothing.
+The first C rows of all experts are one batched product with their matrices as they lie: no matrix is fetched for a
+block, and no gradient of a block is added up. What busier experts have beyond C rows goes in blocks, few enough at a time
+that their matrices stay in the cache, and only as many groups are computed as there are. So nothing is dropped, and room
+that no routing needs costs nothing.
 """
 
 from __future__ import annotations

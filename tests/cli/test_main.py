@@ -231,7 +231,7 @@ def test_the_second_start_keeps_the_words(monkeypatch: pytest.MonkeyPatch) -> No
     started = []
     monkeypatch.setattr(sys, "argv", ["dreamer", *words])
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setenv("GLIBC_TUNABLES", "")
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=3")
     monkeypatch.setattr(os, "execv", lambda program, arguments: started.append(arguments))
     monkeypatch.setattr(entry, "main", lambda: 0)
     monkeypatch.setattr(entry.interrupts, "prepare", lambda: None)  # this process has tests of Ctrl-C of its own
@@ -239,6 +239,10 @@ def test_the_second_start_keeps_the_words(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(entry.gc, "set_threshold", lambda _: None)
     entry.entry()
     assert [arguments[3:] for arguments in started] == [words]
+    # What somebody has set himself comes last, which glibc takes; and with it there is no third start.
+    assert os.environ["GLIBC_TUNABLES"].endswith("arena_max=1:glibc.malloc.arena_max=3")
+    entry.entry()
+    assert len(started) == 1
 
 
 def test_show_prints_a_configuration_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

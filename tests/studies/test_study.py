@@ -282,8 +282,6 @@ name = pathlib.Path(config).stem
 here = pathlib.Path({folder!r})
 with (here / "notes").open("a") as notes:
     notes.write(f"{{command}} {{name}} {{len(os.sched_getaffinity(0))}}\\n")
-with (here / "environment").open("a") as variables:
-    variables.write(os.environ["GLIBC_TUNABLES"] + "\\n")
 print("hello from", name, flush=True)
 if name == "seed7":
     sys.exit("no such data")
@@ -325,13 +323,6 @@ def test_a_run_is_trained_and_then_evaluated(tmp_path, stand_in):
 def test_runs_at_once_share_the_cores(tmp_path, stand_in):
     assert jobs.run_jobs([stand_in(seed) for seed in range(4)], tmp_path, 2, lambda _: None) == 0
     assert {line.rpartition(" ")[2] for line in notes(tmp_path)} == {str(len(os.sched_getaffinity(0)) // 2)}
-
-
-def test_runs_keep_what_they_free_unless_told_otherwise(tmp_path, stand_in, monkeypatch):
-    """Of two settings alike glibc takes the last."""
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=3")
-    assert jobs.run_jobs([stand_in(0)], tmp_path, 1, lambda _: None) == 0
-    assert (tmp_path / "environment").read_text().strip().endswith("arena_max=1:glibc.malloc.arena_max=3")
 
 
 def test_one_seed_of_all_members_comes_before_the_next(tmp_path, monkeypatch):
