@@ -1,9 +1,9 @@
 """Rows of experts as a CPU's products like them: an equal share for every expert, and the rest in groups of blocks.
 
 The first C rows of all experts are one batched product with their matrices as they lie: no matrix is fetched for a
-block, and no gradient of a block is added up. What busier experts have beyond C rows goes in blocks, few enough at a time
-that their matrices stay in the cache, and only as many groups are computed as there are. So nothing is dropped, and room
-that no routing needs costs nothing.
+block, and no gradient of a block is added up. What busier experts have beyond C rows goes in blocks, so few at a time
+that their matrices stay in the cache, and only as many groups are computed as there are. So nothing is dropped, and
+room that no routing needs costs nothing.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def sizes_for(pairs: int, num_experts: int) -> tuple[int, int]:
     """(C, b): near three quarters of the mean rows of an expert, so that few places of a share are empty even where
     experts aren't used alike; and the rows of a block, at most C.
 
-    Measured on two CPU cores (benchmarks.md, how experts are computed): within 10 % of the best of those tried.
+    Measured on two CPU cores (docs/benchmarks.md, how experts are computed in training).
     """
     share = max(8, 16 * round(0.75 * pairs / num_experts / 16))
     return share, min(share, block_size_for(pairs, num_experts))
