@@ -33,16 +33,17 @@ def sequence_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: ja
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, q_segment: jax.Array, k_segment: jax.Array) -> jax.Array:
     """Queries [B, n, s, d] that end where the keys and values [B, kv, e, d] end -> [B, n, s, d]."""
-    batch, _, queries, size = q.shape
+    batch, heads, queries, size = q.shape
     kv_heads, keys = k.shape[1:3]
-    rows = q.reshape(batch, kv_heads, -1, size)  # the queries of all heads that share a key head: [B, kv, n/kv*s, d]
+    shared = heads // kv_heads
+    # The queries of all heads that share a key head are rows of one product, and stay so: what is kept for the backward
+    # pass is kept once.
+    rows = q.reshape(batch, kv_heads, shared * queries, size)
     logits = jnp.einsum("bgqd,bgkd->bgqk", rows, k, preferred_element_type=jnp.float32)
     causal = jnp.arange(keys - queries, keys)[:, None] >= jnp.arange(keys)[None]
     visible = causal & (q_segment[:, :, None] == k_segment[:, None])  # [B, s, e]; every token sees itself
-    logits = logits.reshape(batch, kv_heads, -1, queries, keys)
-    logits += jnp.where(visible, 0.0, -jnp.inf)[:, None, None]
+    logits += jnp.tile(jnp.where(visible, 0.0, -jnp.inf), (1, shared, 1))[:, None]
     weights = jnp.exp(logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    summed = jnp.einsum("bgqk,bgkd->bgqd", weights.astype(v.dtype).reshape(*rows.shape[:3], keys), v)
-    out = summed.reshape(batch, kv_heads, -1, queries, size) / total
+    summed = jnp.einsum("bgqk,bgkd->bgqd", weights.astype(v.dtype), v)
+    out = summed / jnp.sum(weights, axis=-1, keepdims=True)
     return out.reshape(q.shape).astype(q.dtype)
