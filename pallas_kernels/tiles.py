@@ -20,7 +20,9 @@ class Generation:
         cores: cores that share one kernel launch (megacore): a grid needs a parallel dimension of at least as many.
         vmem: bytes of vector memory a kernel may ask for on each core, some left for the compiler.
         memory: bytes of HBM of a chip.
-        depth_slots: cache slots of a block of depth attention.
+        depth_slots: cache slots of a block of depth attention backward; over a window, those walked at once both ways.
+        depth_slots_forward: of a block forward. What a block has beyond the depth is fetched in vain, but more slots at
+            once are fewer bundles.
         depth_forward, depth_backward: tokens of such a block, and those of them that the inner loop works on at once.
         sequence_block: queries and keys of a block of sequence attention.
         expert_rows: (mean rows an expert gets, rows of a block) in ascending order: the last one that is reached
@@ -32,22 +34,24 @@ class Generation:
     vmem: int
     memory: float = 0
     depth_slots: int = 4
-    depth_forward: tuple[int, int] = (1024, 128)
-    depth_backward: tuple[int, int] = (1024, 128)
+    depth_slots_forward: int = 2
+    depth_forward: tuple[int, int] = (1024, 256)
+    depth_backward: tuple[int, int] = (1024, 256)
     sequence_block: int = 1024
     expert_rows: tuple[tuple[int, int], ...] = ((0, 16), (24, 32), (48, 64), (96, 128), (768, 256))
 
 
 MIB = 1 << 20
 GENERATIONS = {
-    "v4": Generation("v4", cores=2, vmem=15 * MIB, memory=32e9, depth_forward=(1024, 256), depth_backward=(512, 128)),
-    "v5e": Generation("v5e", cores=1, vmem=100 * MIB, memory=16e9),
+    "v4": Generation("v4", cores=2, vmem=15 * MIB, memory=32e9, depth_backward=(512, 128)),
+    "v5e": Generation("v5e", cores=1, vmem=100 * MIB, memory=16e9, depth_slots=2),
     "v5p": Generation("v5p", cores=2, vmem=56 * MIB, memory=95e9),
     "v6e": Generation(
         "v6e",
         cores=1,
         vmem=100 * MIB,
         memory=32e9,
+        depth_slots=2,
         expert_rows=((0, 16), (24, 32), (48, 64), (96, 128), (512, 256)),
     ),
 }

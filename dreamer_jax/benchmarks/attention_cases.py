@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 import pallas_kernels.sequence_attention.xla
 from dreamer_jax.benchmarks.kernel_case import Case, Launch
-from dreamer_jax.planning.schedule import Schedule
+from dreamer_jax.planning.schedule import Loop, Schedule
 from pallas_kernels.depth_attention import WHOLE, DepthAttention, DepthCache, write_slot
-from pallas_kernels.depth_attention.shapes import Blocks, backward_bytes, forward_bytes, statistics_lanes
+from pallas_kernels.depth_attention.shapes import Blocks, backward_bytes, forward_bytes, statistics_rows
 from pallas_kernels.sequence_attention import SequenceAttention
 from pallas_kernels.sequence_attention.shapes import block_of
 from pallas_kernels.tiles import Generation
@@ -151,34 +151,39 @@ def _forward_launch(
 ) -> Launch:
     """Of the forward kernel that fills the new slot, or of the one that recomputes and returns logarithms instead."""
     tiles, blocks = _tiles(slots, kv_heads, target)
-    start, whole, single = schedule.leaves
-    grid, steps = schedule.loops[0], max(1, -(-depth // blocks.slots))
-    inner = start.bundles + depth // blocks.slots * whole.bundles + depth % blocks.slots * single.bundles
-    bundles = tiles * (steps * (grid.own - grid.optional) + grid.optional + blocks.tokens // blocks.rows * inner)
+    start, *pieces, finish = schedule.leaves
+    steps = max(1, -(-depth // blocks.slots))
+    walked = start.bundles + _walked(pieces, depth, blocks) + finish.bundles
+    bundles = _launched(schedule, tiles, steps, walked, blocks)
     rows = 2 * heads + 2 * kv_heads * (steps * blocks.slots + (2 if write else 1))  # q, out; slots; k, v in (and out)
     return Launch(bundles, TOKENS * SIZE * BFLOAT16 * rows + (0 if write else 4 * heads * TOKENS))
 
 
 def _pull_launch(schedule: Schedule, slots: int, heads: int, kv_heads: int, depth: int, target: Generation) -> Launch:
     tiles, blocks = _tiles(slots, kv_heads, target, backward=True)
-    start, below_whole, below_single, above_whole, above_single = schedule.leaves
-    grid, size = schedule.loops[0], blocks.slots
-    below, first_above = -(-depth // size), (depth + 1) // size
-    above = -(-slots // size) - first_above
-    whole_above = sum((first_above + n) * size > depth and (first_above + n + 1) * size <= slots for n in range(above))
-    inner = (
-        start.bundles
-        + depth // size * below_whole.bundles
-        + depth % size * below_single.bundles
-        + whole_above * above_whole.bundles
-        + (slots - 1 - depth - whole_above * size) * above_single.bundles
+    start, *pieces, finish = schedule.leaves
+    size, first_above = blocks.slots, (depth + 1) // blocks.slots
+    below, above, seeing = -(-depth // size), -(-slots // size) - first_above, slots - 1 - depth
+    walked = (
+        start.bundles + _walked(pieces[:size], depth, blocks) + _walked(pieces[size:], seeing, blocks) + finish.bundles
     )
-    steps = max(1, below + above)
-    bundles = tiles * (steps * (grid.own - grid.optional) + grid.optional + blocks.tokens // blocks.rows * inner)
-    least = backward_bytes(TOKENS, heads, kv_heads, SIZE, BFLOAT16, depth, slots - 1 - depth)
-    unwanted = kv_heads * (below * size - depth) + heads * (above * size - (slots - 1 - depth))
-    statistics = 2 * 4 * kv_heads * TOKENS * statistics_lanes(slots, heads // kv_heads)
-    return Launch(bundles, least + 2 * TOKENS * SIZE * BFLOAT16 * unwanted + statistics)
+    bundles = _launched(schedule, tiles, max(1, below + above), walked, blocks)
+    least = backward_bytes(TOKENS, heads, kv_heads, SIZE, BFLOAT16, depth, seeing)
+    unwanted = kv_heads * (below * size - depth) + heads * (above * size - seeing)
+    statistics = 4 * kv_heads * TOKENS * statistics_rows(heads // kv_heads) * (above * size + 1)
+    return Launch(bundles, least + 2 * TOKENS * SIZE * BFLOAT16 * unwanted + statistics + 4 * heads * TOKENS)
+
+
+def _walked(pieces: Sequence[Loop], count: int, blocks: Blocks) -> int:
+    """Bundles that 128 tokens or so take for so many slots; `pieces` are the loops for one slot of a block, two, ..."""
+    full, rest = divmod(count, blocks.slots)
+    return full * pieces[-1].bundles + (pieces[rest - 1].bundles if rest else 0)
+
+
+def _launched(schedule: Schedule, tiles: int, steps: int, walked: int, blocks: Blocks) -> int:
+    """Bundles of a launch: so many steps for each tile, the innermost loops' apart."""
+    grid = schedule.loops[0]
+    return tiles * (steps * (grid.own - grid.optional) + grid.optional + blocks.tokens // blocks.rows * walked)
 
 
 def _tiles(slots: int, kv_heads: int, target: Generation, backward: bool = False) -> tuple[int, Blocks]:

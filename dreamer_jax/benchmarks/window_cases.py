@@ -25,7 +25,7 @@ from pallas_kernels.depth_attention.shapes import (
     backward_bytes,
     forward_bytes,
     near_blocks,
-    statistics_lanes,
+    statistics_rows,
 )
 from pallas_kernels.depth_attention.windowed import seen
 from pallas_kernels.tiles import Generation
@@ -146,27 +146,30 @@ def _backward(shape: _Shape) -> Case:
 def _forward_launch(schedule: Schedule, shape: _Shape, depth: int, target: Generation, write: bool = True) -> Launch:
     """Of the forward kernel that fills the new slot, or of the one that recomputes and returns logarithms instead."""
     steps, blocks = _steps(shape, target)
-    _, ahead, own, wait, *pieces = schedule.leaves
+    _, ahead, own, wait, *pieces, finish = schedule.leaves
     count, trips = shape.below(depth), blocks.tokens // blocks.rows
     fetched = count * (ahead.bundles + wait.bundles)
     walked = _walked(schedule, pieces, count, blocks)
     least = forward_bytes(TOKENS, *shape.counts, count)
     if not write:  # logarithms instead of two slots
         least += 4 * shape.heads * TOKENS - TOKENS * SIZE * BFLOAT16 * 2 * shape.kv_heads
-    return Launch(steps * (schedule.loops[0].own + fetched + trips * own.bundles + walked), least)
+    return Launch(steps * (schedule.loops[0].own + fetched + trips * (own.bundles + finish.bundles) + walked), least)
 
 
 def _pull_launch(schedule: Schedule, shape: _Shape, depth: int, target: Generation) -> Launch:
     steps, blocks = _steps(shape, target, backward=True)
     _, lower, _, upper, own, *rest = schedule.leaves
+    *rest, finish = rest
     (wait_lower, *pieces), (wait_upper, *pieces_above) = rest[: len(rest) // 2], rest[len(rest) // 2 :]
     below, above, trips = shape.below(depth), shape.above(depth), blocks.tokens // blocks.rows
     fetched = below * (lower.bundles + wait_lower.bundles) + above * (upper.bundles + wait_upper.bundles)
     walked = _walked(schedule, pieces, below, blocks) + _walked(schedule, pieces_above, above, blocks)
-    lanes = statistics_lanes(shape.window.span(shape.slots), shape.heads // shape.kv_heads)
-    statistics = 2 * 4 * shape.kv_heads * TOKENS * lanes + 4 * shape.heads * TOKENS
+    rows = shape.kv_heads * statistics_rows(shape.heads // shape.kv_heads) * (above + 1)
+    statistics = 4 * TOKENS * (rows + shape.heads)
     least = backward_bytes(TOKENS, *shape.counts, below, above)
-    return Launch(steps * (schedule.loops[0].own + fetched + trips * own.bundles + walked), least + statistics)
+    return Launch(
+        steps * (schedule.loops[0].own + fetched + trips * (own.bundles + finish.bundles) + walked), least + statistics
+    )
 
 
 def _steps(shape: _Shape, target: Generation, backward: bool = False) -> tuple[int, Blocks]:

@@ -1,12 +1,16 @@
-"""What both kernels of depth attention are made of: how they cut their arguments, and loops over rows and slots.
+"""What the kernels of depth attention are made of: how they cut their arguments, and loops over tokens and slots.
 
 They cut the tokens into blocks, which is what the cores of a megacore share, and walk the slots of a block of tokens.
-Blocks of slots that are all wanted take a path without masks; the others go slot by slot, so that nothing is read that
-wasn't written.
+Only slots that are wanted are looked at, so that nothing is read that wasn't written.
+
+Inside a kernel everything lies *turned*, [d, tokens]: tokens in lanes. The sum over d, of which there is one for every
+token, slot and head, then is a vector unit's plain addition, and the softmax of 128 tokens takes one register. With d
+in lanes the cross-lane unit would have to add up each of them. It turns a block of keys once for all heads of a group.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -63,14 +67,23 @@ class Layout:
 
         return pl.BlockSpec((None, self.group, self.blocks.tokens), index)
 
-    def statistics(self, lanes: int) -> pl.BlockSpec:
-        """Of [kv, T, lanes]."""
+    def turned_slots_of(self, rows: int, index: Callable[..., Any]) -> pl.BlockSpec:
+        """A block of slots of [L, heads times rows, T]; `index` as for `slots_of`."""
+
+        def turned(*step):
+            slot, i, h = index(*step)
+            return slot, h, i
+
+        return pl.BlockSpec((self.blocks.slots, rows, self.blocks.tokens), turned)
+
+    def turned_slot(self, rows: int) -> pl.BlockSpec:
+        """The slot that the first prefetched scalar names, of the same."""
 
         def index(*step):
             i, h = self.at(*step[:-1])
-            return h, i, 0
+            return step[-1][0], h, i
 
-        return pl.BlockSpec((None, self.blocks.tokens, lanes), index)
+        return pl.BlockSpec((None, rows, self.blocks.tokens), index)
 
     def compile(self) -> dict[str, Any]:
         """The other arguments of `pallas_call`."""
@@ -86,24 +99,23 @@ def head_size(k: jax.Array) -> int:
     return min(LANES, k.shape[1])
 
 
-def head_of(ref: Any, place: Any, head: int, size: int) -> jax.Array:
-    """The rows of one head, float32: `place` is a slice of rows, or a slot and a slice."""
-    place = place if isinstance(place, tuple) else (place,)
-    return ref[(*place, slice(head * size, (head + 1) * size))].astype(F32)
+def turned(ref: Any, *place: Any) -> jax.Array:
+    """A part [tokens, d] of what a reference has, as [d, tokens]."""
+    return jnp.transpose(ref[place])
 
 
-def row_dot(a: jax.Array, b: jax.Array, minus: jax.Array | None = None) -> jax.Array:
-    """Inner products of rows, less the sum of a row of `minus`, in one reduction if sizes agree: [rows, 1]."""
-    product = a * b
-    if minus is None:
-        return jnp.sum(product, axis=-1, keepdims=True)
-    if minus.shape == product.shape:
-        return jnp.sum(product - minus, axis=-1, keepdims=True)
-    return jnp.sum(product, axis=-1, keepdims=True) - jnp.sum(minus, axis=-1, keepdims=True)
+def columns_of(head: int, size: int) -> slice:
+    """Of one head, where heads lie side by side."""
+    return slice(head * size, (head + 1) * size)
 
 
-def for_rows(blocks: Blocks, body: Callable[[Any], None]) -> None:
-    """body(slice of rows) over a block of tokens, so that running sums stay in registers."""
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Inner products of turned rows: [1, tokens]."""
+    return jnp.sum(a * b, axis=0, keepdims=True)
+
+
+def for_tokens(blocks: Blocks, body: Callable[[Any], None]) -> None:
+    """body(slice of tokens) over a block of tokens, so that running sums stay in registers."""
 
     def one(n, carry):
         body(pl.ds(pl.multiple_of(n * blocks.rows, blocks.rows), blocks.rows))
@@ -112,30 +124,12 @@ def for_rows(blocks: Blocks, body: Callable[[Any], None]) -> None:
     jax.lax.fori_loop(0, blocks.tokens // blocks.rows, one, 0)
 
 
-def for_slots(blocks: Blocks, first: Any, low: Any, high: Any, body: Callable[[Any, Any], None]) -> None:
-    """body(rows, indices in the block) for the slots first .. first + blocks.slots - 1 that lie in low .. high - 1."""
-    whole = (first >= low) & (first + blocks.slots <= high)
+def for_slots(blocks: Blocks, count: Any, body: Callable[[Any, Any], None], last: bool = False) -> None:
+    """body(slice of tokens, indices) for the first `count` slots of a block together, or for its last."""
 
-    @pl.when(whole)
-    def together():
-        for_rows(blocks, lambda rows: body(rows, range(blocks.slots)))
+    def together(size):
+        wanted = range(blocks.slots - size, blocks.slots) if last else range(size)
+        for_tokens(blocks, lambda tokens: body(tokens, wanted))
 
-    @pl.when(jnp.logical_not(whole))
-    def one_by_one():
-        def one(i, carry):
-            for_rows(blocks, lambda rows: body(rows, [i]))
-            return carry
-
-        jax.lax.fori_loop(jnp.maximum(low - first, 0), jnp.minimum(high - first, blocks.slots), one, 0)
-
-
-def column_to_row(column: jax.Array) -> jax.Array:
-    """[tokens, lanes], equal lanes -> [1, tokens]."""
-    pieces = [jnp.transpose(column[n : n + LANES])[:1] for n in range(0, column.shape[0], LANES)]
-    return jnp.concatenate(pieces, axis=1)
-
-
-def row_to_column(row: jax.Array, lanes: int) -> jax.Array:
-    """[1, tokens] -> [tokens, lanes], equal lanes."""
-    pieces = [row[:, n : n + LANES] for n in range(0, row.shape[1], LANES)]
-    return jnp.concatenate([jnp.transpose(jnp.broadcast_to(piece, (lanes, LANES))) for piece in pieces], axis=0)
+    for size in range(1, blocks.slots + 1):
+        pl.when(count == size)(functools.partial(together, size))

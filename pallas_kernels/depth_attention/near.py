@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.depth_attention.cache import DepthCache
-from pallas_kernels.depth_attention.layout import Layout, for_rows
+from pallas_kernels.depth_attention.layout import Layout, for_tokens
 from pallas_kernels.depth_attention.shapes import near_blocks
 from pallas_kernels.depth_attention.window import Window
 
@@ -53,11 +53,15 @@ class NearLayout(Layout):
         """n -> the n-th slot of the cache that is seen at `depth`."""
         return lambda n: jax.lax.rem(depth - (n + 1) * self.dilation, self.slots)
 
-    def buffers(self, arrays: Sequence[jax.Array]) -> list[Any]:
+    def buffers(self, arrays: Sequence[jax.Array], turned: bool = False) -> list[Any]:
         """Scratch of `Fetched` for these arrays: two buffers each, and their semaphores."""
-        slots = 2, max(self.most, 1), self.blocks.tokens
-        buffers = [pltpu.VMEM((*slots, array.shape[-1] // self.kv_heads), array.dtype) for array in arrays]
-        return [*buffers, pltpu.SemaphoreType.DMA((2,))]
+
+        def buffer(array):
+            width = array.shape[1 if turned else 2] // self.kv_heads
+            part = (width, self.blocks.tokens) if turned else (self.blocks.tokens, width)
+            return pltpu.VMEM((2, max(self.most, 1), *part), array.dtype)
+
+        return [*map(buffer, arrays), pltpu.SemaphoreType.DMA((2,))]
 
     def compile(self) -> dict[str, Any]:
         """See the base class."""
@@ -73,7 +77,8 @@ class Fetched:
     """The seen slots of arrays in HBM, for one block of tokens after another.
 
     Attributes:
-        parts: references to the present block's slots, [most, tokens, columns] of each array; `count` are there.
+        parts: references to the present block's slots, [most, tokens, columns] of each array (or turned); `count` are
+            there.
 
     Args:
         layout: of the kernel.
@@ -81,6 +86,7 @@ class Fetched:
         buffers: as of `NearLayout.buffers`: [2, most, tokens, columns] each, and the semaphores.
         count: int32, slots that are seen.
         slot_of: n -> the n-th of them.
+        turned: the arrays are [L, kv columns, T].
     """
 
     def __init__(
@@ -90,8 +96,9 @@ class Fetched:
         buffers: Sequence[Any],
         count: jax.Array,
         slot_of: Callable[[Any], Any],
+        turned: bool = False,
     ) -> None:
-        self.layout, self.arrays, self.count, self.slot_of = layout, arrays, count, slot_of
+        self.layout, self.arrays, self.count, self.slot_of, self.turned = layout, arrays, count, slot_of, turned
         *self.buffers, self.semaphores = buffers
         self.parts = [buffer.at[jax.lax.rem(pl.program_id(1), 2)] for buffer in self.buffers]
 
@@ -106,13 +113,13 @@ class Fetched:
         self._each(pl.program_id(0), pl.program_id(1), "wait")
 
     def for_seen(self, body: Callable[[Any, Any], None]) -> None:
-        """body(rows, indices n) over the slots that are there: whole pieces of them, then the rest together."""
+        """body(tokens, indices n) over the slots that are there: whole pieces of them, then the rest together."""
         blocks = self.layout.blocks
         pieces = jax.lax.div(self.count, blocks.slots)
         rest = self.count - pieces * blocks.slots
 
         def some(piece, size):
-            for_rows(blocks, lambda rows: body(rows, [piece * blocks.slots + i for i in range(size)]))
+            for_tokens(blocks, lambda tokens: body(tokens, [piece * blocks.slots + i for i in range(size)]))
 
         def whole(piece, carry):
             some(piece, blocks.slots)
@@ -131,9 +138,9 @@ class Fetched:
         def one(n, carry):
             slot = self.slot_of(n)
             for array, buffer in zip(self.arrays, self.buffers, strict=True):
-                width = buffer.shape[-1]
+                width = buffer.shape[2 if self.turned else 3]
                 columns = pl.ds(pl.multiple_of(head * width, width), width) if self.layout.kv_heads > 1 else slice(None)
-                source = array.at[slot, rows, columns]
+                source = array.at[slot, columns, rows] if self.turned else array.at[slot, rows, columns]
                 getattr(pltpu.make_async_copy(source, buffer.at[place, n], self.semaphores.at[place]), action)()
             return carry
 

@@ -6,7 +6,6 @@ Autodiff would push: every depth would read, add to and write the float32 gradie
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -16,8 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.depth_attention.cache import DepthCache
-from pallas_kernels.depth_attention.layout import F32, Layout, for_rows, for_slots, head_of, row_dot, row_to_column
-from pallas_kernels.depth_attention.shapes import Blocks, statistics_lanes
+from pallas_kernels.depth_attention.layout import F32, Layout, columns_of, dot, for_slots, for_tokens, turned
+from pallas_kernels.depth_attention.shapes import Blocks, statistics_rows
+from pallas_kernels.depth_attention.tpu import LOG2_E
 from pallas_kernels.depth_attention.window import WHOLE, Window
 from pallas_kernels.tape import Tape
 
@@ -25,12 +25,12 @@ from pallas_kernels.tape import Tape
 class Queries(flax.struct.PyTreeNode, Tape):
     """What deeper depths have asked of their keys, and what came of it; filled above the present depth.
 
-    With a window, of the R nearest depths only: depth l is in slot l mod R.
+    With a window, of the R nearest depths only: depth l is in slot l mod R. Tokens are last, as the kernel wants them.
 
     Attributes:
-        queries, d_outs: queries and output gradients, [L, T, n d], compute dtype.
-        statistics: [kv, T, W] float32; of slot s and head g of a group, in lane 2 (s n/kv + g) the logarithm of the
-            softmax's denominator, in the next the product of out and d_out.
+        queries, d_outs: queries and output gradients, [L, n d, T], compute dtype.
+        statistics: [L, kv r, T] float32; of head g of a group, in row 2 g the logarithm of the softmax's denominator to
+            base 2, in the next the product of out and d_out.
     """
 
     queries: jax.Array
@@ -42,9 +42,9 @@ def start_tape(cache: DepthCache, heads: int, size: int, window: Window = WHOLE)
     """The empty tape of `pull_gradients` for `heads` query heads of `size`; with a window, of its span's slots."""
     slots, tokens, width = cache.keys.shape
     slots, kv_heads = window.span(slots), width // size
-    rows = jnp.zeros((slots, tokens, heads * size), cache.keys.dtype)
-    lanes = statistics_lanes(slots, heads // kv_heads)
-    return Queries(rows, rows, jnp.zeros((kv_heads, tokens, lanes), F32))
+    rows = jnp.zeros((slots, heads * size, tokens), cache.keys.dtype)
+    statistics = kv_heads * statistics_rows(heads // kv_heads)
+    return Queries(rows, rows, jnp.zeros((slots, statistics, tokens), F32))
 
 
 def pull_gradients(
@@ -85,17 +85,18 @@ def pull_gradients(
         last = (slots - 1) // of_slots
         return jnp.minimum(s[2] + jnp.maximum(j - s[1], 0), last), i, h
 
-    wide, narrow = layout.rows(group * size), layout.rows(size)
-    filled, taped = layout.slots_of(size, lower), layout.slots_of(group * size, upper)
-    slot, statistics = layout.slot(group * size), layout.statistics(tape.statistics.shape[-1])
+    wide, narrow, filled = layout.rows(group * size), layout.rows(size), layout.slots_of(size, lower)
+    rows_of_tape = group * size, group * size, statistics_rows(group)
+    taped = [layout.turned_slots_of(its, upper) for its in rows_of_tape]
+    slot = [layout.turned_slot(its) for its in rows_of_tape]
     results = pl.pallas_call(
         functools.partial(_pull_kernel, blocks=layout.blocks, size=size, group=group, slots=slots),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=layout.grid(jnp.maximum(1, below + above)),
-            in_specs=[wide, narrow, narrow, wide, wide, layout.logs(), filled, filled, taped, taped, statistics],
-            out_specs=[wide, narrow, narrow, slot, slot, statistics],
-            scratch_shapes=sums(layout),
+            in_specs=[wide, narrow, narrow, wide, wide, layout.logs(), filled, filled, *taped],
+            out_specs=[wide, narrow, narrow, *slot],
+            scratch_shapes=scratch(layout, q.dtype),
         ),
         out_shape=[jax.ShapeDtypeStruct(part.shape, part.dtype) for part in (q, k, k, *left)],
         input_output_aliases={9: 3, 10: 4, 11: 5},
@@ -105,33 +106,34 @@ def pull_gradients(
     return tuple(results[:3]), Queries(*results[3:])
 
 
-def sums(layout: Layout) -> list[Any]:
-    """Scratch of `Pull`."""
-    rows = layout.blocks.tokens, layout.size
-    return [pltpu.VMEM((layout.group, *rows), F32)] * 3 + [pltpu.VMEM(rows, F32)] * 2
+def scratch(layout: Layout, dtype: Any) -> list[Any]:
+    """Of `Pull`."""
+    turned = layout.size, layout.blocks.tokens
+    own, total = pltpu.VMEM(turned, dtype), pltpu.VMEM(turned, F32)
+    return [own, own, pltpu.VMEM((layout.group, *turned), F32), total, total]
 
 
 def _pull_kernel(scalars_ref, *refs, blocks, size, group, slots):
     step, depth, below = pl.program_id(2), scalars_ref[0], scalars_ref[1]
     first_above = (scalars_ref[2] + step - below) * blocks.slots
-    pull = Pull(PullRefs(*refs), depth, blocks, size, group)
-    look = functools.partial(pull.keys_are_seen, lambda i: first_above + i)
+    pull = Pull(PullRefs(*refs), blocks, size, group)
 
     pl.when(step == 0)(pull.start)
 
     @pl.when(step < below)
     def look_down():
-        for_slots(blocks, step * blocks.slots, 0, depth, pull.queries_look_down)
+        for_slots(blocks, jnp.minimum(depth - step * blocks.slots, blocks.slots), pull.queries_look_down)
 
-    @pl.when(step >= below)
+    @pl.when((step >= below) & (first_above < slots))
     def look_up():
-        for_slots(blocks, first_above, depth + 1, slots, look)
+        count = jnp.minimum(first_above + blocks.slots - 1 - depth, blocks.slots)
+        for_slots(blocks, count, pull.keys_are_seen, last=True)
 
     pl.when(step == pl.num_programs(2) - 1)(pull.finish)
 
 
 class PullRefs(NamedTuple):
-    """References of the backward kernel: inputs, outputs and scratch, in this order."""
+    """References of the backward kernel: inputs, outputs and scratch, in this order; scratch and tape are turned."""
 
     q: Any
     k: Any
@@ -143,90 +145,93 @@ class PullRefs(NamedTuple):
     values: Any
     queries: Any
     d_outs: Any
-    old: Any
+    statistics: Any
     d_q: Any
     d_k: Any
     d_v: Any
     query_slot: Any
     d_out_slot: Any
-    new: Any
-    own_log: Any
-    own_product: Any
+    statistics_slot: Any
+    own_k: Any
+    own_v: Any
     sum_q: Any
     sum_k: Any
     sum_v: Any
 
 
 class Pull:
-    """The steps of the backward kernel on one block of tokens; `slot` is this depth's place on the tape."""
+    """The steps of the backward kernel on one block of tokens."""
 
-    def __init__(self, refs: PullRefs, slot: jax.Array, blocks: Blocks, size: int, group: int) -> None:
-        self.refs, self.slot, self.blocks, self.size, self.group = refs, slot, blocks, size, group
+    def __init__(self, refs: PullRefs, blocks: Blocks, size: int, group: int) -> None:
+        self.refs, self.blocks, self.size, self.group = refs, blocks, size, group
         self.scale = size**-0.5
-        self.lane = jax.lax.broadcasted_iota(jnp.int32, (blocks.rows, refs.old.shape[-1]), 1)
-
-    def head(self, ref, place, g):
-        """The rows of head g of the group, float32: `place` is a slice of rows, or a slot and a slice."""
-        return head_of(ref, place, g, self.size)
 
     def start(self) -> None:
         """This depth's slots of the tape, and its own key's share of the sums."""
-        refs = self.refs
-        refs.query_slot[...], refs.d_out_slot[...] = refs.q[...], refs.d_out[...]
-        for g in range(self.group):
-            refs.own_log[g] = row_to_column(refs.log[g : g + 1, :], refs.own_log.shape[-1])
-        for_rows(self.blocks, self._own_key)
+        for_tokens(self.blocks, self._own_key)
 
-    def _own_key(self, rows):
+    def _own_key(self, tokens):
         refs = self.refs
-        k, v = refs.k[rows, :].astype(F32), refs.v[rows, :].astype(F32)
-        statistics, d_k, d_v = refs.old[rows, :], jnp.zeros_like(k), jnp.zeros_like(v)
+        refs.own_k[:, tokens], refs.own_v[:, tokens] = turned(refs.k, tokens), turned(refs.v, tokens)
+        k, v = refs.own_k[:, tokens].astype(F32), refs.own_v[:, tokens].astype(F32)
+        d_k, d_v = jnp.zeros_like(k), jnp.zeros_like(v)
         for g in range(self.group):
-            q, d_out = self.head(refs.q, rows, g), self.head(refs.d_out, rows, g)
-            product = row_dot(d_out, self.head(refs.out, rows, g))
-            log = refs.own_log[g, rows, :]
-            weight = jnp.exp(row_dot(q * self.scale, k) - log)
-            d_logit = weight * (row_dot(d_out, v) - product)
-            refs.sum_q[g, rows, :] = d_logit * k
+            columns = columns_of(g, self.size)
+            refs.query_slot[columns, tokens] = turned(refs.q, tokens, columns)
+            refs.d_out_slot[columns, tokens] = turned(refs.d_out, tokens, columns)
+            q, d_out = self._asked(refs.query_slot, refs.d_out_slot, (), g, tokens)
+            log, product = refs.log[g : g + 1, tokens], dot(d_out, turned(refs.out, tokens, columns).astype(F32))
+            refs.statistics_slot[2 * g : 2 * g + 1, tokens] = log
+            refs.statistics_slot[2 * g + 1 : 2 * g + 2, tokens] = product
+            weight, d_logit = self._weighed(q, d_out, k, v, log, product)
+            refs.sum_q[g, :, tokens] = d_logit * k
             d_k, d_v = d_k + d_logit * q, d_v + weight * d_out
-            refs.own_product[g, rows, :] = jnp.broadcast_to(product, log.shape)
-            place = 2 * (self.slot * self.group + g)
-            statistics = jnp.where(
-                self.lane == place, log[:, :1], jnp.where(self.lane == place + 1, product, statistics)
-            )
-        refs.new[rows, :], refs.sum_k[rows, :], refs.sum_v[rows, :] = statistics, d_k, d_v
+        refs.sum_k[:, tokens], refs.sum_v[:, tokens] = d_k, d_v
 
-    def queries_look_down(self, rows: Any, wanted: Any) -> None:
+    def _asked(self, queries, d_outs, slot, g, tokens):
+        """The query and the output gradient of head g of the group, float32."""
+        place = (*slot, columns_of(g, self.size), tokens)
+        return queries[place].astype(F32), d_outs[place].astype(F32)
+
+    def _weighed(self, q, d_out, k, v, log, product):
+        """The weight of a key, and the gradient of its logit."""
+        weight = jnp.exp2(dot(q, k) * (self.scale * LOG2_E) - log)
+        return weight, weight * (dot(d_out, v) - product)
+
+    def queries_look_down(self, tokens: Any, wanted: Any) -> None:
         """This depth's queries, over the keys of `wanted` slots below."""
-        refs = self.refs
-        for g in range(self.group):
-            q, d_out = self.head(refs.q, rows, g) * self.scale, self.head(refs.d_out, rows, g)
-            log, product, total = refs.own_log[g, rows, :], refs.own_product[g, rows, :], refs.sum_q[g, rows, :]
-            for i in wanted:
-                k = refs.keys[i, rows, :].astype(F32)
-                weight = jnp.exp(row_dot(q, k) - log)
-                d_logit = weight * (row_dot(d_out, refs.values[i, rows, :].astype(F32)) - product)
-                total += d_logit * k
-            refs.sum_q[g, rows, :] = total
+        refs, heads = self.refs, range(self.group)
+        asked = [self._asked(refs.query_slot, refs.d_out_slot, (), g, tokens) for g in heads]
+        totals = [refs.sum_q[g, :, tokens] for g in heads]
+        for i in wanted:
+            k, v = (turned(ref, i, tokens).astype(F32) for ref in (refs.keys, refs.values))
+            for g in heads:
+                log, product = (refs.statistics_slot[n : n + 1, tokens] for n in (2 * g, 2 * g + 1))
+                totals[g] += self._weighed(*asked[g], k, v, log, product)[1] * k
+        for g in heads:
+            refs.sum_q[g, :, tokens] = totals[g]
 
-    def keys_are_seen(self, slot_of: Callable[[Any], Any], rows: Any, wanted: Any) -> None:
-        """This depth's keys, by the queries of `wanted` slots above; `slot_of` tells their places on the tape."""
+    def keys_are_seen(self, tokens: Any, wanted: Any) -> None:
+        """This depth's keys, by the queries of `wanted` slots above."""
         refs = self.refs
-        k, v = refs.k[rows, :].astype(F32) * self.scale, refs.v[rows, :].astype(F32)
-        d_k, d_v, statistics = refs.sum_k[rows, :], refs.sum_v[rows, :], refs.old[rows, :]
+        k, v = refs.own_k[:, tokens].astype(F32), refs.own_v[:, tokens].astype(F32)
+        d_k, d_v = refs.sum_k[:, tokens], refs.sum_v[:, tokens]
         for i in wanted:
             for g in range(self.group):
-                q, d_out = self.head(refs.queries, (i, rows), g), self.head(refs.d_outs, (i, rows), g)
-                place = 2 * (slot_of(i) * self.group + g)
-                weight = jnp.exp(row_dot(q, k, jnp.where(self.lane == place, statistics, 0.0)))
-                d_weight = row_dot(d_out, v, jnp.where(self.lane == place + 1, statistics, 0.0))
-                d_k, d_v = d_k + weight * d_weight * q, d_v + weight * d_out
-        refs.sum_k[rows, :], refs.sum_v[rows, :] = d_k, d_v
+                q, d_out = self._asked(refs.queries, refs.d_outs, (i,), g, tokens)
+                log, product = (refs.statistics[i, n : n + 1, tokens] for n in (2 * g, 2 * g + 1))
+                weight, d_logit = self._weighed(q, d_out, k, v, log, product)
+                d_k, d_v = d_k + d_logit * q, d_v + weight * d_out
+        refs.sum_k[:, tokens], refs.sum_v[:, tokens] = d_k, d_v
 
     def finish(self) -> None:
         """The gradients, from the sums."""
-        refs, size = self.refs, self.size
+        for_tokens(self.blocks, self._gradients)
+
+    def _gradients(self, tokens):
+        refs = self.refs
         for g in range(self.group):
-            refs.d_q[:, g * size : (g + 1) * size] = (refs.sum_q[g] * self.scale).astype(refs.d_q.dtype)
-        refs.d_k[...] = (refs.sum_k[...] * self.scale).astype(refs.d_k.dtype)
-        refs.d_v[...] = refs.sum_v[...].astype(refs.d_v.dtype)
+            d_q = refs.sum_q[g, :, tokens] * self.scale
+            refs.d_q[tokens, columns_of(g, self.size)] = jnp.transpose(d_q.astype(refs.d_q.dtype))
+        refs.d_k[tokens, :] = jnp.transpose((refs.sum_k[:, tokens] * self.scale).astype(refs.d_k.dtype))
+        refs.d_v[tokens, :] = jnp.transpose(refs.sum_v[:, tokens].astype(refs.d_v.dtype))

@@ -6,6 +6,7 @@ Softmax and sums are float32.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,8 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.depth_attention.cache import DepthCache
-from pallas_kernels.depth_attention.layout import F32, Layout, column_to_row, for_rows, for_slots, head_of, row_dot
+from pallas_kernels.depth_attention.layout import F32, Layout, columns_of, dot, for_slots, for_tokens, turned
 from pallas_kernels.depth_attention.shapes import Blocks
+
+LOG2_E = math.log2(math.e)
 
 
 def attend(
@@ -32,7 +35,7 @@ def attend(
 
     Returns:
         out [T, n d] and, with `write`, the cache's keys and values; otherwise what the backward pass asks for, the
-        logarithm of the softmax's denominator, float32 [kv, n/kv, T].
+        logarithm of the softmax's denominator to base 2, float32 [kv, n/kv, T].
     """
     layout = Layout(q, k, cache)
     filled = layout.slots_of(layout.size, lambda i, h, j, depth: (j, i, h))
@@ -44,7 +47,7 @@ def attend(
             grid=layout.grid(steps),
             in_specs=[layout.rows(layout.group * layout.size), *[layout.rows(layout.size)] * 2, filled, filled],
             out_specs=result_specs(layout, write),
-            scratch_shapes=running(layout),
+            scratch_shapes=running(layout, q.dtype),
         ),
         out_shape=result_shapes(layout, q, cache, write),
         input_output_aliases={4: 1, 5: 2} if write else {},
@@ -65,9 +68,11 @@ def result_shapes(layout: Layout, q: jax.Array, cache: DepthCache, write: bool) 
     return shapes if write else [shapes[0], jax.ShapeDtypeStruct((layout.kv_heads, layout.group, q.shape[0]), F32)]
 
 
-def running(layout: Layout) -> list[Any]:
+def running(layout: Layout, dtype: Any) -> list[Any]:
     """Scratch of `Softmax`."""
-    return [pltpu.VMEM((layout.group, layout.blocks.tokens, layout.size), F32)] * 3
+    group, tokens = layout.group, layout.blocks.tokens
+    rows, turned = (group, tokens), (group, layout.size, tokens)
+    return [pltpu.VMEM(rows, F32), pltpu.VMEM(rows, F32), pltpu.VMEM(turned, F32), pltpu.VMEM(turned, dtype)]
 
 
 def _attend_kernel(depth_ref, q_ref, k_ref, v_ref, keys_ref, values_ref, *rest, blocks, size, group, write):
@@ -75,12 +80,12 @@ def _attend_kernel(depth_ref, q_ref, k_ref, v_ref, keys_ref, values_ref, *rest, 
     outs, scratch = rest[: 3 if write else 2], rest[3 if write else 2 :]
     softmax = Softmax(SoftmaxRefs(q_ref, k_ref, v_ref, keys_ref, values_ref, *scratch), blocks, size, group)
     pl.when(step == 0)(lambda: softmax.start(outs[1:] if write else ()))
-    for_slots(blocks, step * blocks.slots, 0, depth, softmax.absorb)
+    for_slots(blocks, jnp.minimum(depth - step * blocks.slots, blocks.slots), softmax.absorb)
     pl.when(step == pl.num_programs(2) - 1)(lambda: softmax.finish(outs[0], None if write else outs[1]))
 
 
 class SoftmaxRefs(NamedTuple):
-    """References of `Softmax`: inputs and scratch."""
+    """References of `Softmax`: inputs, and scratch, in which tokens are in lanes."""
 
     q: Any
     k: Any
@@ -90,6 +95,7 @@ class SoftmaxRefs(NamedTuple):
     top: Any
     total: Any
     sum: Any
+    turned_q: Any
 
 
 class Softmax:
@@ -97,43 +103,58 @@ class Softmax:
 
     def __init__(self, refs: SoftmaxRefs, blocks: Blocks, size: int, group: int) -> None:
         self.refs, self.blocks, self.size, self.group = refs, blocks, size, group
-        self.scale = size**-0.5
+        self.scale = size**-0.5 * LOG2_E
 
     def start(self, slots: Sequence[Any]) -> None:
         """This depth's own key and value, which also go to the cache's `slots`, if there are any."""
         refs = self.refs
         for slot, own in zip(slots, (refs.k, refs.v), strict=bool(slots)):
             slot[...] = own[...]
-        for_rows(self.blocks, self._own_key)
+        for_tokens(self.blocks, self._own_key)
 
-    def _own_key(self, rows):
+    def _own_key(self, tokens):
         refs = self.refs
-        k, v = refs.k[rows, :].astype(F32), refs.v[rows, :].astype(F32)
+        k, v = (turned(ref, tokens).astype(F32) for ref in (refs.k, refs.v))
         for g in range(self.group):
-            logit = row_dot(head_of(refs.q, rows, g, self.size) * self.scale, k)
-            refs.top[g, rows, :] = jnp.broadcast_to(logit, (self.blocks.rows, refs.top.shape[-1]))
-            refs.total[g, rows, :] = jnp.ones((self.blocks.rows, refs.total.shape[-1]), F32)
-            refs.sum[g, rows, :] = v
+            q = turned(refs.q, tokens, columns_of(g, self.size))
+            refs.turned_q[g, :, tokens], refs.sum[g, :, tokens] = q, v
+            logit = dot(q.astype(F32), k) * self.scale
+            refs.top[g : g + 1, tokens], refs.total[g : g + 1, tokens] = logit, jnp.ones_like(logit)
 
-    def absorb(self, rows: Any, wanted: Any) -> None:
+    def absorb(self, tokens: Any, wanted: Any) -> None:
         """The keys and values of `wanted` slots."""
-        refs = self.refs
-        for g in range(self.group):
-            q = head_of(refs.q, rows, g, self.size) * self.scale
-            logits = [row_dot(q, refs.keys[i, rows, :].astype(F32)) for i in wanted]
-            top = refs.top[g, rows, :]
-            new_top = functools.reduce(jnp.maximum, logits, top)
-            shrink = jnp.exp(top - new_top)
-            total, summed = refs.total[g, rows, :] * shrink, refs.sum[g, rows, :] * shrink
-            for i, logit in zip(wanted, logits, strict=True):
-                weight = jnp.exp(logit - new_top)
-                total, summed = total + weight, summed + weight * refs.values[i, rows, :].astype(F32)
-            refs.top[g, rows, :], refs.total[g, rows, :], refs.sum[g, rows, :] = new_top, total, summed
+        refs, heads = self.refs, range(self.group)
+        queries = [refs.turned_q[g, :, tokens].astype(F32) for g in heads]
+        logits: list[list[jax.Array]] = [[] for _ in heads]
+        for i in wanted:
+            k = turned(refs.keys, i, tokens).astype(F32)
+            for its, q in zip(logits, queries, strict=True):
+                its.append(dot(q, k) * self.scale)
+        weights, sums = [], []
+        for g, its in enumerate(logits):
+            head = slice(g, g + 1)
+            top = refs.top[head, tokens]
+            new_top = functools.reduce(jnp.maximum, its, top)
+            shrink = jnp.exp2(top - new_top)
+            weights.append([jnp.exp2(logit - new_top) for logit in its])
+            refs.top[head, tokens] = new_top
+            refs.total[head, tokens] = refs.total[head, tokens] * shrink + sum(weights[g])
+            sums.append(refs.sum[g, :, tokens] * shrink)
+        for n, i in enumerate(wanted):
+            v = turned(refs.values, i, tokens).astype(F32)
+            sums = [summed + its[n] * v for summed, its in zip(sums, weights, strict=True)]
+        for g, summed in enumerate(sums):
+            refs.sum[g, :, tokens] = summed
 
     def finish(self, out: Any, log: Any = None) -> None:
         """The result, and where it is asked for the logarithm of the denominator."""
-        refs, size = self.refs, self.size
+        for_tokens(self.blocks, functools.partial(self._result, out, log))
+
+    def _result(self, out, log, tokens):
+        refs = self.refs
         for g in range(self.group):
-            out[:, g * size : (g + 1) * size] = (refs.sum[g] / refs.total[g]).astype(out.dtype)
+            total = refs.total[g : g + 1, tokens]
+            result = (refs.sum[g, :, tokens] * (1 / total)).astype(out.dtype)
+            out[tokens, columns_of(g, self.size)] = jnp.transpose(result)
             if log is not None:
-                log[g : g + 1, :] = column_to_row(refs.top[g] + jnp.log(refs.total[g]))
+                log[g : g + 1, tokens] = refs.top[g : g + 1, tokens] + jnp.log2(total)

@@ -34,29 +34,38 @@ def test_depth_attention_compiles_without_temporaries(chip):
 def test_depth_attention_forward_reads_hardly_more_than_it_must(chip):
     """Over all 32 depths: next to the byte floor, and to XLA, which reads all slots at every depth."""
     row = rows(chip, PAPER, compare=True)["depth_attention forward", PAPER]
-    assert row["seconds"] <= 1.15 * row["roofline_seconds"]
-    assert row["xla_seconds"] >= 1.9 * row["seconds"]
+    assert row["seconds"] <= 1.05 * row["roofline_seconds"]
+    assert row["xla_seconds"] >= 2 * row["seconds"]
+
+
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+def test_grouped_queries_wait_for_memory_as_one_head_does(chip):
+    """Both ways next to the byte floor; on v4, whose vector unit has half the slots, backward is a third above it."""
+    for way in ("forward", "backward"):
+        row = rows(chip, "depth_attention")[f"depth_attention {way}", "T=32768 L=16 d=128 n=4 kv=2"]
+        bound = 1.35 if chip == "v4" and way == "backward" else 1.25
+        assert row["seconds"] <= bound * row["roofline_seconds"], way
 
 
 @pytest.mark.parametrize("chip", TOPOLOGIES)
 def test_windows_read_hardly_more_than_they_must(chip):
     """Next to the byte floor of the slots that are seen, forward and, with its recomputation, backward; no temporaries.
-    Grouped queries wait for the cross-lane unit, and so does v4 on the way back."""
+    Backward on v4 the arithmetic of 15 slots and of grouped queries takes longer than they do."""
     found = rows(chip, "depth_window", compare=True)
     assert len(found) == 10
     for (name, shape), row in found.items():
         way, grouped = name.partition(" ")[2], "n=4" in shape
         assert row["temporary"] <= (4 if grouped else 1) * DEPTH_TEMPORARY[f"depth_attention {way}"], shape
         assert row["xla_seconds"] >= 1.2 * row["seconds"], shape
-        if not grouped and (chip != "v4" or way == "forward"):
-            assert row["seconds"] <= 1.2 * row["roofline_seconds"], shape
+        bound = 1.25 if chip == "v4" and way == "backward" else 1.05
+        assert row["seconds"] <= bound * row["roofline_seconds"], shape
 
 
 @pytest.mark.parametrize("chip", TOPOLOGIES)
 def test_depth_attention_backward_beats_push_form(chip):
     """Recomputation included, which XLA's figure has too."""
     row = rows(chip, PAPER, compare=True)["depth_attention backward", PAPER]
-    assert row["xla_seconds"] >= 1.7 * row["seconds"]
+    assert row["xla_seconds"] >= 2 * row["seconds"]
 
 
 @recorded
@@ -101,7 +110,8 @@ def test_depth_scan_never_copies_the_cache():
     """The gradient of a whole scan for v4: the cache and the tape go through both loops in place."""
     text = _depth_scan()
     assert re.search(rf"= \(?[^=]*{_slots(6)}.* custom-call\(.*depth_attention_forward", text) is not None
-    assert re.search(r"depth_attention_recompute", text) and re.search(r"depth_attention_backward", text)
+    assert re.search(r"depth_attention_recompute", text)
+    assert re.search(rf"= \(?[^=]*{_taped(6)}.* custom-call\(.*depth_attention_backward", text) is not None
     _assert_not_copied(text, 6)
 
 
@@ -109,7 +119,7 @@ def test_a_window_is_a_ring_in_the_backward_pass_and_nothing_is_copied():
     """The same with a window of 2 of 6 depths, 2 apart: a tape of three. Memory grows by what one depth keeps."""
     text = _depth_scan("da_window=2", "da_dilation=2")
     assert re.search(rf"= \(?[^=]*{_slots(6)}.* custom-call\(.*depth_window_forward", text) is not None
-    assert re.search(rf"= \(?[^=]*{_slots(3)}.* custom-call\(.*depth_window_backward", text) is not None
+    assert re.search(rf"= \(?[^=]*{_taped(3)}.* custom-call\(.*depth_window_backward", text) is not None
     assert re.search(r"depth_window_recompute", text) and "depth_attention_backward" not in text
     _assert_not_copied(text, 6)
     _assert_not_copied(text, 3)
@@ -125,12 +135,19 @@ def _depth_scan(*changes: str) -> str:
 
 
 def _slots(count: int) -> str:
-    """So many slots of keys or queries, in HLO."""
+    """So many slots of keys, in HLO."""
     return rf"bf16\[{count},8192,128\]\S*"
+
+
+def _taped(count: int) -> str:
+    """So many slots of queries on a tape."""
+    return rf"bf16\[{count},128,8192\]\S*"
 
 
 def _assert_not_copied(text: str, count: int) -> None:
     # A copy-start into faster memory is the compiler's prefetch; a copy in main memory would be ours to avoid.
-    copies = [line.strip()[:160] for line in text.splitlines() if re.search(rf"= {_slots(count)} copy\(", line)]
-    assert not copies, copies
-    assert f"f32[{count},8192,128]" not in text  # what push form would keep: the gradient of the cache
+    for part in (_slots(count), _taped(count)):
+        copies = [line.strip()[:160] for line in text.splitlines() if re.search(rf"= {part} copy\(", line)]
+        assert not copies, copies
+    # what push form would keep: the gradient of the cache
+    assert f"f32[{count},8192,128]" not in text and f"f32[{count},128,8192]" not in text

@@ -156,8 +156,8 @@ def test_kernels_at_random_shapes(slots, blocks, group, kv_heads, seed):
 
 
 @pytest.mark.slow
-def test_more_statistics_than_a_register_has_lanes():
-    """72 slots and heads take two registers of a token's statistics."""
+def test_more_statistics_than_a_register_has_rows():
+    """Those of six heads of a group take two registers."""
     arguments = inputs(12, 128, 6, 1, 128, jnp.float32)
     assert_close(scanned(*arguments), defined(*arguments), FLOAT32)
 
