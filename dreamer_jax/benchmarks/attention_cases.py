@@ -14,7 +14,7 @@ from dreamer_jax.planning.schedule import Loop, Schedule
 from pallas_kernels.depth_attention import WHOLE, DepthAttention, DepthCache, write_slot
 from pallas_kernels.depth_attention.shapes import Blocks, backward_bytes, forward_bytes, statistics_rows
 from pallas_kernels.sequence_attention import SequenceAttention
-from pallas_kernels.sequence_attention.shapes import block_of
+from pallas_kernels.sequence_attention.shapes import block_of, pairs_of
 from pallas_kernels.tiles import Generation
 
 DEPTH_ATTENTION = DepthAttention("pallas")
@@ -217,13 +217,16 @@ def _sequence(forward: bool) -> Case:
 
     def launches(read: Read, target: Generation) -> Sequence[Launch]:
         block = block_of(length, target.sequence_block)
-        pairs = rows * heads * (length // block) * (length // block + 1) // 2  # blocks of scores not in the future
-
-        def one(name: str, moved: float) -> Launch:
-            return Launch(read(name).loops[0].bundles * pairs / target.cores, moved)
-
-        launches = [one("splash_mha_fwd[a-z_]*", io)]
-        return launches if forward else [*launches, one("splash_mha_dkv[a-z_]*", 2 * io)]
+        count, pairs = length // block, len(pairs_of(length, block))
+        schedule = read("sequence_attention_forward").loops[0]
+        diagonal, below, result = schedule.longest(3)
+        each = schedule.own - diagonal - below - result  # the pipeline's
+        bundles = count * (diagonal + result) + (pairs - count) * below + pairs * each
+        launches = [Launch(rows * heads * bundles / target.cores, io + 4 * rows * heads * length)]
+        if not forward:
+            steps = rows * heads * pairs
+            launches.append(Launch(read("splash_mha_dkv[a-z_]*").loops[0].bundles * steps / target.cores, 2 * io))
+        return launches
 
     io = rows * length * SIZE * BFLOAT16 * 2 * (heads + kv_heads)
     products = 4 * rows * heads * length**2 / 2 * SIZE  # two products over the lower triangle

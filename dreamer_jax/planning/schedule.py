@@ -30,14 +30,24 @@ class Loop:
         level: 1 for the grid's, more for loops inside it.
         start, end: its first and last bundle.
         own: bundles that are in no inner loop.
-        optional: of `own`, those that some branch skips (and that hold no branch themselves).
+        branches: of `own`, those that each branch skips that holds no branch itself, in program order.
     """
 
     level: int
     start: int
     end: int
     own: int
-    optional: int
+    branches: tuple[int, ...]
+
+    @property
+    def optional(self) -> int:
+        """Of `own`, those that some branch skips."""
+        return sum(self.branches)
+
+    def longest(self, count: int) -> list[int]:
+        """The longest branches, in program order."""
+        chosen = sorted(range(len(self.branches)), key=lambda n: -self.branches[n])[:count]
+        return [self.branches[n] for n in sorted(chosen)]
 
     @property
     def bundles(self) -> int:
@@ -136,5 +146,5 @@ def _loop(span: tuple[int, int, int], spans: list[tuple[int, int, int]], skips: 
     own = set(range(start, end + 1)) - inner
     within = [(a, b) for a, b in skips if start <= a <= b <= end]
     leaves = [(a, b) for a, b in within if not any((c, d) != (a, b) and a <= c and d <= b for c, d in within)]
-    optional = {n for a, b in leaves for n in range(a, b + 1)} & own
-    return Loop(level, start, end, len(own), len(optional))
+    branches = tuple(len(own.intersection(range(a, b + 1))) for a, b in sorted(set(leaves)))
+    return Loop(level, start, end, len(own), branches)

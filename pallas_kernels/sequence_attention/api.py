@@ -1,4 +1,4 @@
-"""Typed entry of sequence attention: splash attention on a TPU, gpu.py's on a GPU, xla.py's elsewhere."""
+"""Typed entry of sequence attention: tpu.py's kernels on a TPU, gpu.py's form on a GPU, xla.py's elsewhere."""
 
 from __future__ import annotations
 

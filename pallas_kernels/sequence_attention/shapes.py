@@ -9,7 +9,7 @@ CUDNN_LARGEST_HEAD = 128
 
 
 def unsupported(shape: tuple[int, ...], kv_heads: int) -> str | None:
-    """Why splash attention doesn't take queries [B, S, n, d] of this shape, or None if it does."""
+    """Why the kernels don't take queries [B, S, n, d] of this shape, or None if it does."""
     _, length, heads, size = shape
     if length % LANES:
         return f"a sequence of {length} is not a multiple of {LANES}"
@@ -21,7 +21,7 @@ def unsupported(shape: tuple[int, ...], kv_heads: int) -> str | None:
 
 
 def padded_head(size: int) -> int:
-    """The head size that splash attention computes with: the next multiple of half a register's lanes."""
+    """The head size that they compute with: the next multiple of half a register's lanes."""
     half = LANES // 2
     return -(-size // half) * half
 
@@ -31,6 +31,11 @@ def block_of(length: int, largest: int) -> int:
     return max(size for size in range(LANES, largest + 1, LANES) if length % size == 0)
 
 
+def pairs_of(length: int, block: int) -> list[tuple[int, int]]:
+    """The blocks of queries, each with its own block of keys, then with those before it in their order."""
+    return [(row, column) for row in range(length // block) for column in (row, *range(row))]
+
+
 def fits_cudnn(shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
     """Whether cuDNN's flash attention takes queries [B, S, n, d] of this shape and dtype, with gradients."""
     _, length, _, size = shape
@@ -38,9 +43,9 @@ def fits_cudnn(shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
 
 
 BUNDLES = {
-    "v4": {"splash_mha_fwd": (9808,), "splash_mha_dkv": (13769,)},
-    "v5e": {"splash_mha_fwd": (6736,), "splash_mha_dkv": (10502,)},
-    "v5p": {"splash_mha_fwd": (6732,), "splash_mha_dkv": (10423,)},
+    "v4": {"sequence_attention_forward": (12541,), "splash_mha_dkv": (13769,)},
+    "v5e": {"sequence_attention_forward": (8276,), "splash_mha_dkv": (10451,)},
+    "v5p": {"sequence_attention_forward": (8322,), "splash_mha_dkv": (10423,)},
 }
-"""TPU generation -> kernel of jax's splash attention -> VLIW bundles of a grid step, as jax 0.10.2 and libtpu 0.0.42
-compiled the gradient at S = 4096, d = 128, bfloat16. tests/aot fails on 5 % more."""
+"""TPU generation -> kernel -> VLIW bundles of a grid step with all its branches, of which it takes one or two, as jax
+0.10.2 and libtpu 0.0.42 compiled the gradient at S = 4096, d = 128, bfloat16. tests/aot fails on 5 % more."""

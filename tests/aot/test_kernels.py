@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not HAS_LIBTPU, reason="needs the extra tpu"),
 ]
 DEPTH_TEMPORARY = {"depth_attention forward": 1 * MIB, "depth_attention backward": 16 * MIB}  # two rows [T, d]
-SEQUENCE_TEMPORARY = 1126 * MIB  # 1.1 GiB, of the gradient at 8 rows of 4096: a part of d_q for each block of keys
+SEQUENCE_TEMPORARY = 850 * MIB  # of the gradient at 8 rows of 4096: a part of d_q for each block of keys
 PAPER = "T=32768 L=32 d=128"
 WINDOW = "T=32768 d=128 L=16 w=4 s=2"
 
@@ -93,6 +93,13 @@ def test_windows_cost_no_more_than_recorded(chip):
 def test_sequence_attention_compiles(chip):
     """Forward and gradient, with documents."""
     assert len(rows(chip, "sequence_attention")) == 2
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v5p"])
+def test_sequence_attention_forward_is_mostly_products(chip):
+    """Next to those of the lower triangle at peak."""
+    row = rows(chip, "sequence_attention")["sequence_attention forward", "B=8 S=4096 n=16 kv=8 d=128"]
+    assert row["seconds"] <= 1.4 * row["roofline_seconds"]
 
 
 @recorded

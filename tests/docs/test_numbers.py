@@ -33,8 +33,8 @@ def test_the_comparison_of_the_readme_is_the_recorded_one():
 RANGES = {
     ("depth attention", 0): ("depth_attention", "forward"),
     ("depth attention", 1): ("depth_attention", "backward"),
-    ("sequence attention (jax's splash attention)", 0): ("sequence_attention", "forward"),
-    ("sequence attention (jax's splash attention)", 1): ("sequence_attention", "gradient"),
+    ("sequence attention", 0): ("sequence_attention", "forward"),
+    ("sequence attention", 1): ("sequence_attention", "gradient"),
     ("expert MLP", 0): ("expert_mlp", "forward"),
     ("attention MoE", 0): ("expert_linear", "forward"),
     ("attention MoE", 1): ("expert_linear", "gradient"),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pallas_kernels import backend, tiles
 from pallas_kernels.sequence_attention import SequenceAttention, gpu, reference
 from pallas_kernels.sequence_attention.shapes import unsupported
+from tests.pallas_kernels.interpreting import on_two_cores
 
 FLOAT32, BFLOAT16 = 1e-5, 2.0**-6
 KERNEL = SequenceAttention("pallas")
@@ -59,7 +60,7 @@ def assert_close(actual, expected, tolerance):
     ("dtype", "size", "tolerance"),
     [(jnp.float32, 128, FLOAT32), (jnp.bfloat16, 128, BFLOAT16), (jnp.float32, 96, FLOAT32)],
 )
-def test_splash_attention(dtype, size, tolerance):
+def test_kernels_compute_the_definition(dtype, size, tolerance):
     """Grouped queries, two blocks of keys, documents that share blocks; heads of 96 are padded to 128."""
     arrays, segment_ids = inputs(256, 4, 2, size, dtype)
     wide = [part.astype(jnp.float32) for part in arrays]
@@ -67,6 +68,23 @@ def test_splash_attention(dtype, size, tolerance):
     actual = value_and_gradients(KERNEL, arrays, segment_ids)
     assert actual[0].dtype == dtype
     assert_close(actual, expected, tolerance)
+
+
+def test_two_cores_do_not_race():
+    """The forward kernel as a TPU would run it, two blocks of queries; uninitialised memory is NaN."""
+    arrays, segment_ids = inputs(256, 2, 1, 128)
+    actual = on_two_cores(lambda *arrays: KERNEL(*arrays, segment_ids), *arrays[:3])
+    assert_close([actual], [reference.sequence_attention(*arrays[:3], segment_ids)], FLOAT32)
+
+
+@pytest.mark.parametrize(("length", "block"), [(512, 512), (512, 256), (768, 768), (640, 640)])
+def test_keys_of_a_block_that_are_taken_at_once(monkeypatch, length, block):
+    """Parts of a block: scores above the diagonal are left out but for those of its own part."""
+    larger = dataclasses.replace(tiles.INTERPRETED, sequence_block=block)
+    monkeypatch.setattr("pallas_kernels.sequence_attention.tpu.INTERPRETED", larger)
+    monkeypatch.setattr("pallas_kernels.sequence_attention.forward.KEYS", 384)
+    arrays, segment_ids = inputs(length, 2, 1, 128)
+    assert_close([KERNEL(*arrays[:3], segment_ids)], [reference.sequence_attention(*arrays[:3], segment_ids)], FLOAT32)
 
 
 @pytest.mark.slow
@@ -78,7 +96,7 @@ def test_splash_attention(dtype, size, tolerance):
     seed=st.integers(0, 99),
 )
 @settings(max_examples=8)
-def test_splash_attention_at_random_shapes(blocks, group, kv_heads, size, seed):
+def test_kernels_at_random_shapes(blocks, group, kv_heads, size, seed):
     """Sequences of any multiple of 128; blocks of 256 where those divide, so 384 is not a multiple of the table's."""
     larger = dataclasses.replace(tiles.INTERPRETED, sequence_block=256)
     with mock.patch("pallas_kernels.sequence_attention.tpu.INTERPRETED", larger):

@@ -52,12 +52,13 @@ def dump(tmp_path):
 
 
 def test_loops_and_what_branches_skip(dump):
-    """Levels, spans, what a loop does itself, and the innermost loops."""
+    """Levels, spans, what a loop does itself, and the innermost loops; the branch of two."""
     schedule = read_schedule(dump, "mine")
     assert schedule.bundles == 22
     spans = [(loop.level, loop.start, loop.end, loop.own, loop.optional) for loop in schedule.loops]
     assert spans == [(1, 1, 20, 13, 2), (2, 10, 13, 4, 0), (2, 15, 17, 1, 0), (3, 16, 17, 2, 0)]
     assert [loop.bundles for loop in schedule.leaves] == [4, 2]
+    assert schedule.loops[0].longest(1) == [2]
 
 
 def test_use_of_a_unit(dump):
