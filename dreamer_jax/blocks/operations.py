@@ -49,18 +49,18 @@ class Operations:
 
 
 def operations_of(
-    implementation: Implementation = "auto", gradient_depths: int = 1, total_depth: int = 1
+    implementation: Implementation = "auto", gradient_depths: int = 1, total_depth: int = 1, recompute: bool = False
 ) -> Operations:
     """The operations of a backend.
 
     Args:
         implementation: see `pallas_kernels.backend`.
-        gradient_depths, total_depth: see `ExpertMLP`.
+        gradient_depths, total_depth, recompute: see `ExpertMLP`.
     """
     return Operations(
         SequenceAttention(implementation),
         DepthAttention(implementation),
-        ExpertMLP(implementation, gradient_depths, total_depth),
+        ExpertMLP(implementation, gradient_depths, total_depth, recompute),
         ExpertLinear(implementation),
     )
 

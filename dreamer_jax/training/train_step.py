@@ -176,7 +176,10 @@ def family_on(config: Config, mesh: Mesh) -> Family:
     depths.check(config.recurrence, plain)
     check_likeness(config, plain)
     deepest = max(plain.depth, depths.deepest(config.recurrence, plain))
-    operations = operations_of(config.model.implementation, config.training.gradient_depths, deepest)
+    training = config.training
+    operations = operations_of(
+        config.model.implementation, training.gradient_depths, deepest, recompute=training.remat == "attention"
+    )
     return build(config.model, parallel_operations(operations, config.mesh.exchange, mesh.shape[EXPERT]))
 
 

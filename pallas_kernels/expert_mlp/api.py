@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +31,14 @@ class ExpertMLP:
             depth and keeps none. A depth kept costs about (3F + 2h) T k elements of memory and saves
             24 E F h (1 - 1 / gradient_depths) bytes of traffic. 0 chooses, see `shapes.depths_aside`.
         total_depth: L, for that choice.
+        recompute: the kernels keep neither gate nor up for the backward pass, which computes them again from the rows
+            that it fetches in any case.
     """
 
     implementation: Implementation = "auto"
     gradient_depths: int = 1
     total_depth: int = 1
+    recompute: bool = False
 
     def __call__(
         self,
@@ -75,7 +79,7 @@ class ExpertMLP:
         block = _tiles(indices.size, gate_up.shape, x.dtype).block
         plan = plan_dispatch(indices, experts, block, multiple=target().cores)
         # A pair without an expert has a padding slot: finite values, weighted by nothing, and exactly zero gradients.
-        return _expert_mlp(x, jnp.where(indices < experts, weights, 0), gate_up, down, plan, tape)
+        return _expert_mlp(x, jnp.where(indices < experts, weights, 0), gate_up, down, plan, tape, self.recompute)
 
     def start_tape(
         self, indices: tuple[int, ...], gate_up: tuple[int, ...], dtype: jnp.dtype | str
@@ -118,22 +122,22 @@ def _one_row(
     )
 
 
-@jax.custom_vjp
-def _expert_mlp(x, weights, gate_up, down, plan: Dispatch, tape):
-    del tape
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _expert_mlp(x, weights, gate_up, down, plan: Dispatch, tape, recompute):
+    del tape, recompute
     values = tpu.forward(filled_blocks_of(x, plan), gate_up, down, plan, keep=False, target=target())[0]
     return _combine(values, plan, weights).astype(x.dtype)
 
 
-def _forward(x, weights, gate_up, down, plan, tape):
+def _forward(x, weights, gate_up, down, plan, tape, recompute):
     rows = filled_blocks_of(x, plan)
-    values, gate_and_up = tpu.forward(rows, gate_up, down, plan, keep=True, target=target())
-    gate_and_up = keep(gate_and_up)
+    values, *kept = tpu.forward(rows, gate_up, down, plan, keep=not recompute, target=target())
+    gate_and_up = None if recompute else keep(kept[0])
     out = _combine(values, plan, weights).astype(x.dtype)
     return out, (x, weights, gate_up, down, plan, gate_and_up, tape)
 
 
-def _backward(residuals, d_out):
+def _backward(recompute, residuals, d_out):
     x, weights, gate_up, down, plan, gate_and_up, tape = residuals
     slot_weights = jnp.append(weights.reshape(-1), 0.0).at[plan.source].get(mode="promise_in_bounds")
     aside = tape.rows if tape is not None else None
@@ -142,7 +146,7 @@ def _backward(residuals, d_out):
         first, places = aside.depth.astype(jnp.int32) * plan.source.shape[0], aside[:3]
     x_rows, d_rows = filled_blocks_of(x, plan, places[1], first), filled_blocks_of(d_out, plan, places[2], first)
     d_x_rows, d_slot_weights, factors = tpu.input_gradient(
-        d_rows, gate_and_up, slot_weights, gate_up, down, plan, places[0], first, target=target()
+        d_rows, x_rows if recompute else gate_and_up, slot_weights, gate_up, down, plan, places[0], first, target=target()
     )
     d_x = _combine(d_x_rows, plan, None).astype(x.dtype)
     d_weights = d_slot_weights.reshape(-1).at[plan.slot].get(mode="promise_in_bounds").astype(weights.dtype)

@@ -62,7 +62,7 @@ def forward(
 
 def input_gradient(
     d_rows: jax.Array,
-    gate_and_up: jax.Array,
+    kept: jax.Array,
     slot_weights: jax.Array,
     gate_up: jax.Array,
     down: jax.Array,
@@ -76,7 +76,8 @@ def input_gradient(
 
     Args:
         d_rows: the cotangent of each row's token, before the weight: [N b, h], or with `aside` [n N b, h].
-        gate_and_up: [2, N b, F], kept by `forward`.
+        kept: gate and up [2, N b, F], as `forward` returned them; or the rows, of `d_rows`' shape, of which they are
+            computed again: two products more, and neither is ever written to memory.
         slot_weights: [N, b] float32, zero in padding slots.
         gate_up, down, plan, target: as of `forward`.
         aside: [3, n N b, F], the factors of several depths, to which those of this one are written in place; or None.
@@ -89,33 +90,34 @@ def input_gradient(
     size, hidden = down.shape[1:]
     place = _Places(plan, target)
     matrices = [gate_up.reshape(-1, 2, size, hidden), down]
-    kept = [] if aside is None else [aside]
+    again = kept.ndim == 2
+    written = [] if aside is None else [aside]
     hbm = pl.BlockSpec(memory_space=pl.ANY)
-    inputs = [d_rows, gate_and_up, slot_weights[:, None], *matrices]
+    inputs = [d_rows, kept, slot_weights[:, None], *matrices]
     rows = plan.source.size
     d_x = jax.ShapeDtypeStruct((rows, hidden), d_rows.dtype)
     d_weights = jax.ShapeDtypeStruct((plan.source.shape[0], 1, place.block), jnp.float32)
     factors = jax.ShapeDtypeStruct((3, rows, size), d_rows.dtype)
     d_x, d_weights, factors = pl.pallas_call(
-        functools.partial(_input_gradient_kernel, place=place, aside=bool(kept)),
+        functools.partial(_input_gradient_kernel, place=place, aside=bool(written)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=place.grid,
             in_specs=[
                 place.rows(hidden, aside=True),
-                place.stacked(2, size),
+                place.rows(hidden, aside=True) if again else place.stacked(2, size),
                 place.weights(),
-                *[hbm for _ in [*matrices, *kept]],
+                *[hbm for _ in [*matrices, *written]],
             ],
             out_specs=[place.rows(hidden, out=True), place.weights(out=True), place.stacked(3, size, out=True)],
             scratch_shapes=Stream.scratch(matrices),
         ),
-        out_shape=[d_x, d_weights, _like(aside) if kept else factors],
-        input_output_aliases={3 + len(inputs): 2} if kept else {},
-        cost_estimate=_cost(d_x, down, 5),
+        out_shape=[d_x, d_weights, _like(aside) if written else factors],
+        input_output_aliases={3 + len(inputs): 2} if written else {},
+        cost_estimate=_cost(d_x, down, 5, products=5 if again else 3),
         name="expert_mlp_input_gradient",
         **compile_for(target),
-    )(*prefetched(plan, first_block), *inputs, *kept)
+    )(*prefetched(plan, first_block), *inputs, *written)
     return d_x, d_weights[:, 0], factors
 
 
@@ -139,7 +141,7 @@ def _forward_kernel(experts, ends, used, x_ref, gate_up_hbm, down_hbm, *refs, pl
     zero_unless(walk.active, y_ref, *kept)
 
 
-def _input_gradient_kernel(experts, ends, used, d_ref, gate_and_up_ref, weight_ref, *refs, place, aside):
+def _input_gradient_kernel(experts, ends, used, d_ref, kept_ref, weight_ref, *refs, place, aside):
     gate_up_hbm, down_hbm, *refs = refs
     # What is kept aside is written, through the aliased output, and never read.
     d_x_ref, d_weight_ref, factor_ref, *refs = refs[1:] if aside else refs
@@ -152,7 +154,7 @@ def _input_gradient_kernel(experts, ends, used, d_ref, gate_and_up_ref, weight_r
         buffer, _ = stream.at(walk, experts, ends)
         dtype = d_ref.dtype
         d_activation = dot_transposed(d_ref[...], down_buffer[buffer])  # before the weight
-        gate, up = gate_and_up_ref[0].astype(jnp.float32), gate_and_up_ref[1].astype(jnp.float32)
+        gate, up = (part.astype(jnp.float32) for part in _gate_and_up(kept_ref, gate_up_buffer, buffer))
         sigmoid = jax.nn.sigmoid(gate)
         silu = gate * sigmoid
         activation = silu * up
@@ -169,6 +171,14 @@ def _input_gradient_kernel(experts, ends, used, d_ref, gate_and_up_ref, weight_r
         factor_ref[2] = (activation * weight).astype(dtype)
 
     zero_unless(walk.active, d_x_ref, d_weight_ref, factor_ref)
+
+
+def _gate_and_up(kept_ref, gate_up_buffer, buffer):
+    """As they were kept, or, of the rows, computed and rounded as `_forward_kernel` does."""
+    if len(kept_ref.shape) == 3:
+        return kept_ref[0], kept_ref[1]
+    x = kept_ref[...]
+    return [dot_transposed(x, gate_up_buffer[buffer, matrix]).astype(x.dtype) for matrix in (0, 1)]
 
 
 class _Places:
@@ -209,10 +219,10 @@ def _like(array):
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
-def _cost(rows, down, row_arrays):
+def _cost(rows, down, row_arrays, products=3):
     experts, size, hidden = down.shape
     return pl.CostEstimate(
-        flops=6 * rows.shape[0] * size * hidden,
+        flops=2 * products * rows.shape[0] * size * hidden,
         bytes_accessed=(rows.shape[0] * row_arrays * hidden + 3 * experts * size * hidden) * rows.dtype.itemsize,
         transcendentals=rows.shape[0] * size,
     )

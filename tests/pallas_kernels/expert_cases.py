@@ -64,14 +64,14 @@ compiled = functools.cache(fresh)
 """The same, traced once."""
 
 
-def on_tape():
+def on_tape(mlp=MLP):
     """One depth of the backward scan, jitted: (indices, floats, cotangent, tape) -> (d_x, d_weights, tape)."""
 
     def run(indices, floats, cotangent, tape):
         x, weights, gate_up, down = floats
 
         def operation(x, weights, tape):
-            return MLP(x, indices, weights, gate_up, down, tape)
+            return mlp(x, indices, weights, gate_up, down, tape)
 
         return jax.vjp(operation, x, weights, tape)[1](cotangent)
 

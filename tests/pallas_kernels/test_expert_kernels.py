@@ -93,6 +93,23 @@ def test_tape(depths):
     assert_close(tape.gradients()["down"], sums[1])
 
 
+@pytest.mark.parametrize("depths", [1, 2])
+def test_gate_and_up_computed_again(depths):
+    """Bit for bit what is kept gives: gradients without a tape, and on one that adds at once or keeps aside."""
+    again = ExpertMLP("pallas", depths, recompute=True)
+    indices, floats, cotangent = mlp_case("some elsewhere", dtype=jnp.bfloat16)
+    same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
+    if depths == 1:
+        same(fresh(again)(indices, floats, cotangent), compiled(MLP)(indices, floats, cotangent))
+    tapes = [again.start_tape((TOKENS, CHOICES), floats[2].shape, jnp.bfloat16)] * 2
+    for seed in range(2):
+        indices, _, cotangent = mlp_case("random", seed=seed, dtype=jnp.bfloat16)
+        found = [on_tape(mlp)(indices, floats, cotangent, tape) for mlp, tape in zip((MLP, again), tapes, strict=True)]
+        same(found[0][:2], found[1][:2])
+        tapes = [its[2] for its in found]
+    same(*[jax.jit(lambda tape: tape.settle().gradients())(tape) for tape in tapes])
+
+
 def test_counting_sort():
     """The slots that the counting kernel finds are those of the sort, pairs without an expert included."""
     for pairs, experts, block in ((600, 11, 8),):
