@@ -297,7 +297,7 @@ def _linear_gradient(experts: int, inward: int, outward: int) -> Case:
     def kernel(rows, d_rows, routed, shared, plan, totals, step):
         del step
         chosen, target = _linear_tiles(experts, inward, outward, _target()), _target()
-        inner = linear.input_gradient(d_rows, rows, routed, shared, plan, tile=chosen.inputs, target=target)
+        inner = linear.input_gradient(d_rows, rows, routed, shared, plan, 0, tile=chosen.inputs, target=target)
         visits = visits_of(plan.num_blocks[None], plan.source.shape[0])
         how = {"block": chosen.block, "tile": chosen.columns, "target": target}
         return inner, accumulate([totals], rows[None], [d_rows], visits, **how)[0]

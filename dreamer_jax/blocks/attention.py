@@ -19,6 +19,7 @@ from dreamer_jax.blocks.projections import Projections
 from dreamer_jax.blocks.routing import Router
 from dreamer_jax.blocks.self_attention import scores_cost
 from dreamer_jax.blocks.some_depths import acting, place
+from pallas_kernels.attention_moe.shapes import depths_aside
 from pallas_kernels.depth_attention import WHOLE, DepthCache, Ring, Window, empty_cache
 from pallas_kernels.depth_attention.reference import visible_slots
 from pallas_kernels.kept import keep
@@ -156,6 +157,32 @@ class Attention(Block):
         return self.hidden_size * (self._qkv_size + self.heads * self.head_size)
 
     @nn.nowrap
+    def depths_aside(self, on: OnChip) -> int:
+        """Depths whose rows are kept aside for the gradient of the linear experts: as chosen, or the default."""
+        if self.router is None or on.depths == 1:
+            return 1
+        fitting = [depths_aside(self._rows(on), its, on.dtype, on.depths, on.target) for its in self._maps]  # type: ignore
+        return min(on.gradient_depths or min(fitting), on.depths)
+
+    @nn.nowrap
+    def scratch_bytes(self, on: OnChip) -> float:
+        """The rows kept aside."""
+        depths = self.depths_aside(on)
+        columns = sum(inward + outward for _, inward, outward in self._maps)
+        return depths * self._rows(on) * columns * BFLOAT16_BYTES if depths > 1 else 0.0
+
+    @property
+    def _maps(self) -> list[tuple[int, int, int]]:
+        """Shapes of both maps' linear experts."""
+        experts = self.router.num_experts if self.router else 0
+        return [(experts, self.hidden_size, self._qkv_size), (experts, self.heads * self.head_size, self.hidden_size)]
+
+    @nn.nowrap
+    def _rows(self, on: OnChip) -> int:
+        """Rows that a map's linear experts have room for, whatever the router does."""
+        return on.tokens + (self.router.num_experts if self.router else 0) * (LANES - 1)
+
+    @nn.nowrap
     def _projecting(self, name: str, on: OnChip) -> Operation:
         """Both maps; rows of an expert fill whole tiles but, on average, half of the last."""
         experts = self.router.num_experts if self.router else 0
@@ -166,7 +193,7 @@ class Attention(Block):
         weights = max(1, experts) * self._weights
         moved = rows * (2 * self.hidden_size + inner + outer) * BFLOAT16_BYTES  # the inputs and outputs of both
         shared = 2 * on.tokens * self.hidden_size * columns if self._shared else 0  # Eq. 7's second branch
-        totals = weights * FLOAT32_BYTES * (2 if experts else 1)
+        totals = weights * FLOAT32_BYTES * (2 / self.depths_aside(on) if experts else 1)
         again = 1 + on.again.products
         traffic = (moved + weights * BFLOAT16_BYTES) * again + 2 * moved + weights * BFLOAT16_BYTES + totals
         return Operation(f"{name}: projections", product * again + 2 * product + shared, traffic)

@@ -50,6 +50,11 @@ class Passes:
     products: int
     cheap: int
 
+    @property
+    def gate(self) -> bool:
+        """Whether the experts' gate and up are computed again, and nothing else of theirs: in the backward kernel."""
+        return bool(self.cheap and not self.products)
+
 
 AGAIN = {"full": Passes(1, 1), "attention": Passes(0, 1), "none": Passes(0, 0)}
 """Remat policy -> what is computed a second time."""

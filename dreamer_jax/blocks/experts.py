@@ -202,9 +202,10 @@ class ExpertAttention(Block):
         there, home = 4 * used * h, back * h + visiting
         yield Operation("experts: rows to experts and back", 0, there * (3 + again) + home * (2 + again))
         forward = (used * h + used * h + weights * BFLOAT16_BYTES) * (1 + again)
-        yield Operation("experts: forward", products * (1 + again), forward + 2 * used * size)  # gate, up: once
-        gradients = used * (h + 2 * size) + used * (h + 3 * size) + weights * BFLOAT16_BYTES
-        yield Operation("experts: input gradients", products, gradients)
+        gate_and_up = 0 if on.again.gate else 2 * used * size  # written once, or computed again from the rows
+        yield Operation("experts: forward", products * (1 + again), forward + gate_and_up)
+        gradients = used * h + (gate_and_up or used * h) + used * (h + 3 * size) + weights * BFLOAT16_BYTES
+        yield Operation("experts: input gradients", products * (5 / 3 if on.again.gate else 1), gradients)
         totals = own * self._expert * FLOAT32_BYTES
         if on.depths > 1:  # read and written, by as many depths at once as are kept aside
             totals = own * self._expert * 2 * FLOAT32_BYTES / min(self.depths_aside(on), on.depths)
@@ -218,8 +219,10 @@ class ExpertAttention(Block):
         depths = self.depths_aside(on)
         aside = depths * (3 * size + 2 * h) * room if depths > 1 else 0
         kept = 0.0
-        if not on.again.products:  # gate and up of every depth, less what was counted for balanced experts
-            kept = (room - 2 * rows.pairs / on.group) * 2 * size * on.total_depth
+        if not on.again.products:  # gate and up of every depth, if at all, less what was counted for balanced experts
+            kept = ((0 if on.again.gate else room) - 2 * rows.pairs / on.group) * 2 * size * on.total_depth
+            if on.group > 1:  # what came from the group's other chips
+                kept += BFLOAT16_BYTES * on.tokens * on.group * h * on.total_depth
         return room * (4 * h + 5 * size) + aside + kept
 
 

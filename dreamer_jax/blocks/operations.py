@@ -61,7 +61,7 @@ def operations_of(
         SequenceAttention(implementation),
         DepthAttention(implementation),
         ExpertMLP(implementation, gradient_depths, total_depth, recompute),
-        ExpertLinear(implementation),
+        ExpertLinear(implementation, gradient_depths, total_depth),
     )
 
 

@@ -14,7 +14,7 @@ from dreamer_jax.blocks.parameters import Block, normal
 from dreamer_jax.blocks.positions import Depth
 from dreamer_jax.blocks.routing import Router, observe_routing, select, usage
 from pallas_kernels.attention_moe import LinearTape
-from pallas_kernels.tape import Tape
+from pallas_kernels.tape import Tapes
 from pallas_kernels.weights import OutputRows, Stacked
 
 
@@ -30,7 +30,7 @@ class Choice(NamedTuple):
     score: jax.Array
 
 
-class ProjectionTapes(flax.struct.PyTreeNode, Tape):
+class ProjectionTapes(flax.struct.PyTreeNode, Tapes):
     """The tapes of both maps, and whether there are shared experts."""
 
     qkv: LinearTape

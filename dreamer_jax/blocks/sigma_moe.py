@@ -24,7 +24,7 @@ from dreamer_jax.blocks.operations import Operations
 from dreamer_jax.blocks.parameters import Block, Initializer
 from dreamer_jax.blocks.routing import select
 from pallas_kernels.kept import keep
-from pallas_kernels.tape import Tape
+from pallas_kernels.tape import Tapes
 from pallas_kernels.weights import OutputRows
 
 SMALLEST = jnp.finfo(jnp.float32).tiny
@@ -92,7 +92,7 @@ def equal_rows(std: float, by_row: bool = False) -> Initializer:
     return init
 
 
-class ExpertTapes(flax.struct.PyTreeNode, Tape):
+class ExpertTapes(flax.struct.PyTreeNode, Tapes):
     """The tapes of a module's expert maps, by the names of their matrices."""
 
     maps: dict[str, Any]

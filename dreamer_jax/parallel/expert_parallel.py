@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from dreamer_jax.blocks.operations import Operations
 from dreamer_jax.parallel.mesh import EXPERT
+from pallas_kernels.kept import keep
 from pallas_kernels.tape import Tape
 from pallas_kernels.weights import Stacked
 
@@ -61,7 +62,8 @@ class GatheredExperts(_Parallel):
 
     def __call__(self, x, indices, weights, gate_up, down, tape=None) -> jax.Array:
         """See `ExpertMLP`."""
-        x, indices, weights = (jax.lax.all_gather(rows, self.axis, tiled=True) for rows in (x, indices, weights))
+        # Kept under remat "attention": the backward pass would gather them again.
+        x, indices, weights = (keep(jax.lax.all_gather(its, self.axis, tiled=True)) for its in (x, indices, weights))
         out = self.local(x, self.own(indices, gate_up), weights, gate_up, down, tape=tape)
         return jax.lax.psum_scatter(out, self.axis, scatter_dimension=0, tiled=True)
 

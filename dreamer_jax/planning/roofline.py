@@ -168,14 +168,15 @@ def _weights_over_axes(config: Config, wires: Wires, width: int) -> tuple[float,
 def _expert_exchange(config: Config, wires: Wires) -> Exchange:
     """Tokens to the chips of their experts and the sums back, at every depth: forward, again for remat, and backward.
 
-    gather: all tokens of a group to all its chips. ragged: each choice to the chip of its expert.
+    gather: all tokens of a group to all its chips. ragged: each choice to the chip of its expert. A layer that is
+    computed again does both again; remat "attention" keeps what was gathered, and not what was sent.
     """
     moved = seconds = 0.0
     for block, on, share in experts_on(config, ""):
         ragged = config.mesh.exchange == "ragged"
         copies, kind = (block.router.selected, "all-to-all") if ragged else (on.group, "all-gather")
         size = copies * on.tokens * config.training.microbatches * block.hidden_size * BFLOAT16_BYTES
-        times = (4 + on.again.cheap) * share.depths
+        times = (4 + 2 * on.again.products + (on.again.gate and ragged)) * share.depths
         moved += size * times
         seconds += wires.seconds(kind, size, [EXPERT]) * times
     for block, on, share in neurons_on(config):

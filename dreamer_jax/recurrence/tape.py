@@ -22,8 +22,9 @@ def settle(tape: PyTree) -> PyTree:
 
 
 def depths_between(tape: PyTree) -> int:
-    """Depths between two calls of `settle`."""
-    return max((part.every for part in jax.tree.leaves(tape, is_leaf=_is_tape)), default=1)
+    """Depths between two calls of `settle`: as many as every tape has room for that keeps anything aside."""
+    parts = jax.tree.leaves(tape, is_leaf=_is_tape)
+    return min((part.every for part in parts if part.every > 1), default=1)
 
 
 def gradients(tape: PyTree) -> dict[str, Any]:

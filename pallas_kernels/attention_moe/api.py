@@ -5,28 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from dreamer_jax.config.values import Implementation
 from pallas_kernels.attention_moe import cpu, in_place, tpu, xla
-from pallas_kernels.attention_moe.shapes import Tiles, unsupported
+from pallas_kernels.attention_moe.shapes import Tiles, depths_aside, unsupported
+from pallas_kernels.attention_moe.tape import LinearTape
 from pallas_kernels.backend import backend, on_cpu, target
-from pallas_kernels.dispatch.accumulate import accumulate, visits_of
-from pallas_kernels.dispatch.api import Dispatch, blocks_of, plan_dispatch
-from pallas_kernels.tape import Tape
+from pallas_kernels.dispatch.api import Dispatch, blocks_of, filled_blocks_of, plan_blocks, plan_dispatch
 from pallas_kernels.weights import OutputRows, transposed
-
-
-class LinearTape(flax.struct.PyTreeNode, Tape):
-    """Totals of the gradient of `routed`, added to in place; their sum over the experts is the gradient of `shared`.
-
-    Attributes:
-        totals: [G, a, b] float32.
-    """
-
-    totals: jax.Array
 
 
 @dataclass(frozen=True)
@@ -38,9 +26,14 @@ class ExpertLinear:
 
     Attributes:
         implementation: see `pallas_kernels.backend`.
+        gradient_depths: depths whose rows the tape keeps aside and adds to the totals in one pass; 1 adds at every
+            depth and keeps none. 0 chooses, see `shapes.depths_aside`.
+        total_depth: L, for that choice.
     """
 
     implementation: Implementation = "auto"
+    gradient_depths: int = 1
+    total_depth: int = 1
 
     def __call__(
         self,
@@ -74,7 +67,7 @@ class ExpertLinear:
         if self._backend(index.size, routed.shape, x.dtype) != "pallas":
             return (cpu if on_cpu() else xla).expert_linear(x, index, score, routed, shared)
         shared = jnp.zeros(routed.shape[1:], routed.dtype) if shared is None else shared  # the kernels always add one
-        block = _tiles(x, routed).block
+        block = _tiles(x.shape[0], routed.shape, x.dtype).block
         plan = plan_dispatch(index[:, None], routed.shape[0], block, multiple=target().cores)
         return _expert_linear(x, score, routed, shared, plan, tape)
 
@@ -86,9 +79,13 @@ class ExpertLinear:
             routed: shape (G, a, b).
             dtype: compute dtype.
         """
-        if self._backend(tokens, routed, jnp.dtype(dtype)) != "pallas":
+        dtype = jnp.dtype(dtype)
+        if self._backend(tokens, routed, dtype) != "pallas":
             return None
-        return LinearTape(jnp.zeros(routed, jnp.float32))
+        chosen = _tiles(tokens, routed, dtype)
+        rows = plan_blocks(tokens, routed[0], chosen.block, multiple=target().cores) * chosen.block
+        depths = self.gradient_depths or depths_aside(rows, routed, dtype, self.total_depth, target())
+        return LinearTape.empty(routed, chosen, depths, rows, dtype)
 
     def arrange(self, routed: jax.Array) -> Any:
         """`routed`, [.., a, b], as decoding wants it on this platform."""
@@ -104,32 +101,35 @@ def _expert_linear(x, score, routed, shared, plan: Dispatch, tape) -> jax.Array:
 
 
 def _forward(x, score, routed, shared, plan, tape):
-    tile = _tiles(x, routed).outputs
+    tile = _tiles(x.shape[0], routed.shape, x.dtype).outputs
     product = tpu.forward(_flat(blocks_of(x, plan)), routed, shared, plan, tile=tile, target=target())
     return score.astype(x.dtype)[:, None] * _of_token(product, plan), (x, score, routed, shared, plan, tape)
 
 
 def _backward(residuals, d_out):
     x, score, routed, shared, plan, tape = residuals
-    chosen, chip = _tiles(x, routed), target()
-    rows, d_rows = _flat(blocks_of(x, plan)), _flat(blocks_of(d_out, plan))
-    d_x, d_score = tpu.input_gradient(d_rows, rows, routed, shared, plan, tile=chosen.inputs, target=chip)
+    chosen, chip = _tiles(x.shape[0], routed.shape, x.dtype), target()
+    aside = tape.rows if tape is not None else None
+    first = 0
+    rows = _flat(blocks_of(x, plan))
+    if aside is None:
+        d_rows = _flat(blocks_of(d_out, plan))
+    else:  # the rows are fetched to where they are kept
+        first = aside.depth.astype(jnp.int32) * plan.source.shape[0]
+        d_rows = filled_blocks_of(d_out, plan, aside.d_out, first)
+    d_x, d_score = tpu.input_gradient(d_rows, rows, routed, shared, plan, first, tile=chosen.inputs, target=chip)
     slot_scores = jnp.append(score, 0.0).at[plan.source.reshape(-1)].get(mode="promise_in_bounds")
-    totals = jnp.zeros(routed.shape, jnp.float32) if tape is None else tape.totals
-    totals = accumulate(
-        [totals[:, None]],
-        (slot_scores.astype(x.dtype)[:, None] * rows)[None],
-        [d_rows],
-        visits_of(plan.num_blocks[None], plan.source.shape[0]),
-        block=chosen.block,
-        tile=chosen.columns,
-        target=chip,
-    )
-    d_routed = totals[0][:, 0]
+    weighted = slot_scores.astype(x.dtype)[:, None] * rows
     d_x = score.astype(x.dtype)[:, None] * _of_token(d_x, plan)
     d_score = _of_token(d_score.reshape(-1), plan).astype(score.dtype)
+    if tape is not None and aside is not None:
+        weighted = jax.lax.dynamic_update_slice_in_dim(aside.x, weighted, first * plan.source.shape[1], 0)
+        return d_x, d_score, None, None, None, tape.keep(weighted, d_rows, plan.num_blocks)
+    totals = tape or LinearTape.empty(routed.shape, chosen, 1, 0, x.dtype)
+    totals = totals.add(weighted, d_rows, plan.num_blocks[None], chip)
     if tape is not None:
-        return d_x, d_score, None, None, None, LinearTape(d_routed)
+        return d_x, d_score, None, None, None, totals
+    d_routed = totals.totals
     return d_x, d_score, d_routed.astype(routed.dtype), jnp.sum(d_routed, axis=0).astype(shared.dtype), None, None
 
 
@@ -144,7 +144,7 @@ def _flat(blocks):
     return blocks.reshape(-1, blocks.shape[-1])
 
 
-def _tiles(x, routed) -> Tiles:
-    chosen = Tiles.of(x.shape[0], routed.shape, x.dtype, target())
+def _tiles(tokens, routed, dtype) -> Tiles:
+    chosen = Tiles.of(tokens, routed, dtype, target())
     assert chosen is not None  # `unsupported` has been asked
     return chosen

@@ -66,6 +66,23 @@ def unsupported(tokens: int, routed: tuple[int, ...], dtype: jnp.dtype, target: 
     return None
 
 
+def depths_aside(rows: int, routed: tuple[int, ...], dtype: jnp.dtype, total: int, target: Generation) -> int:
+    """Depths whose rows are kept aside and added to the weight gradient in one pass, if nobody says how many.
+
+    The largest power of two, up to 8 and the model's depth, whose rows fit a 32nd of the chip's memory: a layer has a
+    few such maps.
+
+    Args:
+        rows: R of a depth, padding included.
+        routed: shape (G, a, b).
+        dtype: compute dtype.
+        total: L.
+        target: the chip.
+    """
+    one = rows * (routed[1] + routed[2]) * jnp.dtype(dtype).itemsize
+    return max(n for n in (1, 2, 4, 8) if n == 1 or (n <= total and n * one <= target.memory / 32))
+
+
 BUNDLES = {
     "v4": {
         "expert_linear_forward": (6009, 6076, 2514, 1111),

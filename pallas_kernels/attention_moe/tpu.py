@@ -64,6 +64,7 @@ def input_gradient(
     routed: jax.Array,
     shared: jax.Array,
     plan: Dispatch,
+    first_block: jax.Array | int,
     *,
     tile: int,
     target: Generation,
@@ -71,9 +72,10 @@ def input_gradient(
     """Gradients of the rows and of the score, without the factor of the score.
 
     Args:
-        d_rows: [N b, b'], the cotangent of each row's token.
+        d_rows: the cotangent of each row's token, [N b, b'], or those of n depths kept side by side, [n N b, b'].
         rows: [N b, a].
         routed, shared, plan, target: as of `forward`.
+        first_block: where this depth's blocks begin in d_rows.
         tile: columns of a worked on at a time.
 
     Returns:
@@ -88,7 +90,7 @@ def input_gradient(
             num_scalar_prefetch=3,
             grid=grid.shape,
             in_specs=[
-                grid.rows(outward),
+                grid.rows(outward, aside=True),
                 grid.tiled(tile),
                 pl.BlockSpec((tile, outward), lambda core, t, *_: (t, 0)),
                 pl.BlockSpec(memory_space=pl.ANY),
@@ -103,7 +105,7 @@ def input_gradient(
         cost_estimate=_cost(rows, routed, 2),
         name="expert_linear_input_gradient",
         **compile_for(target, sequential=2),
-    )(*prefetched(plan, 0), d_rows, rows, shared, routed)
+    )(*prefetched(plan, first_block), d_rows, rows, shared, routed)
     return d_x, jnp.sum(d_score, axis=0)[:, 0]
 
 
@@ -159,9 +161,13 @@ class _Grid:
         step = pl.program_id(2) if step is None else step
         return Walk(used[0], self.blocks, self.cores, core, step)
 
-    def rows(self, width) -> pl.BlockSpec:
-        """Whole rows of [N b, width]."""
-        return pl.BlockSpec((self.block, width), lambda c, t, i, _e, _n, used: (self.walk(used, c, i).source, 0))
+    def rows(self, width, aside=False) -> pl.BlockSpec:
+        """Whole rows of [N b, width], or of rows kept aside, from the block on that `used` names second."""
+
+        def index(core, tile_index, step, experts, ends, used):
+            return (used[1] if aside else 0) + self.walk(used, core, step).source, 0
+
+        return pl.BlockSpec((self.block, width), index)
 
     def tiled(self, tile, out=False) -> pl.BlockSpec:
         """A tile's columns of [N b, tiles * tile]."""

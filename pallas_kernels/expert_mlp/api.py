@@ -146,7 +146,15 @@ def _backward(recompute, residuals, d_out):
         first, places = aside.depth.astype(jnp.int32) * plan.source.shape[0], aside[:3]
     x_rows, d_rows = filled_blocks_of(x, plan, places[1], first), filled_blocks_of(d_out, plan, places[2], first)
     d_x_rows, d_slot_weights, factors = tpu.input_gradient(
-        d_rows, x_rows if recompute else gate_and_up, slot_weights, gate_up, down, plan, places[0], first, target=target()
+        d_rows,
+        x_rows if recompute else gate_and_up,
+        slot_weights,
+        gate_up,
+        down,
+        plan,
+        places[0],
+        first,
+        target=target(),
     )
     d_x = _combine(d_x_rows, plan, None).astype(x.dtype)
     d_weights = d_slot_weights.reshape(-1).at[plan.slot].get(mode="promise_in_bounds").astype(weights.dtype)

@@ -193,7 +193,7 @@ def test_operations_of_a_backend(implementation):
         SequenceAttention(implementation),
         DepthAttention(implementation),
         ExpertMLP(implementation, 4, 16),
-        ExpertLinear(implementation),
+        ExpertLinear(implementation, 4, 16),
     )
     assert hash(operations) == hash(operations_of(implementation, 4, 16))
     assert operations != operations_of(implementation)
