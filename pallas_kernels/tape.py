@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,18 +13,14 @@ class Tape:
 
     An operation that is given its tape returns, in the place of the tape's gradient, the tape's new value. What else
     the scan needs to know of a tape is here; an operation's own tape says what differs.
-
-    Attributes:
-        every: depths between two calls of `settle`.
     """
 
-    @property
-    def every(self) -> int:
-        """See the class."""
-        return 1
+    def make_room(self) -> Any:
+        """The tape with room for what one more depth may keep aside; before every depth."""
+        return self
 
     def settle(self) -> Any:
-        """The tape with what was kept aside for several depths worked in."""
+        """The tape with what was kept aside for several depths worked in; after the last depth."""
         return self
 
     def gradients(self) -> dict[str, Any]:
@@ -34,22 +31,13 @@ class Tape:
 class Tapes(Tape):
     """Several tapes as one: a pytree whose children are tapes, or trees of them."""
 
-    @property
-    def every(self) -> int:
-        """As often as any of them needs it."""
-        return depths_between(self)
+    def make_room(self) -> Any:
+        """In each of them."""
+        return self._each(lambda part: part.make_room())
 
     def settle(self) -> Any:
         """Each of them settled."""
-        return jax.tree.map(lambda part: part.settle(), self, is_leaf=lambda part: _is_other_tape(part, self))
+        return self._each(lambda part: part.settle())
 
-
-def depths_between(tree: Any) -> int:
-    """Depths between two calls of `settle` of the tapes in a tree: as many as each of those has room for that keep
-    anything aside."""
-    parts = jax.tree.leaves(tree, is_leaf=lambda part: _is_other_tape(part, tree))
-    return min((part.every for part in parts if part.every > 1), default=1)
-
-
-def _is_other_tape(part: Any, whole: Any) -> bool:
-    return isinstance(part, Tape) and part is not whole
+    def _each(self, change: Callable[[Any], Any]) -> Any:
+        return jax.tree.map(change, self, is_leaf=lambda part: isinstance(part, Tape) and part is not self)

@@ -140,8 +140,8 @@ def _mlp_depths(rows, gate_up, down, plan, tape, step):
             d_x, _, factors = backward(d_rows, kept, ones, gate_up, down, plan, None, 0)
             tape = tape.add(factors, rows, d_rows, plan.num_blocks[None], _target())
         else:  # training fetches the rows to where they are kept; here they are copied there
-            factors, x_aside, d_aside, _, depth = tape.rows
-            first = depth.astype(jnp.int32) * plan.source.size
+            factors, x_aside, d_aside, *_ = tape.rows
+            first = tape.first_block * plan.source.shape[1]
             x_aside = jax.lax.dynamic_update_slice_in_dim(x_aside, rows, first, 0)
             d_aside = jax.lax.dynamic_update_slice_in_dim(d_aside, d_rows, first, 0)
             place = factors, first // plan.source.shape[1]

@@ -22,6 +22,7 @@ from dreamer_jax.blocks.some_depths import acting, place
 from pallas_kernels.attention_moe.shapes import depths_aside
 from pallas_kernels.depth_attention import WHOLE, DepthCache, Ring, Window, empty_cache
 from pallas_kernels.depth_attention.reference import visible_slots
+from pallas_kernels.dispatch.aside import blocks_aside
 from pallas_kernels.kept import keep
 from pallas_kernels.tape import Tape
 
@@ -168,8 +169,11 @@ class Attention(Block):
     def scratch_bytes(self, on: OnChip) -> float:
         """The rows kept aside."""
         depths = self.depths_aside(on)
+        if depths == 1:
+            return 0.0
         columns = sum(inward + outward for _, inward, outward in self._maps)
-        return depths * self._rows(on) * columns * BFLOAT16_BYTES if depths > 1 else 0.0
+        most, experts = self._rows(on) // LANES, self.router.num_experts if self.router else 0
+        return blocks_aside(depths, most, on.tokens, experts, LANES) * LANES * columns * BFLOAT16_BYTES
 
     @property
     def _maps(self) -> list[tuple[int, int, int]]:

@@ -17,6 +17,7 @@ from dreamer_jax.blocks.operations import Operations
 from dreamer_jax.blocks.parameters import Block, normal
 from dreamer_jax.blocks.positions import Depth
 from dreamer_jax.blocks.routing import Router, observe_routing, select, usage
+from pallas_kernels.dispatch.aside import blocks_aside
 from pallas_kernels.expert_mlp.shapes import Tiles, depths_aside
 from pallas_kernels.tape import Tape
 
@@ -197,9 +198,10 @@ class ExpertAttention(Block):
         used, back = rows.used * rows.block * BFLOAT16_BYTES, rows.pairs * BFLOAT16_BYTES
         visiting, again = on.tokens * on.group * h * BFLOAT16_BYTES, on.again.products
 
-        # To the experts, whenever products are computed, and twice for the gradient: fetched in chunks, and those put
-        # into their place, where they also are kept aside. Home: read, for every pair that visits, their sums written.
-        there, home = 4 * used * h, back * h + visiting
+        # To the experts, whenever products are computed, and twice for the gradient: fetched in chunks that fit on the
+        # chip, and those put into their place, where they also are kept aside. Home: read, for every pair that visits,
+        # their sums written.
+        there, home = 2 * used * h, back * h + visiting
         yield Operation("experts: rows to experts and back", 0, there * (3 + again) + home * (2 + again))
         forward = (used * h + used * h + weights * BFLOAT16_BYTES) * (1 + again)
         gate_and_up = 0 if on.again.gate else 2 * used * size  # written once, or computed again from the rows
@@ -216,8 +218,11 @@ class ExpertAttention(Block):
         """Room for the rows of the busiest routing, of one depth and of those kept aside; bfloat16."""
         rows, h, size = self.rows(on), self.hidden_size, self.expert_size
         room = 2 * rows.buffer
-        depths = self.depths_aside(on)
-        aside = depths * (3 * size + 2 * h) * room if depths > 1 else 0
+        depths, most = self.depths_aside(on), rows.buffer // rows.block
+        aside = 0.0
+        if depths > 1:
+            blocks = blocks_aside(depths, most, rows.pairs / on.group, self.own(on), rows.block)
+            aside = (3 * size + 2 * h) * BFLOAT16_BYTES * blocks * rows.block
         kept = 0.0
         if not on.again.products:  # gate and up of every depth, if at all, less what was counted for balanced experts
             kept = ((0 if on.again.gate else room) - 2 * rows.pairs / on.group) * 2 * size * on.total_depth

@@ -140,6 +140,9 @@ class TrainingConfig:
     scatter: Literal["step", "microbatch"] = "step"
     """When gradients are summed over the devices and divided among them. step: once, after the last microbatch; until
     then every device holds the float32 sums of all of them. microbatch: after each; less memory, more on the wires."""
+    scatter_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What gradients travel in between devices. bfloat16: each device's are rounded once along an axis of the mesh, and
+    summed in float32 where they arrive; half the bytes on the wires. Axes of more than 4 devices keep float32."""
     balance: Literal["step", "microbatch"] = "step"
     """When balancing biases of routers move, by what was counted since (Eq. 3). step: once, after the last microbatch.
     microbatch: after each, so that its routing is the next one's; for runs of few steps."""

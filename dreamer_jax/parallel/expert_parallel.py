@@ -39,7 +39,7 @@ class _Parallel:
 
     def start_tape(self, indices: tuple[int, ...], gate_up: tuple[int, ...], dtype: Any) -> Tape | None:
         """The empty tape: a device may get the tokens of all of its group."""
-        return self.local.start_tape((indices[0] * self.group, indices[1]), gate_up, dtype)
+        return self.local.start_tape((indices[0] * self.group, indices[1]), gate_up, dtype, self.group)
 
     def arrange(self, down: jax.Array) -> Any:
         """As of the operation on one device."""

@@ -104,6 +104,7 @@ def changes(config: Config, topology: Topology) -> Iterator[Change]:
         "remat": get_args(Remat),
         "gradient_depths": GRADIENT_DEPTHS,
         "scatter": ("step", "microbatch"),
+        "scatter_dtype": ("float32", "bfloat16"),
     }
     for name, values in settings.items():
         of_now = now.get(name, getattr(training, name))

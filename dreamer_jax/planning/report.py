@@ -47,6 +47,7 @@ def settings_of(config: Config, topology: Topology) -> dict[str, Any]:
         "microbatches": training.microbatches,
         "remat": training.remat,
         "scatter": training.scatter,
+        "scatter_dtype": training.scatter_dtype,
         "gradient_depths": gradient_depths(config, topology.chip.name),
     }
 

@@ -9,14 +9,14 @@ not a prediction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dreamer_jax.blocks.counting import BFLOAT16_BYTES, Operation
+from dreamer_jax.blocks.counting import BFLOAT16_BYTES, FLOAT32_BYTES, Operation
 from dreamer_jax.budget import analytic
 from dreamer_jax.config import Config
 from dreamer_jax.families import build
-from dreamer_jax.parallel.mesh import EXPERT, SLICE, collective_axes
+from dreamer_jax.parallel.mesh import EXPERT, RING, SLICE, collective_axes
 from dreamer_jax.planning.collectives import Collective
 from dreamer_jax.planning.step_cost import experts_on, neurons_on, operations, rows_per_expert, share_of_tiles
 from dreamer_jax.planning.topology import Topology
@@ -121,7 +121,11 @@ def _compiled(config: Config, collectives: Sequence[Collective], wires: Wires) -
     for one in collectives:
         if one.loops and not (scattered_in_loops and "f32" in one.arrays[0]):
             name = "expert exchange"
-        elif one.kind in ("all-gather", "all-to-all") and "bf16" in one.arrays[0]:
+        elif (
+            one.kind in ("all-gather", "all-to-all")
+            and "bf16" in one.arrays[0]
+            and "_scatter_narrow" not in one.op_name
+        ):
             name = "weight gather"
         else:
             name = "gradient scatter"
@@ -136,7 +140,8 @@ def _compiled(config: Config, collectives: Sequence[Collective], wires: Wires) -
 def _expected(config: Config, wires: Wires) -> tuple[Exchange, ...]:
     """What the train step will send: each weight once, each gradient once or once a microbatch, and the experts'
     exchange at every depth."""
-    gathered, scattered = _weights_over_axes(config, wires, 2), _weights_over_axes(config, wires, 4)
+    gathered = _weights_over_axes(config, wires, lambda axes: ("all-gather", 2))
+    scattered = _weights_over_axes(config, wires, lambda axes: _scattering(config, wires, axes))
     times = config.training.microbatches if config.training.scatter == "microbatch" else 1
     scatter = Exchange("gradient scatter", scattered[0] * times, scattered[1] * times)
     exchanges = [Exchange("weight gather", *gathered), scatter]
@@ -149,19 +154,28 @@ def _expected(config: Config, wires: Wires) -> tuple[Exchange, ...]:
     return tuple(exchange for exchange in exchanges if exchange.seconds)
 
 
-def _weights_over_axes(config: Config, wires: Wires, width: int) -> tuple[float, float]:
-    """(bytes, seconds) of gathering or scattering every weight once, as the step does, `width` bytes a number."""
+def _scattering(config: Config, wires: Wires, axes: tuple[str, ...]) -> tuple[str, int]:
+    """The collective that sums gradients along axes, as HLO calls it, and bytes of a number in it."""
+    narrow = config.training.scatter_dtype == "bfloat16" and all(wires.sizes[axis] <= RING for axis in axes)
+    return ("all-to-all", BFLOAT16_BYTES) if narrow else ("reduce-scatter", FLOAT32_BYTES)
+
+
+def _weights_over_axes(
+    config: Config, wires: Wires, how: Callable[[tuple[str, ...]], tuple[str, int]]
+) -> tuple[float, float]:
+    """(bytes, seconds) of gathering or scattering every weight once, as the step does; `how` says by what collective it
+    goes along axes, in how many bytes a number."""
     family = build(config.model)
     experts = analytic.expert_parameters(family) / config.mesh.expert
     others = analytic.total(analytic.parameters(family)) - analytic.expert_parameters(family)
     size = seconds = 0.0
     for numbers, among_experts in ((experts, False), (others, True)):
-        rest = numbers * width
         for axes, devices in collective_axes(wires.sizes).items():
             if among_experts or axes != (EXPERT,):
-                size += rest
-                seconds += wires.seconds("all-gather", rest, axes)
-                rest /= devices
+                kind, width = how(axes)
+                size += numbers * width
+                seconds += wires.seconds(kind, numbers * width, axes)
+                numbers /= devices
     return size, seconds
 
 

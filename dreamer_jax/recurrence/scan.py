@@ -30,7 +30,7 @@ a reverse pass only as gradients, so an operation that takes a part of the tape 
 gradient, its new value. What is on a tape is the operation's own business: gradients to be added to, in float32, or
 queries from which shallower keys pull theirs (pallas_kernels/depth_attention). Gradients of shared weights may be on
 the tape too: then the step returns none for them, no array of their size is written and added up at every depth, and
-what they need may be kept for several depths before it is added (`settle`, see pallas_kernels/expert_mlp/tape.py).
+what they need may be kept for several depths before it is added (`make_room`, see pallas_kernels/dispatch/aside.py).
 
 What is kept of a depth for this (`Remat`): "full" keeps the state alone and computes the step again. The others run the
 step under jax.vjp on the way down already, with an empty tape, and keep what its reverse pass asks for: everything
@@ -235,7 +235,7 @@ class _Run:
 
         def body(step, carry):
             d_state, tape, sums, d_inputs = carry
-            l = depth - 1 - step
+            l, tape = depth - 1 - step, tapes.make_room(tape)
             pull = self.keeping.pullback(
                 rest.at(l), taped, read(kept, l - first), inputs, Depth(l, total), memory, context, tape
             )
@@ -244,7 +244,8 @@ class _Run:
             return d_state, tape, _added(sums, d_own, rest.row(l)), d_inputs
 
         carry = (floats_of(cotangents.state), tape, jax.tree.map(jnp.zeros_like, sums), wide_inputs)
-        d_state, tape, sums, d_inputs = _in_stretches(body, depth - first, carry, tapes.depths_between(tape))
+        d_state, tape, sums, d_inputs = jax.lax.fori_loop(0, depth - first, body, carry)
+        tape = tapes.settle(tape)
         # As the parameters came, in whatever kind of dictionaries: their leaves have one order.
         found = sums.replace(shared=tapes.merged(sums.shared, tapes.gradients(tape)))
         d_weights = jax.tree.unflatten(jax.tree.structure(weights), jax.tree.leaves(found))
@@ -269,19 +270,6 @@ def _added(sums: Weights, d_own: Weights, row: jax.Array) -> Weights:
         before = read(sums.stacked, row)
         d_own = d_own.replace(stacked=jax.tree.map(lambda b, d: b + d.astype(jnp.float32), before, d_own.stacked))
     return sums.replace(shared=shared, stacked=write(sums.stacked, d_own.stacked, row))
-
-
-def _in_stretches(body, count, carry, every):
-    """The loop over `count` depths; the tape is settled after every `every` of them and after the last."""
-    if every == 1:
-        return jax.lax.fori_loop(0, count, body, carry)
-
-    def stretch(i, carry):
-        last = jnp.minimum((i + 1) * every, count)
-        d_state, tape, *sums = jax.lax.fori_loop(i * every, last, body, carry)
-        return d_state, tapes.settle(tape), *sums
-
-    return jax.lax.fori_loop(0, -(-count // every), stretch, carry)
 
 
 def _zeros(shapes: PyTree, count: int) -> PyTree:

@@ -21,10 +21,9 @@ def settle(tape: PyTree) -> PyTree:
     return jax.tree.map(lambda part: part.settle(), tape, is_leaf=_is_tape)
 
 
-def depths_between(tape: PyTree) -> int:
-    """Depths between two calls of `settle`: as many as every tape has room for that keeps anything aside."""
-    parts = jax.tree.leaves(tape, is_leaf=_is_tape)
-    return min((part.every for part in parts if part.every > 1), default=1)
+def make_room(tape: PyTree) -> PyTree:
+    """Every operation's tape with room for what one more depth may keep aside."""
+    return jax.tree.map(lambda part: part.make_room(), tape, is_leaf=_is_tape)
 
 
 def gradients(tape: PyTree) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[TrainState, Batch],
     each = config.training.scatter == "microbatch"
 
     def divided(gradients: Any) -> Any:
-        return scatter(gradients, layouts, mesh)
+        return scatter(gradients, layouts, mesh, config.training.scatter_dtype)
 
     def balanced(model_state: Any, counts: Any, step: jax.Array) -> Any:
         return family.update(model_state, sum_over(mesh, counts), step)

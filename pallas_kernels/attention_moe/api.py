@@ -14,6 +14,7 @@ from pallas_kernels.attention_moe.shapes import Tiles, depths_aside, unsupported
 from pallas_kernels.attention_moe.tape import LinearTape
 from pallas_kernels.backend import backend, on_cpu, target
 from pallas_kernels.dispatch.api import Dispatch, blocks_of, filled_blocks_of, plan_blocks, plan_dispatch
+from pallas_kernels.dispatch.aside import blocks_aside
 from pallas_kernels.weights import OutputRows, transposed
 
 
@@ -83,9 +84,11 @@ class ExpertLinear:
         if self._backend(tokens, routed, dtype) != "pallas":
             return None
         chosen = _tiles(tokens, routed, dtype)
-        rows = plan_blocks(tokens, routed[0], chosen.block, multiple=target().cores) * chosen.block
+        most = plan_blocks(tokens, routed[0], chosen.block, multiple=target().cores)
+        rows = most * chosen.block
         depths = self.gradient_depths or depths_aside(rows, routed, dtype, self.total_depth, target())
-        return LinearTape.empty(routed, chosen, depths, rows, dtype)
+        blocks = blocks_aside(depths, most, tokens, routed[0], chosen.block)
+        return LinearTape.empty(routed, chosen, depths, most, blocks, dtype)
 
     def arrange(self, routed: jax.Array) -> Any:
         """`routed`, [.., a, b], as decoding wants it on this platform."""
@@ -115,7 +118,7 @@ def _backward(residuals, d_out):
     if aside is None:
         d_rows = _flat(blocks_of(d_out, plan))
     else:  # the rows are fetched to where they are kept
-        first = aside.depth.astype(jnp.int32) * plan.source.shape[0]
+        first = tape.first_block
         d_rows = filled_blocks_of(d_out, plan, aside.d_out, first)
     d_x, d_score = tpu.input_gradient(d_rows, rows, routed, shared, plan, first, tile=chosen.inputs, target=chip)
     slot_scores = jnp.append(score, 0.0).at[plan.source.reshape(-1)].get(mode="promise_in_bounds")
@@ -125,7 +128,7 @@ def _backward(residuals, d_out):
     if tape is not None and aside is not None:
         weighted = jax.lax.dynamic_update_slice_in_dim(aside.x, weighted, first * plan.source.shape[1], 0)
         return d_x, d_score, None, None, None, tape.keep(weighted, d_rows, plan.num_blocks)
-    totals = tape or LinearTape.empty(routed.shape, chosen, 1, 0, x.dtype)
+    totals = tape or LinearTape.empty(routed.shape, chosen, 1, 0, 0, x.dtype)
     totals = totals.add(weighted, d_rows, plan.num_blocks[None], chip)
     if tape is not None:
         return d_x, d_score, None, None, None, totals

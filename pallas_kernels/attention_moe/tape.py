@@ -11,16 +11,16 @@ import jax.numpy as jnp
 from pallas_kernels.attention_moe.shapes import Tiles
 from pallas_kernels.backend import target
 from pallas_kernels.dispatch.accumulate import accumulate, visits_of
-from pallas_kernels.tape import Tape
+from pallas_kernels.dispatch.aside import AsideTape
 from pallas_kernels.tiles import Generation
 
 
 class Rows(NamedTuple):
-    """The factors of the weight gradient of n depths, side by side. R = N b rows a depth.
+    """The factors of the weight gradient of up to n depths, one after another, in room for R rows.
 
     Attributes:
-        x: [n R, a], compute dtype, times the scores.
-        d_out: [n R, b'], compute dtype.
+        x: [R, a], compute dtype, times the scores.
+        d_out: [R, b'], compute dtype.
         num_blocks: [n, G] float32 (whole numbers), blocks of each expert at each depth; zero where there is none yet.
         depth: scalar float32, how many depths are filled.
     """
@@ -33,7 +33,7 @@ class Rows(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class LinearTape(Tape):
+class LinearTape(AsideTape):
     """Totals of the gradient of `routed`, and the rows still to be added; their sum over the experts is the gradient
     of `shared`. All leaves float, so that a tape can be a gradient.
 
@@ -41,45 +41,42 @@ class LinearTape(Tape):
         totals: [G, a, b'] float32.
         rows: None where every depth is added at once.
         block, columns: tiles of the weight-gradient kernel, see `shapes.Tiles`; static.
+        most: blocks that a depth may need; static.
     """
 
     totals: jax.Array
     rows: Rows | None = None
     block: int = field(default=0, metadata={"static": True})
     columns: int = field(default=0, metadata={"static": True})
-
-    @property
-    def every(self) -> int:
-        """Depths between two calls of `settle`: those whose rows there is room for."""
-        return 1 if self.rows is None else self.rows.num_blocks.shape[0]
+    most: int = field(default=0, metadata={"static": True})
 
     @classmethod
-    def empty(cls, routed: tuple[int, ...], tiles: Tiles, depths: int, rows: int, dtype: jnp.dtype) -> LinearTape:
-        """A tape of zeros for matrices [G, a, b']; `rows` is R."""
+    def empty(
+        cls, routed: tuple[int, ...], tiles: Tiles, depths: int, most: int, blocks: int, dtype: jnp.dtype
+    ) -> LinearTape:
+        """A tape of zeros for matrices [G, a, b'], with room for `blocks` blocks, and `most` of them a depth."""
         experts, inward, outward = routed
         kept = None
         if depths > 1:
+            rows = blocks * tiles.block
             kept = Rows(
-                jnp.zeros((depths * rows, inward), dtype),
-                jnp.zeros((depths * rows, outward), dtype),
+                jnp.zeros((rows, inward), dtype),
+                jnp.zeros((rows, outward), dtype),
                 jnp.zeros((depths, experts), jnp.float32),
                 jnp.float32(0),
             )
-        return cls(jnp.zeros(routed, jnp.float32), kept, tiles.block, tiles.columns)
+        return cls(jnp.zeros(routed, jnp.float32), kept, tiles.block, tiles.columns, most)
 
     def add(self, x: jax.Array, d_out: jax.Array, num_blocks: jax.Array, target: Generation) -> LinearTape:
         """The totals with the gradient of n depths added: num_blocks [n, G] int32, the rest as of `Rows`."""
-        visits = visits_of(num_blocks, x.shape[0] // (self.block * num_blocks.shape[0]))
+        visits = visits_of(num_blocks, x.shape[0] // self.block)
         how = {"block": self.block, "tile": self.columns, "target": target}
         (totals,) = accumulate([self.totals[:, None]], x[None], [d_out], visits, **how)
         return replace(self, totals=totals[:, 0])
 
     def keep(self, x: jax.Array, d_out: jax.Array, num_blocks: jax.Array) -> LinearTape:
         """The tape with one more depth kept aside: the new `Rows` arrays, and the blocks of each expert [G] there."""
-        assert self.rows is not None
-        place = self.rows.depth.astype(jnp.int32)
-        blocks = jax.lax.dynamic_update_index_in_dim(self.rows.num_blocks, num_blocks.astype(jnp.float32), place, 0)
-        return replace(self, rows=Rows(x, d_out, blocks, self.rows.depth + 1))
+        return replace(self, rows=Rows(x, d_out, *self.counted(num_blocks)))
 
     def settle(self) -> LinearTape:
         """The tape with the rows kept aside added to its totals; where every depth is added at once, nothing to do."""
@@ -87,5 +84,4 @@ class LinearTape(Tape):
         if rows is None:
             return self
         settled = self.add(rows.x, rows.d_out, rows.num_blocks.astype(jnp.int32), target())
-        empty = rows._replace(num_blocks=jnp.zeros_like(rows.num_blocks), depth=jnp.float32(0))
-        return replace(settled, rows=empty)
+        return replace(settled, rows=self.emptied())

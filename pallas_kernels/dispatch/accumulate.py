@@ -39,16 +39,16 @@ class Visits(NamedTuple):
     used: jax.Array
 
 
-def visits_of(num_blocks: jax.Array, blocks: int) -> Visits:
-    """The visits to the blocks of several dispatch plans, one after another in memory.
+def visits_of(num_blocks: jax.Array, room: int) -> Visits:
+    """The visits to the blocks of several dispatch plans, whose blocks in use lie one after another in memory.
 
     Args:
         num_blocks: [k, E] int32, the blocks each expert fills in each plan.
-        blocks: N, blocks a plan has room for.
+        room: blocks that there is room for.
     """
     plans, num_experts = num_blocks.shape
     ends = jnp.cumsum(jnp.sum(num_blocks, axis=0))
-    visit = jnp.arange(plans * blocks, dtype=jnp.int32)
+    visit = jnp.arange(room, dtype=jnp.int32)
     expert = jnp.minimum(jnp.searchsorted(ends, visit, side="right").astype(jnp.int32), num_experts - 1)
     used = ends[-1:]
     if plans == 1:
@@ -56,9 +56,9 @@ def visits_of(num_blocks: jax.Array, blocks: int) -> Visits:
     through = jnp.cumsum(num_blocks, axis=0)[:, expert]  # [k, V], blocks of the visit's expert up to each plan
     rank = visit - (ends[expert] - through[-1])
     plan = jnp.minimum(jnp.sum(through <= rank, axis=0), plans - 1)
-    first = (jnp.cumsum(num_blocks, axis=1) - num_blocks)[plan, expert]
+    inside = jnp.cumsum(num_blocks.reshape(-1)).reshape(plans, num_experts) - num_blocks  # blocks before each
     before = (through - num_blocks[:, expert])[plan, visit]
-    block = jnp.where(visit < used, plan * blocks + first + rank - before, 0)
+    block = jnp.where(visit < used, inside[plan, expert] + rank - before, 0)
     return Visits(block.astype(jnp.int32), expert, ends, used)
 
 

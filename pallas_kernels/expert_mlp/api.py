@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from dreamer_jax.config.values import Implementation
 from pallas_kernels.backend import backend, on_cpu, target
 from pallas_kernels.dispatch.api import Dispatch, filled_blocks_of, plan_blocks, plan_dispatch
+from pallas_kernels.dispatch.aside import blocks_aside
 from pallas_kernels.expert_mlp import cpu, in_place, tpu, xla
 from pallas_kernels.expert_mlp.shapes import Tiles, depths_aside, unsupported
 from pallas_kernels.expert_mlp.tape import ExpertTape
@@ -82,7 +83,7 @@ class ExpertMLP:
         return _expert_mlp(x, jnp.where(indices < experts, weights, 0), gate_up, down, plan, tape, self.recompute)
 
     def start_tape(
-        self, indices: tuple[int, ...], gate_up: tuple[int, ...], dtype: jnp.dtype | str
+        self, indices: tuple[int, ...], gate_up: tuple[int, ...], dtype: jnp.dtype | str, group: int = 1
     ) -> ExpertTape | None:
         """The empty tape for the backward pass of a depth scan; None where no kernel runs, and autodiff must do.
 
@@ -90,16 +91,19 @@ class ExpertMLP:
             indices: shape (T, k) of the selection at each depth.
             gate_up: shape (E, 2F, h).
             dtype: compute dtype.
+            group: devices that have the experts between them; of the pairs each has as many as the others if all
+                experts are balanced.
         """
         dtype = jnp.dtype(dtype)
         if self._backend(indices, gate_up, dtype) != "pallas":
             return None
         pairs, experts = indices[0] * indices[1], gate_up[0]
         chosen = _tiles(pairs, gate_up, dtype)
-        rows = plan_blocks(pairs, experts, chosen.block, multiple=target().cores) * chosen.block
+        most = plan_blocks(pairs, experts, chosen.block, multiple=target().cores)
         sizes = gate_up[1] // 2, gate_up[2]
-        depths = self.gradient_depths or depths_aside(rows, *sizes, dtype, self.total_depth, target())
-        return ExpertTape.empty(gate_up, chosen, depths, rows, dtype)
+        depths = self.gradient_depths or depths_aside(most * chosen.block, *sizes, dtype, self.total_depth, target())
+        blocks = blocks_aside(depths, most, pairs / group, experts, chosen.block)
+        return ExpertTape.empty(gate_up, chosen, depths, most, blocks, dtype)
 
     def arrange(self, down: jax.Array) -> Any:
         """`down`, [.., E, F, h], as decoding wants it on this platform."""
@@ -143,7 +147,7 @@ def _backward(recompute, residuals, d_out):
     aside = tape.rows if tape is not None else None
     first, places = 0, (None, None, None)
     if aside is not None:  # the rows are fetched to where they are kept
-        first, places = aside.depth.astype(jnp.int32) * plan.source.shape[0], aside[:3]
+        first, places = tape.first_block, aside[:3]
     x_rows, d_rows = filled_blocks_of(x, plan, places[1], first), filled_blocks_of(d_out, plan, places[2], first)
     d_x_rows, d_slot_weights, factors = tpu.input_gradient(
         d_rows,
@@ -160,7 +164,7 @@ def _backward(recompute, residuals, d_out):
     d_weights = d_slot_weights.reshape(-1).at[plan.slot].get(mode="promise_in_bounds").astype(weights.dtype)
     if tape is not None and aside is not None:
         return d_x, d_weights, None, None, None, tape.keep(factors, x_rows, d_rows, plan.num_blocks)
-    totals = tape or ExpertTape.empty(gate_up.shape, _tiles(plan.slot.size, gate_up.shape, x.dtype), 1, 0, x.dtype)
+    totals = tape or ExpertTape.empty(gate_up.shape, _tiles(plan.slot.size, gate_up.shape, x.dtype), 1, 0, 0, x.dtype)
     totals = totals.add(factors, x_rows, d_rows, plan.num_blocks[None], target())
     if tape is not None:
         return d_x, d_weights, None, None, None, totals

@@ -73,22 +73,27 @@ def test_bfloat16(operation, reference, case, kind):
         assert np.linalg.norm(np.asarray(got, np.float32) - wanted) < 0.01 * np.linalg.norm(wanted)
 
 
-@pytest.mark.parametrize("depths", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_tape(depths):
-    """The sum over several depths, added at every one or a few at a time, the last time fewer."""
+@pytest.mark.parametrize(
+    ("depths", "group", "settled"), [(1, 1, 0), (3, 4, 2), pytest.param(3, 1, 1, marks=pytest.mark.slow)]
+)
+def test_tape(depths, group, settled):
+    """The sum over several depths, added at every one or a few at a time: as many as there is room for, which is fewer
+    where much more than a group's share of the tokens comes."""
     one_depth, floats = on_tape(), mlp_case("random")[1]
-    tape = ExpertMLP("pallas", depths).start_tape((TOKENS, CHOICES), floats[2].shape, jnp.float32)
-    sums = [0, 0]
-    for depth in range(4):
+    tape = ExpertMLP("pallas", depths).start_tape((TOKENS, CHOICES), floats[2].shape, jnp.float32, group)
+    make_room = jax.jit(lambda tape: tape.make_room())
+    sums, times = [0, 0], 0
+    for depth in range(5):
         indices, _, cotangent = mlp_case("some elsewhere", seed=depth)
+        filled, tape = int(tape.first_block), make_room(tape)
+        times += filled > 0 and int(tape.first_block) == 0
         d_x, d_weights, tape = one_depth(indices, floats, cotangent, tape)
         expected = compiled(with_an_empty_expert)(indices, floats, cotangent)[1]
         assert_close(d_x, expected[0])
         assert_close(d_weights, expected[1])
         sums = [total + d for total, d in zip(sums, expected[2:], strict=True)]
-        if depth % tape.every == tape.every - 1 or depth == 3:
-            tape = jax.jit(lambda tape: tape.settle())(tape)
-    assert tape.every == depths
+    tape = jax.jit(lambda tape: tape.settle())(tape)
+    assert tape.every == depths and times == settled
     assert_close(tape.gradients()["gate_up"], sums[0])
     assert_close(tape.gradients()["down"], sums[1])
 

@@ -1,5 +1,7 @@
 """The attention MoE's kernels on the tape of the depth scan, interpreted."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 import pallas_kernels.attention_moe.reference as linear_reference
 from dreamer_jax.blocks.projections import ProjectionTapes
-from dreamer_jax.recurrence.tape import depths_between
+from dreamer_jax.recurrence.tape import make_room, settle
 from pallas_kernels.attention_moe import ExpertLinear, LinearTape
 from tests.pallas_kernels.expert_cases import LINEAR, assert_close, compiled, linear_case
 
@@ -28,16 +30,15 @@ def test_totals_of_three_depths(depths):
         return jax.vjp(operation, x, score, tape)[1](cotangent)
 
     tape, routed, shared = None, 0, 0
-    for depth, kind in enumerate(("random", "one hot", "random")):
+    for kind in ("random", "one hot", "random"):
         index, floats, cotangent = linear_case(kind)
         if tape is None:
             tape = linear.start_tape(index.size, floats[2].shape, jnp.float32)
-        d_x, d_score, tape = one_depth(index, floats, cotangent, tape)
+        d_x, d_score, tape = one_depth(index, floats, cotangent, jax.jit(lambda tape: tape.make_room())(tape))
         expected = compiled(linear_reference.expert_linear)(index, floats, cotangent)[1]
         jax.tree.map(assert_close, (d_x, d_score), expected[:2])
         routed, shared = routed + expected[2], shared + expected[3]
-        if depth % depths == depths - 1 or depth == 2:
-            tape = jax.jit(lambda tape: tape.settle())(tape)
+    tape = jax.jit(lambda tape: tape.settle())(tape)
     assert isinstance(tape, LinearTape) and tape.every == depths
     assert_close(tape.totals, routed)
     assert_close(np.sum(tape.totals, axis=0), shared)
@@ -47,11 +48,13 @@ def test_no_tape_without_a_kernel():
     assert LINEAR.start_tape(64, (4, 100, 128), jnp.float32) is None
 
 
-def test_tapes_settle_as_often_as_the_shortest_needs():
-    """Of a module's tapes, and of a whole tree: those that keep nothing aside don't count."""
-    one, two, four = (ExpertLinear("pallas", n).start_tape(64, (4, 128, 128), jnp.float32) for n in (1, 2, 4))
-    assert ProjectionTapes(one, one, False).every == 1 and ProjectionTapes(four, one, False).every == 4
-    assert ProjectionTapes(four, two, False).every == 2
-    assert depths_between({"a": {"projections": ProjectionTapes(four, four, False)}, "b": two, "c": one}) == 2
-    settled = ProjectionTapes(one, two, False).settle()
-    assert isinstance(settled, ProjectionTapes) and settled.out.rows.depth == 0
+def test_tapes_of_a_module():
+    """Room is made in each that has none left, and each is settled."""
+    one, two = (ExpertLinear("pallas", n).start_tape(64, (4, 128, 128), jnp.float32) for n in (1, 2))
+    full = dataclasses.replace(two, rows=two.rows._replace(depth=jnp.float32(2)))
+    with_room = ProjectionTapes(full, one, False).make_room()
+    assert isinstance(with_room, ProjectionTapes) and with_room.qkv.rows.depth == 0
+    partly = dataclasses.replace(two, rows=two.rows._replace(depth=jnp.float32(1)))
+    tree = {"a": {"projections": ProjectionTapes(partly, one, False)}, "b": partly}
+    assert make_room(tree)["a"]["projections"].qkv.rows.depth == make_room(tree)["b"].rows.depth == 1
+    assert settle(tree)["a"]["projections"].qkv.rows.depth == settle(tree)["b"].rows.depth == 0

@@ -38,7 +38,7 @@ def test_changes_are_what_the_command_line_makes_of_them():
     assert {its.text.split()[0] for its in found} == {
         "--mesh.data",
         "--mesh.exchange",
-        *(f"--training.{name}" for name in ("microbatches", "remat", "gradient_depths", "scatter")),
+        *(f"--training.{name}" for name in ("microbatches", "remat", "gradient_depths", "scatter", "scatter_dtype")),
     }
     for its in found:
         words = shlex.split(its.text)
