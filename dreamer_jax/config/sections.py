@@ -126,17 +126,19 @@ class TrainingConfig:
     """Largest global norm of the gradient."""
     remat: Remat = "full"
     """What every depth keeps for the backward pass. full: the residual stream alone; the layer is computed again (least
-    memory). attention: also projections, attention outputs and the experts' gate and up; norms, routing and activations
-    are computed again. none: everything; fastest where memory allows."""
+    memory). attention: also projections, attention outputs and, without kernels, the experts' gate and up; norms,
+    routing and activations are computed again, and gate and up in the backward kernel. none: everything; fastest where
+    memory allows."""
     looping: float = 0.0
     """Weight of a loss that asks layers of their own to be alike, 1 less the mean cosine between the matrices of layers
     that lie looping_layers apart: as if those had been looped (Saunshi et al., 2025)."""
     looping_layers: int = 1
     """k, the layers of such a loop; model.depth is a multiple of it."""
     gradient_depths: int = 0
-    """Depths whose contributions to the expert weight gradients are kept aside and added in one pass, where a kernel
-    does it: less memory traffic, more memory. 1 adds at every depth, with the least memory. 0 chooses: as many, up to
-    8, as fit an eighth of the chip's memory. The sums are float32 always."""
+    """Depths whose contributions to the weight gradients of experts, those of the attention MoEs included, are kept
+    aside and added in one pass, where a kernel does it: less memory traffic, more memory. Fewer where routing is so
+    uneven that there is no room for another. 1 adds at every depth, with the least memory. 0 chooses: as many, up to 8,
+    as fit an eighth of the chip's memory, or a 32nd for a map of an attention MoE. The sums are float32 always."""
     scatter: Literal["step", "microbatch"] = "step"
     """When gradients are summed over the devices and divided among them. step: once, after the last microbatch; until
     then every device holds the float32 sums of all of them. microbatch: after each; less memory, more on the wires."""

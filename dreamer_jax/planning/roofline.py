@@ -16,6 +16,7 @@ from dreamer_jax.blocks.counting import BFLOAT16_BYTES, FLOAT32_BYTES, Operation
 from dreamer_jax.budget import analytic
 from dreamer_jax.config import Config
 from dreamer_jax.families import build
+from dreamer_jax.parallel.gather import SCATTER
 from dreamer_jax.parallel.mesh import EXPERT, RING, SLICE, collective_axes
 from dreamer_jax.planning.collectives import Collective
 from dreamer_jax.planning.step_cost import experts_on, neurons_on, operations, rows_per_expert, share_of_tiles
@@ -121,11 +122,7 @@ def _compiled(config: Config, collectives: Sequence[Collective], wires: Wires) -
     for one in collectives:
         if one.loops and not (scattered_in_loops and "f32" in one.arrays[0]):
             name = "expert exchange"
-        elif (
-            one.kind in ("all-gather", "all-to-all")
-            and "bf16" in one.arrays[0]
-            and "_scatter_narrow" not in one.op_name
-        ):
+        elif one.kind in ("all-gather", "all-to-all") and "bf16" in one.arrays[0] and SCATTER not in one.op_name:
             name = "weight gather"
         else:
             name = "gradient scatter"

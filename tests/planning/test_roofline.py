@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import pytest
@@ -62,9 +63,9 @@ def test_experts_by_hand(monkeypatch):
     rows = 4096 * 4 + 4 * 64
     assert one(found, "experts: forward").flops == 4 * 2 * rows * 1024 * 3 * 1024
     assert one(found, "experts: forward").bytes == 4 * 2 * (rows * 4 * 1024 + 4 * 3 * 1024**2)
-    # Rows to the experts, read and written twice: forward, and two kinds backward. Home: 4 pairs a token read, their
-    # sum written.
-    there, home = 4 * rows, 5 * 4096
+    # Rows to the experts, read and written, in chunks that fit on the chip: forward, and two kinds backward. Home: 4
+    # pairs a token read, their sum written.
+    there, home = 2 * rows, 5 * 4096
     assert one(found, "experts: rows to experts and back").bytes == 4 * 2 * 1024 * (3 * there + 2 * home)
     assert rows_per_expert(config()) == 4096
     assert share_of_tiles(config(), "v5p") == pytest.approx(16384 / rows)
@@ -104,6 +105,64 @@ def test_what_is_kept_saves_what_is_computed_again():
     forward = analytic.matmul_flops(build(WIDE), analytic.average_context(4096))
     again = (analytic.total(forward) - forward["head"]) * 4096
     assert flops["full"] - flops["none"] == pytest.approx(again, rel=0.15)
+
+
+def test_gate_and_up_computed_again_are_never_written():
+    """remat attention: two more of the three products in the input gradients, which read the rows in their place."""
+    kept, again = (operations(config(remat=remat), "v5p") for remat in ("none", "attention"))
+    assert one(again, "experts: forward").flops == one(kept, "experts: forward").flops
+    name = "experts: input gradients"
+    assert one(again, name).flops == pytest.approx(one(kept, name).flops * 5 / 3)
+    rows = blocks_of(config(), "v5p")
+    written = 4 * 2 * rows.used * rows.block * 2 * 1024  # gate and up, F each
+    assert one(kept, "experts: forward").bytes - one(again, "experts: forward").bytes == written
+    assert one(again, name).bytes - one(kept, name).bytes == written / 2 - written  # h = F
+
+
+def test_linear_experts_share_the_totals_traffic_too():
+    """The sequence attention's four experts' two maps, read and written in float32 at 4 depths."""
+    name = "sequence attention: projections"
+    each, shared = (one(operations(config(gradient_depths=n), "v5p"), name).bytes for n in (1, 4))
+    assert each - shared == 4 * 1024 * (4096 + 2048) * 8 * 4 * 3 / 4
+    assert one(operations(config(), "v5p"), name).bytes == shared  # by default, where there is room
+
+
+def test_rows_aside_need_room_for_the_worst_routing_once():
+    """With four chips an expert group all tokens of all four may come; kept aside are those of one."""
+    asked = [config(MeshConfig(data=(4, 4), expert=4), gradient_depths=n) for n in (1, 2, 3, 4)]
+    scratch = [step_cost.scratch_bytes(its, "v5p") for its in asked]
+    first, *more = (after - before for before, after in itertools.pairwise(scratch))
+    assert more[0] == more[1] < first / 3
+
+
+def test_a_pass_that_is_computed_again_is_exchanged_again():
+    """Unless what was gathered is kept, and nothing is sent back: remat attention, all tokens to all chips."""
+    mesh = MeshConfig(data=(4, 4), expert=4)
+    times = {}
+    for exchange in ("gather", "ragged"):
+        for remat in ("none", "attention", "full"):
+            its = config(dataclasses.replace(mesh, exchange=exchange), remat=remat)
+            times[exchange, remat] = one(roofline(its, V5P).exchanges, "expert exchange").bytes / (2**25 * 4)
+    assert times == {
+        **{("gather", remat): n for remat, n in (("none", 4), ("attention", 4), ("full", 6))},
+        **{("ragged", remat): n for remat, n in (("none", 4), ("attention", 5), ("full", 6))},
+    }
+
+
+def test_gradients_in_bfloat16_take_half_the_wires_where_axes_are_short():
+    """Over rings of 4 an all-to-all of half the bytes; along longer axes it would take longer, and float32 stays."""
+    found = {}
+    for data in ((4, 4, 4), (64,)):
+        for dtype in ("float32", "bfloat16"):
+            its = config(MeshConfig(data=data), scatter_dtype=dtype)
+            found[data, dtype] = one(roofline(its, V5P).exchanges, "gradient scatter")
+    wide, narrow = (found[(4, 4, 4), dtype] for dtype in ("float32", "bfloat16"))
+    assert narrow.bytes == wide.bytes / 2
+    # Two rings at once, then one of what is left, a 16th: (1 / 2 + 1 / 16) against (15 / 16 + 2 * 3 / 4 / 16).
+    assert narrow.seconds / wide.seconds == pytest.approx((1 / 2 + 2 / 2 / 16) / (15 / 16 + 2 * 3 / 4 / 16))
+    assert found[(64,), "bfloat16"] == found[(64,), "float32"]
+    arrived = collective(kind="all-to-all", arrays=("bf16[8]",), op_name="jit(step)/gradient_scatter/all_to_all")
+    assert {e.name for e in roofline(config(), V5P, [arrived]).exchanges} == {"gradient scatter"}
 
 
 def test_a_window_reads_as_much_less_as_it_sees():
