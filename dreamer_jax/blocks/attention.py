@@ -162,8 +162,9 @@ class Attention(Block):
         """Depths whose rows are kept aside for the gradient of the linear experts: as chosen, or the default."""
         if self.router is None or on.depths == 1:
             return 1
-        fitting = [depths_aside(self._rows(on), its, on.dtype, on.depths, on.target) for its in self._maps]  # type: ignore
-        return min(on.gradient_depths or min(fitting), on.depths)
+        asked, rows = on.gradient_depths, self._rows(on)
+        found = [depths_aside(asked, on.tokens, rows, its, on.dtype, on.depths, on.target) for its in self._maps]  # type: ignore
+        return min(*found, on.depths)
 
     @nn.nowrap
     def scratch_bytes(self, on: OnChip) -> float:

@@ -135,10 +135,11 @@ class TrainingConfig:
     looping_layers: int = 1
     """k, the layers of such a loop; model.depth is a multiple of it."""
     gradient_depths: int = 0
-    """Depths whose contributions to the weight gradients of experts, those of the attention MoEs included, are kept
-    aside and added in one pass, where a kernel does it: less memory traffic, more memory. Fewer where routing is so
-    uneven that there is no room for another. 1 adds at every depth, with the least memory. 0 chooses: as many, up to 8,
-    as fit an eighth of the chip's memory, or a 32nd for a map of an attention MoE. The sums are float32 always."""
+    """Depths whose contributions to the weight gradients of experts are kept aside and added in one pass, where a
+    kernel does it: less memory traffic, more memory. Fewer where routing is so uneven that there is no room for
+    another, and for attention MoEs with so many tokens that it would shorten nothing. 1 adds at every depth, with the
+    least memory. 0 chooses: as many, up to 8, as fit an eighth of the chip's memory, or a 32nd for a map of an
+    attention MoE. The sums are float32 always."""
     scatter: Literal["step", "microbatch"] = "step"
     """When gradients are summed over the devices and divided among them. step: once, after the last microbatch; until
     then every device holds the float32 sums of all of them. microbatch: after each; less memory, more on the wires."""

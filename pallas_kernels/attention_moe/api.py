@@ -27,8 +27,8 @@ class ExpertLinear:
 
     Attributes:
         implementation: see `pallas_kernels.backend`.
-        gradient_depths: depths whose rows the tape keeps aside and adds to the totals in one pass; 1 adds at every
-            depth and keeps none. 0 chooses, see `shapes.depths_aside`.
+        gradient_depths: depths whose rows the tape keeps aside and adds to the totals in one pass, at most; 1 adds at
+            every depth and keeps none. 0 chooses, see `shapes.depths_aside`.
         total_depth: L, for that choice.
     """
 
@@ -86,7 +86,7 @@ class ExpertLinear:
         chosen = _tiles(tokens, routed, dtype)
         most = plan_blocks(tokens, routed[0], chosen.block, multiple=target().cores)
         rows = most * chosen.block
-        depths = self.gradient_depths or depths_aside(rows, routed, dtype, self.total_depth, target())
+        depths = depths_aside(self.gradient_depths, tokens, rows, routed, dtype, self.total_depth, target())
         blocks = blocks_aside(depths, most, tokens, routed[0], chosen.block)
         return LinearTape.empty(routed, chosen, depths, most, blocks, dtype)
 

@@ -66,21 +66,32 @@ def unsupported(tokens: int, routed: tuple[int, ...], dtype: jnp.dtype, target: 
     return None
 
 
-def depths_aside(rows: int, routed: tuple[int, ...], dtype: jnp.dtype, total: int, target: Generation) -> int:
-    """Depths whose rows are kept aside and added to the weight gradient in one pass, if nobody says how many.
+ENOUGH = 1024
+"""Rows of an expert whose product takes as long, on every chip, as reading and writing the expert's total: rows aside
+of more depths than make so many would shorten nothing."""
 
-    The largest power of two, up to 8 and the model's depth, whose rows fit a 32nd of the chip's memory: a layer has a
-    few such maps.
+
+def depths_aside(
+    asked: int, tokens: int, rows: int, routed: tuple[int, ...], dtype: jnp.dtype, total: int, target: Generation
+) -> int:
+    """Depths whose rows are kept aside and added to the weight gradient in one pass: never more than are of use.
+
+    If nobody says how many, the largest power of two, up to 8 and the model's depth, whose rows fit a 32nd of the
+    chip's memory: a layer has a few such maps.
 
     Args:
+        asked: how many, 0 to choose.
+        tokens: T of a depth.
         rows: R of a depth, padding included.
         routed: shape (G, a, b).
         dtype: compute dtype.
         total: L.
         target: the chip.
     """
-    one = rows * (routed[1] + routed[2]) * jnp.dtype(dtype).itemsize
-    return max(n for n in (1, 2, 4, 8) if n == 1 or (n <= total and n * one <= target.memory / 32))
+    experts, inward, outward = routed
+    one = rows * (inward + outward) * jnp.dtype(dtype).itemsize
+    fitting = max(n for n in (1, 2, 4, 8) if n == 1 or (n <= total and n * one <= target.memory / 32))
+    return min(asked or fitting, -(-ENOUGH * experts // tokens))
 
 
 BUNDLES = {

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.tape import Tape
 
-SLACK = 9 / 8
+SLACK = 17 / 16
 """Rows of a depth that there is room for, over those of balanced experts."""
 
 
