@@ -115,7 +115,7 @@ def _backward(residuals, d_out):
     aside = tape.rows if tape is not None else None
     first = 0
     rows = _flat(blocks_of(x, plan))
-    if aside is None:
+    if tape is None or aside is None:
         d_rows = _flat(blocks_of(d_out, plan))
     else:  # the rows are fetched to where they are kept
         first = tape.first_block

@@ -146,7 +146,7 @@ def _backward(recompute, residuals, d_out):
     slot_weights = jnp.append(weights.reshape(-1), 0.0).at[plan.source].get(mode="promise_in_bounds")
     aside = tape.rows if tape is not None else None
     first, places = 0, (None, None, None)
-    if aside is not None:  # the rows are fetched to where they are kept
+    if tape is not None and aside is not None:  # the rows are fetched to where they are kept
         first, places = tape.first_block, aside[:3]
     x_rows, d_rows = filled_blocks_of(x, plan, places[1], first), filled_blocks_of(d_out, plan, places[2], first)
     d_x_rows, d_slot_weights, factors = tpu.input_gradient(

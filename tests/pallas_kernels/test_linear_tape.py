@@ -48,9 +48,24 @@ def test_no_tape_without_a_kernel():
     assert LINEAR.start_tape(64, (4, 100, 128), jnp.float32) is None
 
 
+def tape_of(linear):
+    """Of four experts."""
+    tape = linear.start_tape(64, (4, 128, 128), jnp.float32)
+    assert tape is not None
+    return tape
+
+
+def test_more_depths_than_are_of_use_are_not_kept():
+    """4 experts of 1024 rows a depth add at every depth; of half as many, every other one."""
+    for tokens, every in ((4096, 1), (2048, 2), (64, 8)):
+        tape = ExpertLinear("pallas", 8).start_tape(tokens, (4, 128, 128), jnp.float32)
+        assert tape is not None and tape.every == every
+
+
 def test_tapes_of_a_module():
     """Room is made in each that has none left, and each is settled."""
-    one, two = (ExpertLinear("pallas", n).start_tape(64, (4, 128, 128), jnp.float32) for n in (1, 2))
+    one, two = (tape_of(ExpertLinear("pallas", n)) for n in (1, 2))
+    assert two.rows is not None
     full = dataclasses.replace(two, rows=two.rows._replace(depth=jnp.float32(2)))
     with_room = ProjectionTapes(full, one, False).make_room()
     assert isinstance(with_room, ProjectionTapes) and with_room.qkv.rows.depth == 0
