@@ -17,6 +17,7 @@ from dreamer_jax.blocks.parameters import Block, normal
 from dreamer_jax.blocks.positions import Depth, DepthCode, tell_depth
 from dreamer_jax.config.expert_subsets import ExpertSubsets
 from dreamer_jax.config.values import Balancing
+from pallas_kernels.kept import keep
 from pallas_kernels.weights import Stacked, own
 
 BINS = 20
@@ -108,12 +109,12 @@ class Router(Block):
 
     @nn.nowrap
     def step_cost(self, on: OnChip) -> Iterator[Operation]:
-        """Logits are written, and read for the selection."""
+        """Logits are written, and read for the selection; remat "attention" keeps what was selected of them."""
         size, experts = tiled(self.size), tiled(self.choices)
-        passes = 1 + on.again.cheap + 2
-        flops = passes * 2 * on.tokens * (self.hidden_size * size + HIGHEST * size * experts)
+        passes, logits = 1 + on.again.cheap + 2, 1 + on.again.products
+        flops = 2 * on.tokens * (passes * self.hidden_size * size + (logits + 2) * HIGHEST * size * experts)
         traffic = passes * on.tokens * (self.hidden_size * BFLOAT16_BYTES + 2 * self.size * FLOAT32_BYTES)
-        traffic += (2 * (1 + on.again.cheap) + 2) * on.tokens * experts * FLOAT32_BYTES
+        traffic += (2 * logits + 2) * on.tokens * experts * FLOAT32_BYTES
         yield Operation("routers", flops, traffic)
 
 
@@ -138,8 +139,9 @@ def select(
         indices [T, k] int32 and scores [T, k] float32.
     """
     b = own(bias) if among is None else own(bias)[among]
-    _, places = jax.lax.top_k(jax.lax.stop_gradient(logits) + b, experts_per_token)
-    scores = jax.nn.sigmoid(jnp.take_along_axis(logits, places, axis=-1))
+    # Kept under remat "attention": little, and all that the backward pass needs of the logits.
+    places = keep(jax.lax.top_k(jax.lax.stop_gradient(logits) + b, experts_per_token)[1])
+    scores = jax.nn.sigmoid(keep(jnp.take_along_axis(logits, places, axis=-1)))
     return places if among is None else among[places], scores
 
 

@@ -20,7 +20,7 @@ from dreamer_jax.planning.roofline import Roofline, roofline
 from dreamer_jax.planning.step_cost import scratch_bytes
 from dreamer_jax.planning.topology import Topology
 
-GRADIENT_DEPTHS = (1, 4, 8)
+GRADIENT_DEPTHS = (1, 4, 6, 8)
 MOST_EXPERTS = 16
 """Largest expert axis that is tried."""
 HOPELESS = 1.15
