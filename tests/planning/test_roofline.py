@@ -119,6 +119,14 @@ def test_gate_and_up_computed_again_are_never_written():
     assert one(again, name).bytes - one(kept, name).bytes == written / 2 - written  # h = F
 
 
+def test_logits_are_computed_again_in_a_whole_layer_only():
+    """remat attention keeps what was selected, and computes the queries again."""
+    flops = {r: one(operations(config(remat=r), "v5p"), "routers").flops for r in ("none", "attention", "full")}
+    queries, logits = 1024 * 128, 6 * 128 * 128  # a token's; of both routers, E up to a tile
+    assert flops["attention"] - flops["none"] == 4 * 2 * 4096 * 2 * queries
+    assert flops["full"] - flops["attention"] == 4 * 2 * 4096 * 2 * logits
+
+
 def test_linear_experts_share_the_totals_traffic_too():
     """The sequence attention's four experts' two maps, read and written in float32 at 4 depths."""
     name = "sequence attention: projections"

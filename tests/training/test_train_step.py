@@ -8,7 +8,7 @@ import pytest
 
 from dreamer_jax.parallel import make_mesh
 from dreamer_jax.runs.state import TrainState
-from dreamer_jax.training.state import create_state
+from dreamer_jax.training.state import abstract_state, create_state
 from dreamer_jax.training.train_step import make_train_step
 from tests.training.cases import random_batch, tiny_config
 
@@ -200,3 +200,12 @@ def test_bfloat16_computes_on_float32_weights():
     np.testing.assert_allclose(metrics["loss"], three_steps("DR+DA")[0][1]["loss"], rtol=0.02)
     moved = np.abs(np.asarray(state.params["head"]) - fresh("DR+DA").params["head"])
     assert 0 < moved.max() < 1e-6 and np.mean(moved > 0) > 0.5
+
+
+@pytest.mark.parametrize(("remat", "times"), [("none", 1), ("attention", 1), ("full", 2)])
+def test_only_a_whole_layer_selects_again(remat, times):
+    """What routers selected is kept otherwise: each of the three in a layer selects once, or again in the backward."""
+    config = tiny_config(training__remat=remat)
+    mesh = make_mesh(config.mesh)
+    traced = str(jax.make_jaxpr(make_train_step(config, mesh))(abstract_state(config, mesh), random_batch(1)))
+    assert traced.count(" top_k[") == 3 * times
