@@ -14,6 +14,7 @@ from dreamer_jax.families import build, forward, initialise
 from pallas_kernels import backend
 from pallas_kernels.attention_moe import ExpertLinear
 from pallas_kernels.depth_attention import DepthAttention
+from pallas_kernels.expert_mlp import ExpertMLP
 from pallas_kernels.sequence_attention import SequenceAttention
 from tests.families.cases import apply, cross_entropy, random_tokens, random_weights, small_config
 
@@ -123,6 +124,34 @@ def test_linear_experts_without_a_shared_one_on_the_tape():
         return jax.jit(jax.value_and_grad(loss))(params)
 
     (loss, gradient), (wanted_loss, wanted) = found(kernels), found(XLA)
+    assert float(loss) == pytest.approx(float(wanted_loss), rel=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=TOLERANCE * float(jnp.abs(b).max())), gradient, wanted
+    )
+
+
+@pytest.mark.slow  # kernels are interpreted
+@pytest.mark.parametrize("remat", ["attention", "none"])
+def test_experts_of_several_depths_at_once(remat):
+    """Three depths whose rows are kept aside, two at a time, of both kinds of experts; gate and up kept, or not."""
+    sizes = {"depth": 3, "hidden_size": 128, "sa_heads": 1, "sa_kv_heads": 1, "sa_head_size": 128, "expert_size": 8}
+    config = small_config("DR", **sizes)
+    params, bias = random_weights(config)
+    tokens = random_tokens(config, shape=(1, 32))
+    kernels = dataclasses.replace(
+        XLA,
+        expert_linear=ExpertLinear("pallas", 2, 3),
+        expert_mlp=ExpertMLP("pallas", 2, 3, recompute=remat == "attention"),
+    )
+
+    def found(operations, remat):
+        def loss(params):
+            logits = apply(config, params, bias, tokens, remat=remat, operations=operations).logits
+            return cross_entropy(logits, jnp.roll(tokens, -1, axis=1), jnp.ones(tokens.shape))
+
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    (loss, gradient), (wanted_loss, wanted) = found(kernels, remat), found(XLA, "full")
     assert float(loss) == pytest.approx(float(wanted_loss), rel=1e-6)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=TOLERANCE * float(jnp.abs(b).max())), gradient, wanted
