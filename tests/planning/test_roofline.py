@@ -128,11 +128,15 @@ def test_logits_are_computed_again_in_a_whole_layer_only():
 
 
 def test_linear_experts_share_the_totals_traffic_too():
-    """The sequence attention's four experts' two maps, read and written in float32 at 4 depths."""
-    name = "sequence attention: projections"
-    each, shared = (one(operations(config(gradient_depths=n), "v5p"), name).bytes for n in (1, 4))
-    assert each - shared == 4 * 1024 * (4096 + 2048) * 8 * 4 * 3 / 4
-    assert one(operations(config(), "v5p"), name).bytes == shared  # by default, where there is room
+    """The sequence attention's 16 experts' two maps, read and written in float32 at 16 depths; as long as an expert has
+    so few rows that it shortens anything."""
+    name, deep = "sequence attention: projections", dataclasses.replace(WIDE, depth=16)
+    each, shared, more = (one(operations(config(model=deep, gradient_depths=n), "v5p"), name).bytes for n in (1, 4, 8))
+    assert each - shared == 16 * 1024 * (4096 + 2048) * 8 * 16 * 3 / 4
+    assert more == shared  # 256 rows a depth, 1024 at four
+    assert one(operations(config(model=deep), "v5p"), name).bytes == shared  # by default, where there is room
+    few = (one(operations(config(gradient_depths=n), "v5p"), name).bytes for n in (1, 4))
+    assert len(set(few)) == 1  # 4 experts have 1024 each at once
 
 
 def test_rows_aside_need_room_for_the_worst_routing_once():
