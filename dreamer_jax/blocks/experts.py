@@ -198,10 +198,10 @@ class ExpertAttention(Block):
         used, back = rows.used * rows.block * BFLOAT16_BYTES, rows.pairs * BFLOAT16_BYTES
         visiting, again = on.tokens * on.group * h * BFLOAT16_BYTES, on.again.products
 
-        # To the experts, whenever products are computed, and twice for the gradient: fetched in chunks that fit on the
-        # chip, and those put into their place, where they also are kept aside. Home: read, for every pair that visits,
-        # their sums written.
-        there, home = 2 * used * h, back * h + visiting
+        # To the experts, whenever products are computed, and twice for the gradient: fetched in chunks, and those put
+        # into their place, where they also are kept aside. libtpu leaves a chunk on the chip, but not on a v5p. Home:
+        # read, for every pair that visits, their sums written.
+        there, home = (4 if on.target.name == "v5p" else 2) * used * h, back * h + visiting
         yield Operation("experts: rows to experts and back", 0, there * (3 + again) + home * (2 + again))
         forward = (used * h + used * h + weights * BFLOAT16_BYTES) * (1 + again)
         gate_and_up = 0 if on.again.gate else 2 * used * size  # written once, or computed again from the rows

@@ -83,8 +83,8 @@ def test_the_tape_has_room_for_the_tokens_of_the_group(exchange):
     """Whoever they come from; and there is none where the operation on one device has none."""
     local, shape = ExpertMLP("pallas", 2), (2, 2 * 8, 128)
     tape, alone = (
-        its.start_tape((tokens, K), shape, "float32")
-        for its, tokens in ((exchange(local, "expert", GROUP), T), (local, GROUP * T))
+        its.start_tape((tokens, K), shape, "float32", *group)
+        for its, tokens, group in ((exchange(local, "expert", GROUP), T, ()), (local, GROUP * T, (GROUP,)))
     )
     assert tape is not None and jax.tree.map(jnp.shape, tape) == jax.tree.map(jnp.shape, alone)
     assert exchange(ExpertMLP("xla"), "expert", GROUP).start_tape((T, K), shape, "float32") is None

@@ -63,9 +63,9 @@ def test_experts_by_hand(monkeypatch):
     rows = 4096 * 4 + 4 * 64
     assert one(found, "experts: forward").flops == 4 * 2 * rows * 1024 * 3 * 1024
     assert one(found, "experts: forward").bytes == 4 * 2 * (rows * 4 * 1024 + 4 * 3 * 1024**2)
-    # Rows to the experts, read and written, in chunks that fit on the chip: forward, and two kinds backward. Home: 4
-    # pairs a token read, their sum written.
-    there, home = 2 * rows, 5 * 4096
+    # Rows to the experts, read and written twice (chunks in between stay on the chip elsewhere): forward, and two kinds
+    # backward. Home: 4 pairs a token read, their sum written.
+    there, home = 4 * rows, 5 * 4096
     assert one(found, "experts: rows to experts and back").bytes == 4 * 2 * 1024 * (3 * there + 2 * home)
     assert rows_per_expert(config()) == 4096
     assert share_of_tiles(config(), "v5p") == pytest.approx(16384 / rows)
