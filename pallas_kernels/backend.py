@@ -1,8 +1,9 @@
 """Which form of an operation runs: one rule for all of them, asked by each kernel's api.py and nowhere else.
 
-`auto` takes kernels on a TPU (also one that is compiled for without being there) and the plain forms elsewhere;
-`pallas` asks for kernels everywhere, which on a CPU are interpreted, for tests; `xla` never takes one. Where an
-operation has no kernel for the shapes or the platform at hand its plain form stands in, and one log line says why.
+`auto` takes kernels on a TPU (also one that is compiled for without being there), on a CPU the form that suits it where
+there is one, and the plain forms elsewhere; `pallas` asks for kernels everywhere, which on a CPU are interpreted, for
+tests; `xla` is always the plain form, the only one that can be differentiated twice. Where an operation has no kernel
+for the shapes or the platform at hand its plain form stands in, and one log line says why.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from dreamer_jax.config.values import Implementation
 from pallas_kernels import tiles
 
-Backend = Literal["pallas", "gpu", "xla"]
+Backend = Literal["pallas", "gpu", "cpu", "xla"]
 
 
 def backend(operation: str, implementation: Implementation, unsupported: Callable[[], str | None]) -> Backend:
@@ -34,7 +35,9 @@ def backend(operation: str, implementation: Implementation, unsupported: Callabl
         if reason is None:
             return "pallas"
         _say_once(f"{operation} without a kernel: {reason}")
-    return "gpu" if jax.default_backend() == "gpu" else "xla"
+    if jax.default_backend() == "gpu":
+        return "gpu"
+    return "cpu" if implementation == "auto" and on_cpu() else "xla"
 
 
 def target() -> tiles.Generation:

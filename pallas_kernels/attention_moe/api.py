@@ -65,10 +65,9 @@ class ExpertLinear:
             product = in_place.linear(x, index, routed)
             return product if score is None else score.astype(x.dtype)[:, None] * product
         score = jnp.ones(x.shape[0], jnp.float32) if score is None else score
-        if self._backend(index.size, routed.shape, x.dtype) != "pallas":
-            return (cpu if on_cpu() and self.implementation == "auto" else xla).expert_linear(
-                x, index, score, routed, shared
-            )
+        chosen = self._backend(index.size, routed.shape, x.dtype)
+        if chosen != "pallas":
+            return (cpu if chosen == "cpu" else xla).expert_linear(x, index, score, routed, shared)
         shared = jnp.zeros(routed.shape[1:], routed.dtype) if shared is None else shared  # the kernels always add one
         block = _tiles(x.shape[0], routed.shape, x.dtype).block
         plan = plan_dispatch(index[:, None], routed.shape[0], block, multiple=target().cores)

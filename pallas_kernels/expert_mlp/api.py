@@ -74,10 +74,9 @@ class ExpertMLP:
             among, (indices, gate_up, down) = _one_row(indices, gate_up, down)
         if isinstance(down, OutputRows):
             return in_place.expert_mlp(x, indices, weights, gate_up, down.matrices, among)
-        if self._backend(indices.shape, gate_up.shape, x.dtype) != "pallas":
-            return (cpu if on_cpu() and self.implementation == "auto" else xla).expert_mlp(
-                x, indices, weights, gate_up, down
-            )
+        chosen = self._backend(indices.shape, gate_up.shape, x.dtype)
+        if chosen != "pallas":
+            return (cpu if chosen == "cpu" else xla).expert_mlp(x, indices, weights, gate_up, down)
         experts = gate_up.shape[0]
         block = _tiles(indices.size, gate_up.shape, x.dtype).block
         plan = plan_dispatch(indices, experts, block, multiple=target().cores)

@@ -55,9 +55,8 @@ def _backward(residuals, d_out):
         d_x, d_weights, d_gate_up, d_down = totals
         # Of these rows gate and up are computed again: room for the most there could be would have to be kept.
         rows, its_weights, *matrices = of_rows(pairs, None, fetch(gate_up, experts), fetch(down, experts))
-        rows = jnp.where((pairs < weights.size)[..., None], rows, 0)
         return (
-            _add_rows(d_x, token_of(pairs, shape), rows),
+            _add_rows(d_x, token_of(pairs, shape), rows),  # zero for padding, as its weight is
             d_weights.at[pairs].set(its_weights, mode="drop"),
             d_gate_up.at[experts].add(matrices[0], mode="promise_in_bounds"),
             d_down.at[experts].add(matrices[1], mode="promise_in_bounds"),

@@ -11,8 +11,9 @@ import pallas_kernels.attention_moe.xla as linear_xla
 import pallas_kernels.expert_mlp.cpu as mlp_cpu
 import pallas_kernels.expert_mlp.reference as mlp_reference
 import pallas_kernels.expert_mlp.xla as mlp_xla
+from pallas_kernels.dispatch import shares
 from pallas_kernels.dispatch.shares import plan_shares, sizes_for
-from tests.pallas_kernels.expert_cases import compiled, normal, with_an_empty_expert
+from tests.pallas_kernels.expert_cases import compiled, fresh, normal, with_an_empty_expert
 
 TOKENS, CHOICES, EXPERTS, HIDDEN, SIZE, OUT = 45, 3, 11, 12, 5, 7  # no multiple of a block anywhere
 TOLERANCE = 1e-5  # of the largest element, float32 against float32
@@ -171,6 +172,19 @@ def test_pairs_without_an_expert_on_a_cpu(absent):
     value, gradients = compiled(mlp_cpu.expert_mlp)(indices, floats, cotangent)
     expected, expected_gradients = compiled(with_an_empty_expert)(indices, floats, cotangent)
     jax.tree.map(assert_close, (value, gradients), (expected, expected_gradients))
+
+
+@pytest.mark.parametrize(("operation", "case", "rows"), [(MLPS[1], mlp_case, 80), (LINEARS[1], linear_case, 20)])
+def test_the_rest_goes_in_groups(operation, case, rows, monkeypatch):
+    """Several of them, of which the last overlaps with the one before: nothing is left out or added twice."""
+    indices, floats = case("one hot")
+    cotangent = normal(9, TOKENS, HIDDEN if case is mlp_case else OUT)
+    expected = compiled(operation)(indices, floats, cotangent)  # as one group
+    monkeypatch.setattr(shares, "GROUP_ROWS", rows)
+    plan = jax.tree.map(np.asarray, plan_shares(jnp.asarray(indices.reshape(TOKENS, -1)), EXPERTS))
+    size = rows // plan.rest.shape[1]
+    assert 1 < size < plan.used and len(plan.rest) % size and plan.used > len(plan.rest) // size * size
+    jax.tree.map(assert_close, fresh(operation)(indices, floats, cotangent), expected)
 
 
 @pytest.mark.parametrize(("tokens", "experts"), [(45, 11), (45, 3), (300, 11), (7, 11)])
