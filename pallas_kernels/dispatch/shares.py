@@ -84,7 +84,7 @@ def sizes_for(pairs: int, num_experts: int) -> tuple[int, int]:
     """(C, b): near three quarters of the mean rows of an expert, so that few places of a share are empty even where
     experts aren't used alike; and the rows of a block, at most C.
 
-    Measured on two CPU cores (docs/benchmarks.md, how experts are computed in training).
+    Measured on two CPU cores (docs/benchmarks.md, how experts are computed in training on a CPU).
     """
     share = max(8, 16 * round(0.75 * pairs / num_experts / 16))
     return share, min(share, block_size_for(pairs, num_experts))
