@@ -59,15 +59,16 @@ OF_THE_DISK = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or name an
 """What a person can do about errors of files that no command has foreseen."""
 MEMORY = (
     "glibc.malloc.hugetlb=1",
-    f"glibc.malloc.mmap_threshold={1 << 40}",
+    f"glibc.malloc.mmap_threshold={4 << 20}",
     f"glibc.malloc.trim_threshold={1 << 40}",
-    "glibc.malloc.arena_max=1",
 )
-"""What glibc is told: large allocations are huge pages, and freed memory stays with the process.
+"""What glibc is told: large allocations are huge pages, each a mapping of its own from 4 MiB on, and smaller ones stay
+with the process when they are freed.
 
 XLA's CPU backend allocates its temporaries anew in every step. With 4 KiB pages a small train step took some 200,000
-page faults, a third of its CPU time; with huge ones it still got 1.3 GB of zeroed memory from the kernel and gave it
-back, a tenth. One arena, because others map what is so large. A run may need half as much memory again for it.
+page faults, a third of its CPU time; with huge ones it takes a few hundred. Keeping the large ones with the process too
+saves the kernel from zeroing them, but the compiler leaves the heap full of holes: in a process that had compiled its
+step the threads then waited for the heap, and steps took 1.2 to 1.5 times as long as in one that had found it compiled.
 """
 SELDOM = 100_000
 """New objects after which Python looks for cycles among them; with its own 700 a start takes 8 % longer."""
@@ -108,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def entry() -> int:
-    """`main` for the process's own words, in a process that keeps compiled programs and its memory (see `MEMORY`).
+    """`main` for the process's own words, in a process that keeps compiled programs and has its memory as `MEMORY` says.
 
     glibc reads the settings only at start, hence the second start. What somebody has set himself comes after, and of
     two settings alike glibc takes the last.
