@@ -24,11 +24,13 @@ def run(arguments: list[str]) -> int:
     if code:
         return code
     from dreamer_jax.studies.frontier_figures import draw
+    from dreamer_jax.studies.frontier_tables import markdown
 
+    (folder / "frontier.md").write_text(markdown(result), encoding="utf-8")
     _print(result)
     for path in draw(result, folder):
         print(f"figure {path}")
-    print(f"done: {folder / 'frontier.json'}")
+    print(f"done: {folder / 'frontier.json'}, {folder / 'frontier.md'}")
     return 0
 
 

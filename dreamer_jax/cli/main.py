@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def entry() -> int:
-    """`main` for the process's own words, in a process that keeps compiled programs and has its memory as `MEMORY` says.
+    """`main` for the process's own words, in a process that keeps compiled programs and is told `MEMORY`.
 
     glibc reads the settings only at start, hence the second start. What somebody has set himself comes after, and of
     two settings alike glibc takes the last.

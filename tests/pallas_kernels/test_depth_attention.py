@@ -76,7 +76,8 @@ def scanned(q, k, v, d_out, unwritten=0.0, window=WHOLE):
     for depth in reversed(range(slots)):
         *gradient, tape = backward(q[depth], k[depth], v[depth], cache, jnp.int32(depth), tape, d_out[depth])
         gradients.append(gradient)
-    outs, gradients = jax.block_until_ready((outs, gradients))  # an interpreted kernel can wait for ever beside other work
+    # Beside other operations an interpreted kernel can wait for ever.
+    outs, gradients = jax.block_until_ready((outs, gradients))
     return jnp.stack(outs), *(jnp.stack(parts[::-1]) for parts in zip(*gradients, strict=True))
 
 

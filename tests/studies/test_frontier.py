@@ -16,6 +16,7 @@ from dreamer_jax.families import build, forward, initialise
 from dreamer_jax.runs.models import load_run
 from dreamer_jax.studies import cells, frontier, variants
 from dreamer_jax.studies.frontier_figures import borders
+from dreamer_jax.studies.frontier_tables import fewest_steps, markdown
 from dreamer_jax.studies.published import PUBLISHED
 from tests.outside import paper_tables
 
@@ -54,6 +55,26 @@ def test_what_a_study_leaves(folder: Path) -> None:
     assert frontier.size(model).endswith(" parameters, 1 seed")
     assert frontier.size({"parameters": 1234, "seeds": {"0": {}, "1": {}}}) == "1,234 parameters, 2 seeds"
     assert load_run(folder / "depth_recurrent/seed0").step == 3
+
+
+def test_fewest_steps_are_those_that_nothing_is_lost_after() -> None:
+    assert fewest_steps([0.5, 0.96, 0.9, 0.95, 1.0]) == 4
+    assert fewest_steps([0.95, 0.95]) == 1
+    assert fewest_steps([1.0, 0.94]) is None
+
+
+def test_tables_of_a_page(folder: Path) -> None:
+    result = json.loads((folder / "frontier.json").read_text())
+    assert (folder / "frontier.md").read_text() == markdown(result)
+    one, other = [[0.5, 1.0, 1.0], [0.25, 0.5, 0.75]], [[1.0, 1.0, 1.0], [0.75, 0.5, 0.25]]
+    seeds = {str(i): {"accuracy": dict(zip("12", rows, strict=True))} for i, rows in enumerate((one, other))}
+    model = {"headline": "tiny", "parameters": 1234, "seeds": seeds}
+    made = markdown({"task": "graph", "depths": [1, 2], "steps": [1, 3], "models": {"toy": model}})
+    assert made.split("\n\n")[1:] == [
+        "**toy**: tiny, 1,234 parameters, 2 seeds",
+        "| hops | T = 1 | T = 3 |\n| --- | --- | --- |\n| 1 | 0.75 | 1.00 |\n| 2 | 0.50 | 0.50 |",
+        "| hops | 1 | 2 |\n| --- | --- | --- |\n| seed 0 | 2 | - |\n| seed 1 | 1 | - |\n",
+    ]
 
 
 @pytest.mark.parametrize("steps", [1, 20])
