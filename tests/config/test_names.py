@@ -98,12 +98,12 @@ def test_in_a_checkout_origins_name_no_folder_of_the_machine(monkeypatch: pytest
         (["config", "list", "all"], "config list: unexpected 'all'"),
         (
             ["data", "prepare", "gsm8k_mat", "--out", "x"],
-            "the package has no mixture of this name; did you mean 'gsm8k_m",
+            "the package has no mixture of this name; did you mean 'gsm8k_math'? it has gsm8k_math, "
+            "gsm8k_math_bpe, gsm8k_math_bytes, mixtures/paper",
         ),
         (
             ["study", "zo"],
-            "the package has no study of this name; did you mean 'zoo'? it has any_depth, balancing, depth16, "
-            "depth32, depth8, harder, section37, zoo",
+            "the package has no study of this name; did you mean 'zoo'? `dreamer config list` shows all",
         ),
         (["match", "dr_16", "--to", "la_17"], "did you mean 'la_16'?"),
         (["bench", "train", "--config", "la_tinny"], "did you mean 'la_tiny'?"),
