@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from dreamer_jax.config import mixture_checks as checks
 from dreamer_jax.config.expert_subsets import ExpertSubsets
-from dreamer_jax.config.mixture_checks import require_dimensions, require_subsets
-from dreamer_jax.config.values import Balancing, DepthForm, DepthScaling, Implementation, require, require_positive
+from dreamer_jax.config.mixture_checks import RECURRENT_PARTS
+from dreamer_jax.config.values import Balancing, DepthForm, DepthScaling, Implementation, require_positive
 
 Variant = Literal["LA", "LA+DA", "DR", "DR+DA"]
 Mixing = Literal["sequential", "parallel_attention", "parallel"]
@@ -15,7 +16,6 @@ _MAY_BE_ZERO = (
     *("balancing_boost_steps", "da_window", "pa_slots", "pa_embedding_size", "decoding_size"),
     "dimensions_per_token",
 )
-_RECURRENT_PARTS = ("attention_experts", "shared_expert", "residual_norm")
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class DreamerConfig:
     @property
     def left_out(self) -> tuple[str, ...]:
         """The parts of sections 3.5 and 3.7 that settings leave out."""
-        return tuple(name for name in (*_RECURRENT_PARTS, "router_depth_code") if not getattr(self, name))
+        return tuple(name for name in (*RECURRENT_PARTS, "router_depth_code") if not getattr(self, name))
 
     @property
     def dimensions(self) -> tuple[str, ...]:
@@ -242,137 +242,15 @@ class DreamerConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "model", allow_zero=_MAY_BE_ZERO)
-        require(
-            self.sa_heads % self.sa_kv_heads == 0,
-            "model.sa_kv_heads",
-            f"{self.sa_kv_heads} does not divide model.sa_heads {self.sa_heads}",
-        )
-        require(
-            self.da_heads % self.da_kv_heads == 0,
-            "model.da_kv_heads",
-            f"{self.da_kv_heads} does not divide model.da_heads {self.da_heads}",
-        )
-        require(
-            self.sa_head_size % 2 == 0,
-            "model.sa_head_size",
-            f"{self.sa_head_size} is odd; RoPE rotates pairs, so use an even number",
-        )
-        for name in ("da_head_size", "pa_head_size", "router_size"):
-            value = getattr(self, name)
-            require(
-                value % 4 == 0,
-                f"model.{name}",
-                f"{value} is not divisible by 4; depth RoPE rotates pairs in two halves",
-            )
-        texts = self.pa_source == "texts"
-        require(
-            not texts or self.pa_slots > 0,
-            "model.pa_slots",
-            "is 0 with model.pa_source texts; it is the number of texts in the file of data.knowledge",
-        )
-        require(
-            texts == bool(self.pa_embedding_size),
-            "model.pa_embedding_size",
-            "is 0 with model.pa_source texts; it is the size of the embeddings in the file of data.knowledge"
-            if texts
-            else f"{self.pa_embedding_size} is for model.pa_source texts, and it is latents; leave the setting out",
-        )
-        rotated = min(self.da_head_size, self.router_size) // (2 if self.depth_counters == "both" else 1)
-        require(
-            self.depth_scaling != "ntk" or rotated > 2,
-            "model.depth_scaling",
-            "ntk has no meaning where each counter turns one pair; take larger model.da_head_size and router_size",
-        )
-        require(
-            self.depth_counters != "learned" or self.depth_scaling != "ntk",
-            "model.depth_scaling",
-            "ntk is about rotations, and learned depth counters have none; use interpolated or none",
-        )
-        require(
-            self.depth_counters != "learned" or self.recurrent,
-            "model.depth_counters",
-            f"learned is for DR and DR+DA; every layer of {self.variant} can learn its own place, so use another value",
-        )
-        require(
-            self.depth_counters != "none" or self.depth_scaling == "none",
-            "model.depth_scaling",
-            f"{self.depth_scaling} has no meaning where model.depth_counters is none",
-        )
-        for name in _RECURRENT_PARTS:
-            require(
-                self.recurrent or getattr(self, name),
-                f"model.{name}",
-                f"false is for DR and DR+DA; {self.variant} has nothing to leave out, so leave the setting out",
-            )
-        require(
-            self.recurrent or self.injection == "none",
-            "model.injection",
-            f"{self.injection} is for DR and DR+DA; in {self.variant} nothing enters again, so leave the setting out",
-        )
-        require(
-            self.recurrent or not self.decoding_size,
-            "model.decoding_size",
-            f"{self.decoding_size} is for DR and DR+DA; {self.variant} has layers of its own, so leave the setting out",
-        )
-        for name, plain in (("da_form", "softmax"), ("da_window", 0), ("da_dilation", 1)):
-            value = getattr(self, name)
-            require(
-                self.depth_attention or value == plain,
-                f"model.{name}",
-                f"{value} is for depth attention; {self.variant} has none, so leave the setting out",
-            )
-            require(
-                self.da_form == "softmax" or name == "da_form" or value == plain,
-                f"model.{name}",
-                f"{value} is for softmax; with model.da_form {self.da_form} there is one state of all depths",
-            )
-        for name in ("sa_every", "da_every", "pa_every"):
-            value = getattr(self, name)
-            require(
-                self.recurrent or value == 1,
-                f"model.{name}",
-                f"{value} is for DR and DR+DA; {self.variant} has layers of its own, so leave the setting out",
-            )
-            require(
-                value == 1 or value < self.depth,
-                f"model.{name}",
-                f"{value} leaves depth 0 alone at model.depth {self.depth}; use a smaller number",
-            )
-        require(
-            self.depth_attention or self.da_every == 1,
-            "model.da_every",
-            f"{self.da_every} is for depth attention; {self.variant} has none, so leave the setting out",
-        )
-        require(
-            self.pa_slots > 0 or self.pa_every == 1,
-            "model.pa_every",
-            f"{self.pa_every} is for parameter attention; set model.pa_slots too, or leave the setting out",
-        )
-        places = -(-self.depth // self.da_every)
-        require(
-            self.da_dilation == 1 or self.da_dilation < places,
-            "model.da_dilation",
-            f"{self.da_dilation} leaves no earlier depth to see at model.depth {self.depth}"
-            + (f" with model.da_every {self.da_every}" if self.da_every > 1 else "")
-            + "; use a smaller number",
-        )
-        require(
-            self.da_dilation == 1 or self.da_window != 1,
-            "model.da_dilation",
-            f"{self.da_dilation} has no meaning with model.da_window 1, the present depth alone; use a larger window",
-        )
-        require(
-            self.attention_experts or self.shared_expert,
-            "model.shared_expert",
-            "false has no meaning without attention MoEs; set only one of it and model.attention_experts to false",
-        )
-        require(
-            self.experts_per_token <= self.num_experts,
-            "model.experts_per_token",
-            f"{self.experts_per_token} is more than model.num_experts {self.num_experts}",
-        )
-        require_subsets(self)
-        require_dimensions(self)
+        checks.require_heads(self)
+        checks.require_slots(self)
+        checks.require_depth_signals(self)
+        checks.require_recurrence(self)
+        checks.require_depth_attention(self)
+        checks.require_turns(self)
+        checks.require_experts(self)
+        checks.require_subsets(self)
+        checks.require_dimensions(self)
 
 
 CONFIG = DreamerConfig
