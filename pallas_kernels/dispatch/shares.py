@@ -18,6 +18,9 @@ from pallas_kernels.dispatch.api import block_size_for, sorted_pairs
 
 GROUP_ROWS = 512
 """Rows of a group of blocks."""
+ROOMY = 1024
+"""Up to so many rows in all, every expert's share has room for every token, and there is no rest: that is two groups'
+work, and a program without loops, which compiles a fifth sooner."""
 
 
 class Shares(NamedTuple):
@@ -80,12 +83,15 @@ def token_of(pairs: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.minimum(pairs // shape[1], shape[0] - 1)
 
 
-def sizes_for(pairs: int, num_experts: int) -> tuple[int, int]:
+def sizes_for(tokens: int, choices: int, num_experts: int) -> tuple[int, int]:
     """(C, b): near three quarters of the mean rows of an expert, so that few places of a share are empty even where
-    experts aren't used alike; and the rows of a block, at most C.
+    experts aren't used alike; and the rows of a block, at most C. All tokens, where there are few of them.
 
     Measured on two CPU cores (docs/benchmarks.md, how experts are computed in training on a CPU).
     """
+    if tokens * num_experts <= ROOMY:
+        return tokens, tokens
+    pairs = tokens * choices
     share = max(8, 16 * round(0.75 * pairs / num_experts / 16))
     return share, min(share, block_size_for(pairs, num_experts))
 
@@ -102,7 +108,7 @@ def plan_shares(indices: jax.Array, num_experts: int) -> Shares:
     """
     tokens, choices = indices.shape
     pairs = indices.size
-    size, block = sizes_for(pairs, num_experts)
+    size, block = sizes_for(tokens, choices, num_experts)
     order, expert, bounds = sorted_pairs(indices.reshape(-1), num_experts)
     start, count = bounds[:-1], jnp.diff(bounds)
 

@@ -20,6 +20,12 @@ TOLERANCE = 1e-5  # of the largest element, float32 against float32
 SELECTIONS = ("random", "one hot", "skewed")
 
 
+@pytest.fixture(autouse=True)
+def a_rest(monkeypatch):
+    """Also of so few tokens as are quick to test."""
+    monkeypatch.setattr(shares, "ROOMY", 0)
+
+
 def choose(kind, choices):
     """[T, choices] int32, different within a token. "one hot" leaves all experts but `choices` without a token."""
     if kind == "one hot":
@@ -187,6 +193,19 @@ def test_the_rest_goes_in_groups(operation, case, rows, monkeypatch):
     jax.tree.map(assert_close, fresh(operation)(indices, floats, cotangent), expected)
 
 
+@pytest.mark.parametrize(("operation", "case"), [(MLPS[1], mlp_case), (LINEARS[1], linear_case)])
+def test_few_tokens_leave_no_rest(operation, case, monkeypatch):
+    """Every expert has room for all of them, also where all choose the same ones."""
+    indices, floats = case("one hot")
+    cotangent = normal(9, TOKENS, HIDDEN if case is mlp_case else OUT)
+    expected = compiled(operation)(indices, floats, cotangent)
+    monkeypatch.setattr(shares, "ROOMY", TOKENS * EXPERTS)
+    plan = plan_shares(jnp.asarray(indices.reshape(TOKENS, -1)), EXPERTS)
+    assert plan.share.shape == (EXPERTS, TOKENS) and not len(plan.rest)
+    assert bool(plan.here.all())
+    jax.tree.map(assert_close, fresh(operation)(indices, floats, cotangent), expected)
+
+
 @pytest.mark.parametrize(("tokens", "experts"), [(45, 11), (45, 3), (300, 11), (7, 11)])
 @pytest.mark.parametrize("kind", SELECTIONS)
 def test_every_pair_has_one_place(kind, tokens, experts):
@@ -203,5 +222,5 @@ def test_every_pair_has_one_place(kind, tokens, experts):
         assert place == plan.share.size or plan.share.reshape(-1)[place] == pair
     filled = np.any(plan.rest < indices.size, axis=1)
     assert np.array_equal(filled, np.arange(len(plan.rest)) < plan.used)
-    size, block = sizes_for(indices.size, experts)
+    size, block = sizes_for(*indices.shape, experts)
     assert plan.share.shape == (experts, size) and (not len(plan.rest) or plan.rest.shape[1] == block <= size)
