@@ -52,8 +52,12 @@ class Heartbeat:
             self._suspended = False
 
     def _watch(self) -> None:
-        while not self._closed.wait(min(5.0, self._seconds / 4)):
-            silent = time.monotonic() - self._last
+        interval, woke = min(5.0, self._seconds / 4), time.monotonic()
+        while not self._closed.wait(interval):
+            # A wait that took longer: this whole process stood still, as after Ctrl-Z. Nothing could be finished then.
+            now = time.monotonic()
+            self._last, woke = min(now, self._last + max(0.0, now - woke - interval)), now
+            silent = now - self._last
             if silent > self._seconds and not self._suspended:
                 print(
                     f"dreamer: error: nothing was finished for {silent:.0f} s (safety.stuck_seconds "

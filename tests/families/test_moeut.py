@@ -218,7 +218,8 @@ def test_gradients_are_those_of_the_unrolled_repeats():
     (found, _), gradients = passing(TINY)(drawn_params(TINY), BATCH, MUCH)
     np.testing.assert_allclose(found, loss, rtol=1e-6)
     scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(wanted))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * scale, rtol=1e-5), gradients, wanted)
+    # With such weights float32 loses digits: next to float64 one side errs by 1e-5 of the scale, the other by 3e-5.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-5 * scale, rtol=1e-5), gradients, wanted)
 
 
 # Limits.
