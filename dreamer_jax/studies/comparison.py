@@ -175,12 +175,15 @@ def markdown(result: Mapping[str, Any]) -> str:
     """The tables of a study, for a page."""
     blocks = []
     for name, task in result["tasks"].items():
-        titles = header(task["metric"])
-        lines = [titles, ["---"] * len(titles), *map(cells, rows_of(result, name))]
-        table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        table = markdown_table(header(task["metric"]), [cells(row) for row in rows_of(result, name)])
         blocks += [f"**{name}** ({task['tokens']:,} tokens)", table]
         blocks += filter(None, (depth_table(task), difficulty_table(task), gini_table(task)))
     return "\n\n".join(blocks) + "\n"
+
+
+def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table for a page."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in (titles, ["---"] * len(titles), *rows))
 
 
 def depth_table(task: Mapping[str, Any]) -> str:
@@ -189,13 +192,13 @@ def depth_table(task: Mapping[str, Any]) -> str:
     depths = sorted({depth for its in found.values() for depth in its})
     if not depths:
         return ""
-    lines = [["loss at depth", *map(str, depths)], ["---"] * (1 + len(depths))]
+    lines = []
     for name, its in found.items():
         trained = task["members"][name]["depth"]
         shown = (f"{its[d]:.3f}" if d in its else "-" for d in depths)
         marked = [f"**{text}**" if d == trained else text for d, text in zip(depths, shown, strict=True)]
         lines.append([name, *marked])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown_table(["loss at depth", *map(str, depths)], lines)
 
 
 def difficulty_table(task: Mapping[str, Any]) -> str:
@@ -216,8 +219,7 @@ def difficulty_table(task: Mapping[str, Any]) -> str:
     if not lines:
         return ""
     header = ["right at difficulty", "depth", *asked]
-    rows = [header, ["---"] * len(header), *(line + ["-"] * (len(header) - len(line)) for line in lines)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return markdown_table(header, [line + ["-"] * (len(header) - len(line)) for line in lines])
 
 
 def gini_table(task: Mapping[str, Any]) -> str:
@@ -232,9 +234,8 @@ def gini_table(task: Mapping[str, Any]) -> str:
     routers = sorted({router for its in means.values() for router in its})
     if not routers:
         return ""
-    lines = [["Gini of expert use", *(f"`{router}`" for router in routers)], ["---"] * (1 + len(routers))]
-    lines += [[name, *(f"{its[r]:.2f}" if r in its else "-" for r in routers)] for name, its in means.items() if its]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    lines = [[name, *(f"{its[r]:.2f}" if r in its else "-" for r in routers)] for name, its in means.items() if its]
+    return markdown_table(["Gini of expert use", *(f"`{router}`" for router in routers)], lines)
 
 
 def depth_means(member: Mapping[str, Any]) -> dict[int, float]:

@@ -115,16 +115,18 @@ def test_a_notice_that_was_there_before_stops_nothing(metadata):
         assert not eventually(request.reached, 0.3)
 
 
-def test_a_process_that_was_stopped_goes_on():
+@pytest.mark.parametrize(("silence", "code"), [(0.2, 0), (20, RESTART_EXIT_CODE)])
+def test_a_process_that_was_stopped_goes_on(silence, code):
     """After Ctrl-Z and `fg` the time in between doesn't count, however long; a standstill after it does."""
-    words = [sys.executable, "-c", WATCHED.replace("{silence}", "0.2")]
+    words = [sys.executable, "-c", WATCHED.replace("{silence}", str(silence))]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "alive\n"
         process.send_signal(signal.SIGSTOP)
         time.sleep(1.5)
         process.send_signal(signal.SIGCONT)
-        out, error = process.communicate(timeout=20)
-    assert (process.returncode, out, error) == (0, "end\n", "")
+        out, error = process.communicate(timeout=15)
+    assert process.returncode == code
+    assert (out, "nothing was finished" in error) == (("", True) if code else ("end\n", False))
 
 
 WATCHED = """
