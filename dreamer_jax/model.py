@@ -58,11 +58,17 @@ class Model:
         model_state: its own, by collection, such as balancing biases.
     """
 
-    def __init__(self, trained: TrainedModel, open_tokenizer: Callable[[], Tokenizer], mesh: Mesh | None = None):
+    def __init__(
+        self,
+        trained: TrainedModel,
+        open_tokenizer: Callable[[], Tokenizer],
+        mesh: Mesh | None = None,
+        int8: bool = False,
+    ):
         self.config: Config = trained.config
         self.family: Family = trained.family
         self.step, self.params, self.model_state = trained.step, trained.params, trained.model_state
-        self._open_tokenizer, self._mesh = open_tokenizer, mesh
+        self._open_tokenizer, self._mesh, self._int8 = open_tokenizer, mesh, int8
 
     def __repr__(self) -> str:
         return f"<{self.family.headline()}, after {self.step} steps>"
@@ -189,7 +195,7 @@ class Model:
 
     @functools.cached_property
     def _folded(self) -> FoldedModel:
-        return fold(self.config.model, self.params, self.model_state)
+        return fold(self.config.model, self.params, self.model_state, int8=self._int8)
 
     def _depth(self, depth: int | None) -> int:
         return self.family.depth if depth is None else self.family.check_depth(depth)
@@ -235,6 +241,7 @@ def load(
     tokenizer: str | None = None,
     mesh: Mesh | None = None,
     family_module: str | None = None,
+    int8: bool = False,
 ) -> Model:
     """A trained model.
 
@@ -249,6 +256,7 @@ def load(
         tokenizer: where the tokenizer's file is now, if it was moved; needed only for texts.
         mesh: devices that share generation and scoring, as `inference.Engine` takes it; None for one.
         family_module: where the model's family is defined, if that is outside of the package; as `--family-module`.
+        int8: whether generation and scoring keep the experts' matrices in eight bits, which a CPU can.
     Raises:
         UserError: there is no such run or folder, or what is there is damaged.
     """
@@ -263,10 +271,10 @@ def load(
         trained = read_model(folder)
         if tokenizer is None and not _is_there(trained.config.data.tokenizer):
             its = changed(trained, dtype, cache, knowledge)
-            return Model(its, lambda: load_tokenizer(str(folder / "tokenizer.json")), mesh)
+            return Model(its, lambda: load_tokenizer(str(folder / "tokenizer.json")), mesh, int8)
     else:
         trained = load_run(path, step, average)
-    return Model(changed(trained, dtype, cache, knowledge), lambda: tokenizer_of(trained, tokenizer), mesh)
+    return Model(changed(trained, dtype, cache, knowledge), lambda: tokenizer_of(trained, tokenizer), mesh, int8)
 
 
 def _is_there(tokenizer: str) -> bool:

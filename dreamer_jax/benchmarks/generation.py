@@ -31,6 +31,7 @@ def bench_generate(
     tokens: int,
     rounds: int,
     against: bool,
+    int8: bool,
     say: Callable[[str], None],
 ) -> Measurement:
     """Time greedy generation from random weights after random prompts.
@@ -40,6 +41,7 @@ def bench_generate(
         batches: batch sizes.
         prompt_tokens, tokens: of each row, prompt and continuation.
         rounds: how often each side has its turn.
+        int8: whether each of our models also has its turn with its experts' matrices in eight bits.
         say: gets a line of progress now and then.
 
     Returns:
@@ -55,6 +57,8 @@ def bench_generate(
         if jax.default_backend() != "cpu":
             raise UserError("--against transformers measures the CPU; set JAX_PLATFORMS=cpu")
     ours = {name: _our_side(config) for name, config in configs}
+    if int8:
+        ours |= {f"{name}, int8": _our_side(config, int8) for name, config in configs}
     smallest = min(config.model.vocab_size for _, config in configs)
     result: Measurement = {"machine": machine(), "prompt_tokens": prompt_tokens, "tokens": tokens, "sides": {}}
     for batch in batches:
@@ -78,8 +82,9 @@ def bench_generate(
     return result
 
 
-def _our_side(config: Config) -> Side:
-    engine = Engine(fold(config.model, *initialise(build(config.model), jax.random.key(config.run.seed))))
+def _our_side(config: Config, int8: bool = False) -> Side:
+    weights = initialise(build(config.model), jax.random.key(config.run.seed))
+    engine = Engine(fold(config.model, *weights, int8=int8))
 
     def generate(prompts: np.ndarray, tokens: int) -> tuple[float, float]:
         began = time.perf_counter()

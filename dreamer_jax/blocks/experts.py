@@ -20,6 +20,7 @@ from dreamer_jax.blocks.routing import Router, observe_routing, select, usage
 from pallas_kernels.dispatch.aside import blocks_aside
 from pallas_kernels.expert_mlp.shapes import Tiles, depths_aside
 from pallas_kernels.tape import Tape
+from pallas_kernels.weights import OutputRows, Stacked
 
 
 class Answered(NamedTuple):
@@ -104,7 +105,8 @@ class ExpertAttention(Block):
         logits = self.router(flat, depth.flat(), eligible)
         indices, scores = select(logits, bias, self.router.selected, eligible)
         weights = scores / jnp.sum(scores, axis=-1, keepdims=True)
-        gate_up, down = (jax.tree.map(lambda leaf: _cast(leaf, x.dtype), matrix) for matrix in (gate_up, down))
+        if not isinstance(gate_up, (OutputRows, Stacked)):  # which are of the compute precision
+            gate_up, down = gate_up.astype(x.dtype), down.astype(x.dtype)
         out = self.operations.expert_mlp(flat, indices, weights, gate_up, down, tape=(tape or {}).get("experts"))
         seen = observe_routing(logits, scores, context.real) if self.observe else None
         counted = context.real if asked is None else context.real & asked
@@ -120,8 +122,8 @@ class ExpertAttention(Block):
     @nn.nowrap
     def fold(self, weights: dict[str, Any], dtype: str) -> dict[str, Any]:
         """The weights as decoding wants them."""
-        down = self.operations.expert_mlp.arrange(weights["down"].astype(dtype))
-        gate_up = weights["gate_up"].astype(dtype)
+        matrices = weights["gate_up"].astype(dtype), weights["down"].astype(dtype)
+        gate_up, down = self.operations.expert_mlp.arrange(*matrices)
         return {"gate_up": gate_up, "down": down, "router": self.router.fold(weights["router"], dtype)}
 
     @nn.nowrap
@@ -229,7 +231,3 @@ class ExpertAttention(Block):
             if on.group > 1:  # what came from the group's other chips
                 kept += BFLOAT16_BYTES * on.tokens * on.group * h * on.total_depth
         return room * (4 * h + 5 * size) + aside + kept
-
-
-def _cast(matrix: jax.Array, dtype: Any) -> jax.Array:
-    return matrix if jnp.issubdtype(matrix.dtype, jnp.integer) else matrix.astype(dtype)

@@ -7,7 +7,7 @@ Families get them and never ask for a platform or a mesh; expert parallelism put
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -65,6 +65,12 @@ def operations_of(
     )
 
 
+def in_int8(operations: Operations) -> Operations:
+    """The same, whose `arrange` makes whole numbers of eight bits of matrices."""
+    apart = {name: replace(getattr(operations, name), int8=True) for name in ("expert_mlp", "expert_linear")}
+    return replace(operations, **apart)
+
+
 @dataclass(frozen=True)
 class Plain:
     """A function as an operation without a tape, for definitions and tests.
@@ -82,9 +88,9 @@ class Plain:
     def start_tape(self, *sizes: Any, **options: Any) -> None:
         """There is none."""
 
-    def arrange(self, weight: Any) -> Any:
-        """The weight as it is."""
-        return weight
+    def arrange(self, weight: Any, *others: Any, expert: bool = True) -> Any:
+        """The weights as they are."""
+        return (weight, *others) if others else weight
 
 
 REFERENCE = Operations(

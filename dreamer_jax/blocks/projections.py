@@ -136,14 +136,14 @@ class Projections(Block):
     @nn.nowrap
     def fold(self, weights: dict[str, Any], dtype: str) -> dict[str, Any]:
         """The weights as decoding wants them: shared experts added into the routed ones in float32 (Eq. 8)."""
-        folded = {}
+        folded, arrange = {}, self.operations.expert_linear.arrange
         for name in ("qkv", "out"):
             matrix = weights[name]
             if self.has_shared:
                 matrix = matrix + weights[f"{name}_shared"]
             matrix = matrix.astype(dtype)
             several = matrix.ndim > 2  # one matrix for all depths isn't looked up
-            folded[name] = self.operations.expert_linear.arrange(matrix) if several else matrix
+            folded[name] = arrange(matrix, expert=self.router is not None) if several else matrix
         if self.router is not None:
             folded["router"] = self.router.fold(weights["router"], dtype)
         return folded

@@ -24,6 +24,7 @@ def run(arguments: list[str]) -> int:
         options.tokens,
         options.rounds,
         options.against is not None,
+        options.int8,
         say,
     )
     print(json.dumps(found, indent=2) if options.json else _text(found))
@@ -49,6 +50,7 @@ def _parser() -> Parser:
         choices=["transformers"],
         help="also time Hugging Face's Qwen3-MoE with the first configuration's sizes (LA, float32, CPU; extra bench)",
     )
+    add("--int8", action="store_true", help="also each of ours with its experts' matrices in eight bits")
     add("--batch", type=positive, action="append", metavar="B", help="rows at once; may be given several times (1, 16)")
     add("--prompt-tokens", type=positive, default=64, metavar="N", help="tokens of a prompt (64)")
     add("--tokens", type=positive, default=64, metavar="N", help="tokens to generate (64)")

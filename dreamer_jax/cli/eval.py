@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from dreamer_jax.cli.arguments import Parser, natural, positive
-from dreamer_jax.cli.inference_options import CACHE, KNOWLEDGE, add_mesh, add_sampling, mesh_of, sampling_of
+from dreamer_jax.cli.inference_options import CACHE, INT8, KNOWLEDGE, add_mesh, add_sampling, mesh_of, sampling_of
 from dreamer_jax.cli.sampler_options import add_sampler, parse
 
 
@@ -26,6 +26,7 @@ def run(arguments: list[str]) -> int:
         options.run,
         depth=options.depth,
         dtype=options.dtype,
+        int8=options.int8,
         average=options.average,
         tokenizer=options.tokenizer,
         max_length=options.max_length,
@@ -86,6 +87,7 @@ def _parser() -> Parser:
     add("--depth", type=positive, help="depths to apply, instead of the trained number")
     add("--average", type=positive, default=1, metavar="N", help="take the mean of the last N checkpoints' weights (1)")
     add("--dtype", choices=("bfloat16", "float32"), help="compute precision, instead of the run's")
+    add("--int8", action="store_true", help=INT8)
     add("--cache", metavar="RULE", help=CACHE)
     add("--knowledge", metavar="FILE.safetensors", help=KNOWLEDGE)
     add("--tokenizer", help="where the run's tokenizer is now, if it was moved")

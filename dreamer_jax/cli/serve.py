@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dreamer_jax.cli.arguments import Parser, natural, positive, say
-from dreamer_jax.cli.inference_options import CACHE, KNOWLEDGE, RUN, add_mesh, mesh_of, prompt_template
+from dreamer_jax.cli.inference_options import CACHE, INT8, KNOWLEDGE, RUN, add_mesh, mesh_of, prompt_template
 from dreamer_jax.errors import UserError, how_to_install
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def run(arguments: list[str]) -> int:
     further, mesh = [offered(word) for word in options.offer], mesh_of(options.mesh_data, options.mesh_expert)
     keys = None if options.api_key_file is None else read_keys(options.api_key_file)
     taken = process.open_port(options.host, options.port)
-    names = ("average", "dtype", "cache", "knowledge", "tokenizer")
+    names = ("average", "dtype", "int8", "cache", "knowledge", "tokenizer")
     model = load(options.run, **{name: getattr(options, name) for name in names})
     tokenizer = model.tokenizer
     template = prompt_template(model.config)
@@ -149,6 +149,7 @@ def _parser() -> Parser:
     add("--log-text", action="store_true", help="write prompts and answers to the log, which otherwise has none")
     add("--average", type=positive, default=1, metavar="N", help="the mean of the last N checkpoints' weights (1)")
     add("--dtype", choices=["float32", "bfloat16"], help="compute precision (as trained)")
+    add("--int8", action="store_true", help=INT8)
     add("--cache", metavar="RULE", help=CACHE)
     add("--knowledge", metavar="FILE.safetensors", help=KNOWLEDGE)
     add("--tokenizer", metavar="FILE", help="where the run's tokenizer is now, if it was moved")

@@ -76,10 +76,11 @@ class Engine:
         dtype: str | None = None,
         sampler: Sampler | None = None,
         mesh: Mesh | None = None,
+        int8: bool = False,
     ) -> Engine:
-        """The engine of a checkpoint (`load_run`); `depth` and `dtype` as of `fold`."""
+        """The engine of a checkpoint (`load_run`); `depth`, `dtype` and `int8` as of `fold`."""
         check_generates(trained.config)
-        return cls(fold(trained.config.model, trained.params, trained.model_state, depth, dtype), sampler, mesh)
+        return cls(fold(trained.config.model, trained.params, trained.model_state, depth, dtype, int8), sampler, mesh)
 
     def generate(
         self,

@@ -22,10 +22,12 @@ import jax
 import jax.numpy as jnp
 
 from dreamer_jax.blocks.memory import Context, Memory
+from dreamer_jax.blocks.operations import in_int8
 from dreamer_jax.blocks.positions import Depth
 from dreamer_jax.config import Config
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import KNOWLEDGE, Family, build
+from pallas_kernels.backend import on_cpu
 
 PyTree = Any
 
@@ -69,8 +71,13 @@ class FoldedModel(flax.struct.PyTreeNode):
         return self.family.config
 
     def empty_slots(self, rows: int, capacity: int) -> PyTree:
-        """What is kept of B = `rows` sequences of at most S = `capacity` tokens."""
-        return self.family.slots(rows, capacity, self.total_depth)
+        """What is kept of B = `rows` sequences of at most S = `capacity` tokens.
+
+        On a CPU numbers of bfloat16 are kept as float32: XLA's backend writes and looks up nothing in bfloat16, and
+        would convert all that is kept, there and back, at every depth.
+        """
+        slots = self.family.slots(rows, capacity, self.total_depth)
+        return jax.tree.map(_widened, slots) if on_cpu() else slots
 
     def enter(
         self, tokens: jax.Array, positions: jax.Array, slots: PyTree, scale: float | jax.Array = 1.0
@@ -174,7 +181,12 @@ def check_generates(config: Config) -> None:
 
 
 def fold(
-    config: Any, params: PyTree, state: dict[str, PyTree], depth: int | None = None, dtype: str | None = None
+    config: Any,
+    params: PyTree,
+    state: dict[str, PyTree],
+    depth: int | None = None,
+    dtype: str | None = None,
+    int8: bool = False,
 ) -> FoldedModel:
     """A trained model ready for inference.
 
@@ -185,9 +197,10 @@ def fold(
         depth: L of the passes; None for the trained one. A recurrent model takes any, another one at most the layers it
             has.
         dtype: compute precision, "bfloat16" or "float32"; None for `config.dtype`.
+        int8: whether the experts' matrices are kept as whole numbers of eight bits (`OutputRows`): on a CPU.
 
     Raises:
-        UserError: the depth is impossible, or the model doesn't generate.
+        UserError: the depth is impossible, the model doesn't generate, or nothing can be kept in eight bits.
     """
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
@@ -196,7 +209,16 @@ def fold(
         raise UserError(f"a model of the family {config.family} doesn't generate text")
     depth = family.depth if depth is None else family.check_depth(depth)
     kept = {name: its for name, its in state.items() if name != KNOWLEDGE}  # all that is needed of it is in the weights
-    return FoldedModel(_folded(family, params, state), kept, family, depth)
+    folding = build(config, in_int8(family.operations)) if int8 else family
+    folded = _folded(folding, params, state)
+    if int8 and not any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(folded)):
+        where = "the model has no experts" if on_cpu() else "that is for CPUs"
+        raise UserError(f"int8: {where}")
+    return FoldedModel(folded, kept, family, depth)
+
+
+def _widened(leaf: jax.Array) -> jax.Array:
+    return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
 
 
 @functools.partial(jax.jit, static_argnums=0)

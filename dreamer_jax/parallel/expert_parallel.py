@@ -41,9 +41,9 @@ class _Parallel:
         """The empty tape: a device may get the tokens of all of its group."""
         return self.local.start_tape((indices[0] * self.group, indices[1]), gate_up, dtype, self.group)
 
-    def arrange(self, down: jax.Array) -> Any:
+    def arrange(self, gate_up: jax.Array, down: jax.Array) -> tuple[Any, Any]:
         """As of the operation on one device."""
-        return self.local.arrange(down)
+        return self.local.arrange(gate_up, down)
 
     def own(self, indices: jax.Array, gate_up: Any) -> jax.Array:
         """Indices among the device's own experts; E' for those of other devices."""

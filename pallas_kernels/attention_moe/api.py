@@ -15,7 +15,7 @@ from pallas_kernels.attention_moe.tape import LinearTape
 from pallas_kernels.backend import backend, on_cpu, target
 from pallas_kernels.dispatch.api import Dispatch, blocks_of, filled_blocks_of, plan_blocks, plan_dispatch
 from pallas_kernels.dispatch.aside import blocks_aside
-from pallas_kernels.weights import OutputRows, transposed
+from pallas_kernels.weights import OutputRows
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,13 @@ class ExpertLinear:
         gradient_depths: depths whose rows the tape keeps aside and adds to the totals in one pass, at most; 1 adds at
             every depth and keeps none. 0 chooses, see `shapes.depths_aside`.
         total_depth: L, for that choice.
+        int8: a CPU decodes with whole numbers of eight bits, see `OutputRows`.
     """
 
     implementation: Implementation = "auto"
     gradient_depths: int = 1
     total_depth: int = 1
+    int8: bool = False
 
     def __call__(
         self,
@@ -91,9 +93,12 @@ class ExpertLinear:
         blocks = blocks_aside(depths, most, tokens, routed[0], chosen.block)
         return LinearTape.empty(routed, chosen, depths, most, blocks, dtype)
 
-    def arrange(self, routed: jax.Array) -> Any:
-        """`routed`, [.., a, b], as decoding wants it on this platform."""
-        return transposed(routed) if self.implementation != "pallas" and on_cpu() else routed
+    def arrange(self, routed: jax.Array, expert: bool = True) -> Any:
+        """`routed`, [.., a, b], as decoding wants it on this platform; or matrices that are of no `expert`, but of the
+        layers of several depths."""
+        if self.implementation == "pallas" or not on_cpu():
+            return routed
+        return (OutputRows.in_int8 if self.int8 and expert else OutputRows.of)(jnp.swapaxes(routed, -1, -2))
 
     def _backend(self, tokens, routed, dtype):
         return backend("attention MoE", self.implementation, lambda: unsupported(tokens, routed, dtype, target()))

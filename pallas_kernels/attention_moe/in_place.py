@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.dispatch.in_place import at, by_expert
-from pallas_kernels.weights import OutputRows
+from pallas_kernels.dispatch.in_place import by_expert
+from pallas_kernels.weights import OutputRows, at
 
 
 def linear(x: jax.Array, index: jax.Array, weight: Any) -> jax.Array:
@@ -23,12 +23,7 @@ def linear(x: jax.Array, index: jax.Array, weight: Any) -> jax.Array:
     """
     if not isinstance(weight, OutputRows):
         return x @ at(weight, index)
-    matrices = weight.matrices
-
-    def expert(rows: jax.Array, e: jax.Array) -> jax.Array:
-        return rows @ at(matrices, e).T
-
     if index.ndim == 0:
-        return expert(x, index)
-    count, size = matrices.shape[:2]
-    return by_expert(x, index[:, None], count, count, size, expert)[:, 0]
+        return weight.product(x, index)
+    count, size = weight.shape[:2]
+    return by_expert(x, index[:, None], count, count, size, weight.product)[:, 0]

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch.api import blocks_of, plan_dispatch, rows_of
+from pallas_kernels.weights import at
 
 BLOCKED = 8
 """Mean rows of an expert from which on they are computed in blocks; below, one by one."""
@@ -28,8 +29,11 @@ def by_expert(
 ) -> jax.Array:
     """What the selected experts [T, k] make of each row [T, a]: [T, k, size].
 
-    `expert` takes rows [b, a] and the number of their expert to [b, size].
+    `expert` takes rows [b, a] and the number of their expert to [b, size]. In bfloat16 it gets and gives float32: XLA's
+    CPU backend looks up and writes no row in bfloat16, and would convert all of them for each.
     """
+    if x.dtype == jnp.bfloat16:
+        return by_expert(x.astype(jnp.float32), indices, num_experts, among, size, expert).astype(x.dtype)
     tokens, active = indices.shape
     mean = indices.size // among
     if mean < BLOCKED:
@@ -57,8 +61,3 @@ def _row_by_row(x: jax.Array, indices: jax.Array, num_experts: int, size: int, e
 
     out = jax.lax.fori_loop(0, jnp.sum(flat < num_experts), pair, jnp.zeros((flat.size, size), x.dtype))
     return out.reshape(tokens, active, size)
-
-
-def at(rows: jax.Array, index: jax.Array) -> jax.Array:
-    """rows[index], without a check of its bounds."""
-    return jax.lax.dynamic_index_in_dim(rows, index, 0, keepdims=False, allow_negative_indices=False)

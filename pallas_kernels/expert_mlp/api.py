@@ -17,7 +17,7 @@ from pallas_kernels.expert_mlp import cpu, in_place, tpu, xla
 from pallas_kernels.expert_mlp.shapes import Tiles, depths_aside, unsupported
 from pallas_kernels.expert_mlp.tape import ExpertTape
 from pallas_kernels.kept import keep
-from pallas_kernels.weights import OutputRows, Stacked, transposed
+from pallas_kernels.weights import OutputRows, Stacked
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,14 @@ class ExpertMLP:
         total_depth: L, for that choice.
         recompute: the kernels keep neither gate nor up for the backward pass, which computes them again from the rows
             that it fetches in any case.
+        int8: a CPU decodes with whole numbers of eight bits, see `OutputRows`.
     """
 
     implementation: Implementation = "auto"
     gradient_depths: int = 1
     total_depth: int = 1
     recompute: bool = False
+    int8: bool = False
 
     def __call__(
         self,
@@ -61,7 +63,7 @@ class ExpertMLP:
                 adds nothing, gets no gradient and takes no block (expert parallelism: it is another device's).
             weights: [T, k] float32.
             gate_up: [E, 2F, h], W_gate's F rows, then W_up's; compute dtype.
-            down: [E, F, h], compute dtype; or `arrange`d, which is for inference.
+            down: [E, F, h], compute dtype. Both may be `arrange`d, which is for inference.
             tape: see `start_tape`.
 
         gate_up and down may be `Stacked`: then each depth has E experts of its own.
@@ -72,8 +74,8 @@ class ExpertMLP:
         among = None
         if isinstance(gate_up, Stacked):
             among, (indices, gate_up, down) = _one_row(indices, gate_up, down)
-        if isinstance(down, OutputRows):
-            return in_place.expert_mlp(x, indices, weights, gate_up, down.matrices, among)
+        if isinstance(gate_up, OutputRows):
+            return in_place.expert_mlp(x, indices, weights, gate_up, down, among)
         chosen = self._backend(indices.shape, gate_up.shape, x.dtype)
         if chosen != "pallas":
             return (cpu if chosen == "cpu" else xla).expert_mlp(x, indices, weights, gate_up, down)
@@ -106,9 +108,12 @@ class ExpertMLP:
         blocks = blocks_aside(depths, most, pairs / group, experts, chosen.block)
         return ExpertTape.empty(gate_up, chosen, depths, most, blocks, dtype)
 
-    def arrange(self, down: jax.Array) -> Any:
-        """`down`, [.., E, F, h], as decoding wants it on this platform."""
-        return transposed(down) if self.implementation != "pallas" and on_cpu() else down
+    def arrange(self, gate_up: jax.Array, down: jax.Array) -> tuple[Any, Any]:
+        """Both, [.., E, 2F, h] and [.., E, F, h], as decoding wants them on this platform."""
+        if self.implementation == "pallas" or not on_cpu():
+            return gate_up, down
+        form = OutputRows.in_int8 if self.int8 else OutputRows.of
+        return form(gate_up), form(jnp.swapaxes(down, -1, -2))
 
     def _backend(self, indices, gate_up, dtype):
         return backend("expert MLP", self.implementation, lambda: unsupported(indices, gate_up, dtype, target()))

@@ -7,22 +7,24 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch.in_place import at, by_expert
+from pallas_kernels.dispatch.in_place import by_expert
+from pallas_kernels.weights import OutputRows
 
 
 def expert_mlp(
-    x: jax.Array, indices: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array, among: int | None
+    x: jax.Array, indices: jax.Array, weights: jax.Array, gate_up: OutputRows, down: OutputRows, among: int | None
 ) -> jax.Array:
-    """Same contract as `ExpertMLP`, but for the transposed `down` [E, h, F].
+    """Same contract as `ExpertMLP`.
 
     Args:
-        x, indices, weights, gate_up, down: as there.
+        x, indices, weights: as there.
+        gate_up, down: its [E, 2F, h] and, transposed, [E, h, F].
         among: how many of the E experts these rows choose from, where it is fewer: one layer's of all.
     """
 
     def expert(rows: jax.Array, e: jax.Array) -> jax.Array:
-        gate, up = jnp.split(rows @ at(gate_up, e).T, 2, axis=-1)
-        return (jax.nn.silu(gate) * up) @ at(down, e).T
+        gate, up = jnp.split(gate_up.product(rows, e), 2, axis=-1)
+        return down.product(jax.nn.silu(gate) * up, e)
 
     num_experts = gate_up.shape[0]
     values = by_expert(x, indices, num_experts, among or num_experts, x.shape[1], expert)

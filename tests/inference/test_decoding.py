@@ -15,6 +15,7 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.inference import Flight, FoldedModel, fold
 from dreamer_jax.inference import model as folding
 from pallas_kernels.weights import OutputRows
+from tests.families import test_huginn
 from tests.families.cases import (
     MIXINGS,
     VARIANTS,
@@ -222,9 +223,45 @@ def test_bfloat16_stays_near_float32():
     exact = chunked_logits(fold(config, params, state), tokens, [6])
     half = fold(config, params, state, dtype="bfloat16")
     gate_up = half.params["layer"]["expert_attention"]["gate_up"]
-    assert gate_up.dtype == half.empty_slots(1, 1).keys.dtype == jnp.bfloat16
+    assert gate_up.matrices.dtype == jnp.uint16  # bits of bfloat16
+    assert half.empty_slots(1, 1).keys.dtype == jnp.float32  # what a CPU keeps of numbers that are rounded
     found = chunked_logits(half, tokens, [5, 1])
     assert 1e-4 < relative_error(found, exact) < 0.1
+
+
+@pytest.mark.parametrize("variant", ["DR+DA", "LA+DA"])
+def test_experts_in_eight_bits_are_those_of_the_numbers_that_they_stand_for(variant):
+    config = small_config(variant)
+    params, bias = random_weights(config)
+    state = {"balancing": bias}
+    exact, kept = fold(config, params, state), fold(config, params, state, int8=True)
+    leaves = [its for its in jax.tree.leaves(kept.params, is_leaf=is_rows) if is_rows(its) and its.scales is not None]
+    assert len(leaves) == (6 if variant == "DR+DA" else 2)  # of experts and attention MoEs; LA's attention has none
+    numbers = jax.tree.map(
+        lambda its: its if not is_rows(its) or its.scales is None else OutputRows(its.matrices * its.scales[..., None]),
+        kept.params,
+        is_leaf=is_rows,
+    )
+    tokens = random_tokens(config, 6, (2, 6))
+    found = chunked_logits(kept, tokens, [5, 1])
+    assert relative_error(found, chunked_logits(kept.replace(params=numbers), tokens, [5, 1])) < 1e-5
+    assert relative_error(found, chunked_logits(exact, tokens, [5, 1])) > 1e-4
+
+
+def test_models_without_experts_have_nothing_to_keep_in_eight_bits():
+    with pytest.raises(UserError, match="int8: the model has no experts"):
+        fold(test_huginn.TINY, test_huginn.drawn_params(test_huginn.TINY), {}, int8=True)
+
+
+def test_eight_bits_are_for_cpus(monkeypatch):
+    config = small_config("DR")
+    params, bias = random_weights(config)
+    for operation in ("expert_mlp", "attention_moe"):
+        monkeypatch.setattr(f"pallas_kernels.{operation}.api.on_cpu", lambda: False)
+    monkeypatch.setattr(folding, "on_cpu", lambda: False)
+    with pytest.raises(UserError, match="int8: that is for CPUs"):
+        fold(config, params, {"balancing": bias}, int8=True)
+    folding._folded.clear_cache()
 
 
 def test_folding_adds_the_shared_expert_to_every_routed_one():
@@ -247,11 +284,17 @@ def test_folding_keeps_the_tree_and_the_precision_of_training(variant):
     params, bias = random_weights(small_config(variant))
     model = fold(config, params, {"balancing": bias})
     cast = jax.eval_shape(model.family.cast, params)
-    folded = jax.tree.map(lambda leaf: getattr(leaf, "matrices", leaf), model.params, is_leaf=is_rows)
+    folded = jax.tree.map(floats, model.params, is_leaf=is_rows)
     wanted = {jax.tree_util.keystr(path): leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(cast)}
     found = {jax.tree_util.keystr(path): leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(folded)}
     gone = {path for path in wanted if "_shared" in path or "keys_norm" in path}
     assert gone and found == {path: dtype for path, dtype in wanted.items() if path not in gone}
+
+
+def floats(leaf: Any) -> Any:
+    """A leaf of folded parameters as an array; matrices that are bits of bfloat16 in that dtype."""
+    matrices = getattr(leaf, "matrices", leaf)
+    return jax.lax.bitcast_convert_type(matrices, jnp.bfloat16) if matrices.dtype == jnp.uint16 else matrices
 
 
 def is_rows(leaf: Any) -> bool:

@@ -1,5 +1,7 @@
 """Which form of an operation runs: by configuration, by what is compiled for, by shapes; and what is said of it."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -178,12 +180,20 @@ def test_a_real_tpu_without_tiles(monkeypatch, caplog):
 def test_weights_are_arranged_for_decoding_on_a_cpu(operation):
     """Outputs as rows where the plain form decodes on a CPU; as they are for kernels and other platforms."""
     matrices = np.arange(24.0, dtype=np.float32).reshape(2, 3, 4)
-    arranged = operation("auto").arrange(jnp.asarray(matrices))
-    assert isinstance(arranged, OutputRows)
-    np.testing.assert_array_equal(arranged.matrices, matrices.swapaxes(1, 2))
-    assert operation("pallas").arrange(matrices) is matrices
+    given = (matrices,) if operation is ExpertLinear else (np.ones((2, 6, 4), np.float32), matrices)
+
+    def arranged(implementation: str) -> tuple[Any, ...]:
+        found = operation(implementation).arrange(*map(jnp.asarray, given))
+        return found if isinstance(found, tuple) else (found,)
+
+    *gate_up, last = arranged("auto")
+    assert all(isinstance(its, OutputRows) for its in (*gate_up, last))
+    np.testing.assert_array_equal(last.matrices, matrices.swapaxes(1, 2))
+    for its in gate_up:  # whose outputs are rows already
+        np.testing.assert_array_equal(its.matrices, given[0])
+    assert not any(isinstance(its, OutputRows) for its in arranged("pallas"))
     with compiling_for(KINDS["v5p"]):
-        assert operation("auto").arrange(matrices) is matrices
+        assert not any(isinstance(its, OutputRows) for its in arranged("auto"))
 
 
 @pytest.mark.parametrize("implementation", ["auto", "xla", "pallas"])
