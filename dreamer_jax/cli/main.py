@@ -118,7 +118,9 @@ def entry() -> int:
     words, _ = split_family_module(sys.argv[1:])
     if sys.platform == "linux" and words[:1] in HEAVY and not set(MEMORY) <= set(tunables.split(":")):
         os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, (*MEMORY, tunables)))
-        os.execv(sys.executable, [sys.executable, "-m", "dreamer_jax", *sys.argv[1:]])
+        # `-m` alone would look for modules in the working directory first, where somebody may have a yaml.py.
+        here = [] if os.getcwd() in sys.path else ["-P"]
+        os.execv(sys.executable, [sys.executable, *here, "-m", "dreamer_jax", *sys.argv[1:]])
     interrupts.prepare()
     if words[:1] in COMPILING:
         gc.set_threshold(SELDOM)

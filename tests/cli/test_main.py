@@ -238,11 +238,22 @@ def test_the_second_start_keeps_the_words(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(entry.program_cache, "settings", dict)  # they would stay in this process's environment
     monkeypatch.setattr(entry.gc, "set_threshold", lambda _: None)
     entry.entry()
-    assert [arguments[3:] for arguments in started] == [words]
+    assert started[0][started[0].index("-m") :] == ["-m", "dreamer_jax", *words] and len(started) == 1
     # What somebody has set himself comes last, which glibc takes; and with it there is no third start.
     assert os.environ["GLIBC_TUNABLES"].endswith(f"trim_threshold={1 << 40}:glibc.malloc.arena_max=3")
     entry.entry()
     assert len(started) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is one start only")
+def test_a_module_in_the_working_directory_is_not_taken_for_an_installed_one(tmp_path: Path) -> None:
+    """Neither by the first start nor by the second."""
+    (tmp_path / "yaml.py").write_text("raise RuntimeError('not the package')")
+    command = Path(sys.executable).parent / "dreamer"
+    found = subprocess.run(
+        [command, "bench", "generate", "--config", "nothing"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 2 and found.stderr.startswith("dreamer: error: nothing"), found.stderr
 
 
 def test_show_prints_a_configuration_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
