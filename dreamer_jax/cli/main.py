@@ -114,13 +114,13 @@ def entry() -> int:
     glibc reads the settings only at start, hence the second start. What somebody has set himself comes after, and of
     two settings alike glibc takes the last.
     """
+    if os.getcwd() not in sys.path:  # nor is it to be where this starts `python -m`: somebody may have a yaml.py there
+        os.environ["PYTHONSAFEPATH"] = "1"
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     words, _ = split_family_module(sys.argv[1:])
     if sys.platform == "linux" and words[:1] in HEAVY and not set(MEMORY) <= set(tunables.split(":")):
         os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, (*MEMORY, tunables)))
-        # `-m` alone would look for modules in the working directory first, where somebody may have a yaml.py.
-        here = [] if os.getcwd() in sys.path else ["-P"]
-        os.execv(sys.executable, [sys.executable, *here, "-m", "dreamer_jax", *sys.argv[1:]])
+        os.execv(sys.executable, [sys.executable, "-m", "dreamer_jax", *sys.argv[1:]])
     interrupts.prepare()
     if words[:1] in COMPILING:
         gc.set_threshold(SELDOM)

@@ -232,6 +232,7 @@ def test_the_second_start_keeps_the_words(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "argv", ["dreamer", *words])
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=3")
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
     monkeypatch.setattr(os, "execv", lambda program, arguments: started.append(arguments))
     monkeypatch.setattr(entry, "main", lambda: 0)
     monkeypatch.setattr(entry.interrupts, "prepare", lambda: None)  # this process has tests of Ctrl-C of its own
