@@ -167,7 +167,7 @@ def test_a_mesh_changes_nothing(variant, shape):
     spread = Engine(model_of(variant), mesh=mesh)
     found = spread.generate(PROMPTS, 4)
     assert [row.tokens for row in found] == [greedy(tuple(prompt), 4, variant) for prompt in PROMPTS]
-    gate_up = spread.model.params["layers" if variant == "LA" else "layer"]["expert_attention"]["gate_up"]
+    gate_up = spread.model.params["layers" if variant == "LA" else "layer"]["expert_attention"]["gate_up"].matrices
     assert gate_up.addressable_shards[0].data.size == gate_up.size // shape.get("expert", 1)
     alone, scores = Engine(model_of(variant)).score(PROMPTS), spread.score(PROMPTS)
     for a, b in zip(alone, scores, strict=True):

@@ -75,7 +75,7 @@ def test_devices_have_their_share(dreamer):
     for pages in jax.tree.leaves(dreamer._pool):
         assert pages.addressable_shards[0].data.shape[1] == 16 and len(pages.addressable_shards) == 8
     layer = dreamer.model.params["layer"]
-    gate_up = layer["expert_attention"]["gate_up"]
+    gate_up = layer["expert_attention"]["gate_up"].matrices
     assert gate_up.shape[0] == 8 and gate_up.addressable_shards[0].data.shape[0] == 4
     head = dreamer.model.params["head"]
     assert head.addressable_shards[0].data.shape == head.shape

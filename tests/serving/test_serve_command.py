@@ -109,6 +109,7 @@ def test_options(started, tmp_path, capsys):
     assert started["options"] == {
         "average": 1,
         "dtype": "bfloat16",
+        "int8": False,
         "cache": None,
         "tokenizer": None,
         "knowledge": None,
