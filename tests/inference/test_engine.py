@@ -174,6 +174,20 @@ def test_a_mesh_changes_nothing(variant, shape):
         assert np.abs(a.logprobs - b.logprobs).max(initial=0) < 1e-5
 
 
+def test_devices_divide_experts_in_eight_bits():
+    """With the scales of their own."""
+    if jax.device_count() < 4:
+        pytest.skip("needs four devices")
+    config = small_config("DR+DA")
+    params, bias = random_weights(config)
+    model = fold(config, params, {"balancing": bias}, int8=True)
+    spread = Engine(model, mesh=Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "expert")))
+    scales = spread.model.params["layer"]["expert_attention"]["gate_up"].scales
+    assert scales.addressable_shards[0].data.size == scales.size // 2
+    for a, b in zip(Engine(model).score(PROMPTS), spread.score(PROMPTS), strict=True):
+        assert np.abs(a.logprobs - b.logprobs).max(initial=0) < 1e-5
+
+
 def test_early_exit_takes_all_depths_when_nothing_settles_and_one_when_everything_does():
     full = Engine(model_of()).generate(PROMPTS, 5)
     never = Engine(model_of(), sampler=Adaptive(threshold=1e-9)).generate(PROMPTS, 5)
