@@ -105,7 +105,7 @@ class ExpertAttention(Block):
         logits = self.router(flat, depth.flat(), eligible)
         indices, scores = select(logits, bias, self.router.selected, eligible)
         weights = scores / jnp.sum(scores, axis=-1, keepdims=True)
-        if not isinstance(gate_up, (OutputRows, Stacked)):  # which are of the compute precision
+        if not isinstance(gate_up, (OutputRows, Stacked)):  # folding has cast those
             gate_up, down = gate_up.astype(x.dtype), down.astype(x.dtype)
         out = self.operations.expert_mlp(flat, indices, weights, gate_up, down, tape=(tape or {}).get("experts"))
         seen = observe_routing(logits, scores, context.real) if self.observe else None

@@ -114,7 +114,9 @@ def entry() -> int:
     glibc reads the settings only at start, hence the second start. What somebody has set himself comes after, and of
     two settings alike glibc takes the last.
     """
-    if os.getcwd() not in sys.path:  # nor is it to be where this starts `python -m`: somebody may have a yaml.py there
+    if os.path.basename(sys.argv[0]) != "__main__.py":
+        # As a script this looks for no module in the working directory, where somebody may have a yaml.py; so what it
+        # starts by `python -m` shan't either.
         os.environ["PYTHONSAFEPATH"] = "1"
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     words, _ = split_family_module(sys.argv[1:])

@@ -259,6 +259,7 @@ def test_eight_bits_are_for_cpus(monkeypatch):
     for operation in ("expert_mlp", "attention_moe"):
         monkeypatch.setattr(f"pallas_kernels.{operation}.api.on_cpu", lambda: False)
     monkeypatch.setattr(folding, "on_cpu", lambda: False)
+    folding._folded.clear_cache()  # of what was compiled as for a CPU
     with pytest.raises(UserError, match="int8: that is for CPUs"):
         fold(config, params, {"balancing": bias}, int8=True)
     folding._folded.clear_cache()
