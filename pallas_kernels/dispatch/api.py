@@ -66,7 +66,8 @@ def plan_dispatch(indices: jax.Array, num_experts: int, block_size: int, multipl
         multiple: N is rounded up to one of it.
 
     Returns:
-        The plan, with N = (T*k + E*(b-1)) // b blocks: enough for any distribution, so nothing is ever dropped.
+        The plan, with N = (T*k + min(E, T*k) (b-1)) // b blocks: enough for any distribution, so nothing is ever
+        dropped.
     """
     pairs = indices.size
     total = plan_blocks(pairs, num_experts, block_size, multiple)
@@ -75,8 +76,10 @@ def plan_dispatch(indices: jax.Array, num_experts: int, block_size: int, multipl
 
 
 def plan_blocks(pairs: int, num_experts: int, block_size: int, multiple: int = 1) -> int:
-    """N of `plan_dispatch`."""
-    return -(-((pairs + num_experts * (block_size - 1)) // block_size) // multiple) * multiple
+    """N of `plan_dispatch`. Few pairs reach few experts: a step of decoding has a block for each pair, not for each
+    expert."""
+    reached = min(num_experts, pairs)
+    return -(-((pairs + reached * (block_size - 1)) // block_size) // multiple) * multiple
 
 
 def plan_from(slot: jax.Array, num_blocks: jax.Array, shape: tuple[int, ...], total: int, block_size: int) -> Dispatch:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pallas_kernels.dispatch import api, block_size_for, blocks_of, plan_dispatch, rows_of
 
 # Few shapes, so that few programs are compiled: (tokens, choices, experts, block size); sizes off the block.
-SHAPES = [(1, 1, 1, 8), (13, 2, 7, 8), (64, 1, 5, 16), (37, 4, 11, 8)]
+SHAPES = [(1, 1, 1, 8), (13, 2, 7, 8), (64, 1, 5, 16), (37, 4, 11, 8), (2, 3, 40, 16)]
 
 
 @functools.cache
@@ -80,6 +80,16 @@ def test_the_worst_distribution_still_fits():
     assert len(indices) == tokens
     plan = planner(experts, block_size)(indices)
     assert int(plan.used_blocks) == 3 + 2 + 1 + 1 <= len(plan.block_expert)
+
+
+def test_few_pairs_have_few_blocks():
+    """One each at most; and where all have one, the slot of pairs without an expert is still free."""
+    experts, block_size = 1000, 16
+    assert len(planner(experts, block_size)(np.arange(6, dtype=np.int32)[:, None]).block_expert) == 6
+    absent = np.array([[7], [3], [experts], [999]], np.int32)
+    plan = planner(experts, block_size)(absent)
+    assert len(plan.block_expert) == 4 and int(plan.used_blocks) == 3
+    assert plan.slot[2, 0] == 63 and plan.source[3, 15] == 4
 
 
 @pytest.mark.parametrize(("pairs", "experts"), [(1, 1), (5, 100), (4096, 16), (10**6, 7), (300, 3)])
