@@ -50,6 +50,11 @@ def on_cpu() -> bool:
     return jax.default_backend() == "cpu" and tiles.generation() is None
 
 
+def in_place(implementation: Implementation) -> bool:
+    """Whether decoding computes with matrices where they lie, in the form that suits a CPU (`OutputRows`)."""
+    return implementation != "pallas" and on_cpu()
+
+
 def _no_kernels_here() -> str | None:
     """Why kernels can't run where the code being traced will; None on a known TPU, and on a CPU (interpreted)."""
     if tiles.generation() is not None or jax.default_backend() == "cpu":

@@ -23,16 +23,12 @@ class Stacked(flax.struct.PyTreeNode):
     row: jax.Array
 
 
-class OutputRows(flax.struct.PyTreeNode):
-    """Matrices [.., a, b] transposed, each output a row: a CPU's form for decoding.
-
-    XLA fuses looking up such a matrix into its product with a single row; of one that lies the other way it makes a
-    copy first.
+class Arranged(flax.struct.PyTreeNode):
+    """Matrices [.., a, b] in a form for decoding.
 
     Attributes:
-        matrices: [.., b, a], float32; or uint16, the bits of bfloat16, which that backend converts all at once before
-            it looks one up; or int8.
-        scales: [.., b] float32, what the whole numbers of a row are to be multiplied by; None but for int8.
+        matrices: as the form has them.
+        scales: [.., b] float32, what the whole numbers of an output are to be multiplied by; None but for int8.
     """
 
     matrices: jax.Array
@@ -40,8 +36,31 @@ class OutputRows(flax.struct.PyTreeNode):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[.., b, a]."""
+        """Of `matrices`."""
         return self.matrices.shape
+
+
+class OutputColumns(Arranged):
+    """Matrices [.., a, b] as they lie, in int8: a TPU's form."""
+
+    @classmethod
+    def in_int8(cls, matrices: jax.Array) -> OutputColumns:
+        """See `OutputRows.in_int8`."""
+        return cls(*_whole_numbers(matrices, -2))
+
+    def as_array(self, dtype: Any) -> jax.Array:
+        """What the whole numbers stand for, [.., a, b]."""
+        assert self.scales is not None
+        return (self.matrices.astype(jnp.float32) * self.scales[..., None, :]).astype(dtype)
+
+
+class OutputRows(Arranged):
+    """Matrices [.., b, a], transposed, each output a row: a CPU's form, and a TPU's in int8 for those that lie so.
+
+    XLA's CPU backend fuses looking up such a matrix into its product with a single row; of one that lies the other way
+    it makes a copy first. Its matrices are float32; or uint16, the bits of bfloat16, which that backend converts all at
+    once before it looks one up; or int8.
+    """
 
     @classmethod
     def of(cls, matrices: jax.Array) -> OutputRows:
@@ -54,10 +73,12 @@ class OutputRows(flax.struct.PyTreeNode):
     def in_int8(cls, matrices: jax.Array) -> OutputRows:
         """Of [.., b, a] as whole numbers up to 127, the largest of a row: each is wrong by half of a 127th of that at
         most."""
-        own = matrices.astype(jnp.float32)
-        scales = jnp.max(jnp.abs(own), axis=-1) / 127
-        numbers = jnp.round(own / jnp.where(scales > 0, scales, 1)[..., None])
-        return cls(numbers.astype(jnp.int8), scales)
+        return cls(*_whole_numbers(matrices, -1))
+
+    def as_array(self, dtype: Any) -> jax.Array:
+        """What int8's whole numbers stand for, [.., b, a]."""
+        assert self.scales is not None
+        return (self.matrices.astype(jnp.float32) * self.scales[..., None]).astype(dtype)
 
     def product(self, rows: jax.Array, index: jax.Array) -> jax.Array:
         """Rows [r, a] times one of matrices [N, b, a]: [r, b]."""
@@ -70,6 +91,14 @@ class OutputRows(flax.struct.PyTreeNode):
             return rows @ matrix.T
         out = rows.astype(jnp.float32) @ matrix.T
         return (out if self.scales is None else out * at(self.scales, index)).astype(rows.dtype)
+
+
+def _whole_numbers(matrices: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """Of numbers along an axis up to 127, the largest; and what they are to be multiplied by, without that axis."""
+    own = matrices.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(own), axis=axis) / 127
+    numbers = jnp.round(own / jnp.expand_dims(jnp.where(scales > 0, scales, 1), axis))
+    return numbers.astype(jnp.int8), scales
 
 
 def own(weight: Any) -> jax.Array:

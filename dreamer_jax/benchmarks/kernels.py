@@ -29,11 +29,13 @@ def kernel_cases(match: str = "", platform: str = "tpu") -> list[Any]:
         UserError: when there is none.
     """
     from dreamer_jax.benchmarks.attention_cases import attention_cases
+    from dreamer_jax.benchmarks.decoding_cases import decoding_cases
     from dreamer_jax.benchmarks.expert_cases import expert_cases
     from dreamer_jax.benchmarks.gpu_cases import gpu_cases
     from dreamer_jax.benchmarks.window_cases import window_cases
 
-    cases = gpu_cases() if platform == "gpu" else [*attention_cases(), *window_cases(), *expert_cases()]
+    here = gpu_cases, attention_cases, window_cases, expert_cases, decoding_cases
+    cases = [case for make in (here[:1] if platform == "gpu" else here[1:]) for case in make()]
     found = [case for case in cases if match in f"{case.name} {case.shape}"]
     if not found:
         names = "; ".join(sorted({case.name for case in cases}))

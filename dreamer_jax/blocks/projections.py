@@ -15,7 +15,7 @@ from dreamer_jax.blocks.positions import Depth
 from dreamer_jax.blocks.routing import Router, observe_routing, select, usage
 from pallas_kernels.attention_moe import LinearTape
 from pallas_kernels.tape import Tapes
-from pallas_kernels.weights import OutputRows, Stacked
+from pallas_kernels.weights import Arranged, Stacked
 
 
 class Choice(NamedTuple):
@@ -114,7 +114,7 @@ class Projections(Block):
             return linear(x, weight.row, None, weight.values)
         if choice is None:
             return x @ weight.astype(x.dtype)
-        if not isinstance(weight, OutputRows):
+        if not isinstance(weight, Arranged):
             weight = weight.astype(x.dtype)
         return linear(x, *choice, weight, None if shared is None else shared.astype(x.dtype), tape=tape)
 

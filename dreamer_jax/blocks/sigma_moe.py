@@ -25,7 +25,7 @@ from dreamer_jax.blocks.parameters import Block, Initializer
 from dreamer_jax.blocks.routing import select
 from pallas_kernels.kept import keep
 from pallas_kernels.tape import Tapes
-from pallas_kernels.weights import OutputRows
+from pallas_kernels.weights import Arranged
 
 SMALLEST = jnp.finfo(jnp.float32).tiny
 
@@ -119,7 +119,7 @@ def expert_map(
 ) -> jax.Array:
     """s x W_e of (token, choice) pairs: rows [N, a], experts [N], scores [N] or None, weights[name] [E, a, b]."""
     matrix = weights[name]
-    matrix = matrix if isinstance(matrix, OutputRows) else matrix.astype(rows.dtype)
+    matrix = matrix if isinstance(matrix, Arranged) else matrix.astype(rows.dtype)
     its = None if not tape else tape["experts"].maps[name]
     return operations.expert_linear(rows, experts, scores, matrix, None, tape=its)
 

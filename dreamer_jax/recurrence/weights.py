@@ -8,7 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.weights import OutputRows, Stacked
+from pallas_kernels.weights import Arranged, Stacked
 
 PyTree = Any
 
@@ -46,7 +46,7 @@ class Weights(flax.struct.PyTreeNode):
         def stack(leaf: Any) -> Stacked:
             return Stacked(leaf, row)
 
-        return self.replace(stacked=jax.tree.map(stack, self.stacked, is_leaf=lambda x: isinstance(x, OutputRows)))
+        return self.replace(stacked=jax.tree.map(stack, self.stacked, is_leaf=lambda x: isinstance(x, Arranged)))
 
 
 def read(tree: PyTree, l: jax.Array) -> PyTree:

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from dreamer_jax.config.values import Implementation
-from pallas_kernels.attention_moe import cpu, in_place, tpu, xla
+from pallas_kernels import backend as backends
+from pallas_kernels.attention_moe import cpu, in_place, tpu, tpu_int8, xla
 from pallas_kernels.attention_moe.shapes import Tiles, depths_aside, unsupported
 from pallas_kernels.attention_moe.tape import LinearTape
-from pallas_kernels.backend import backend, on_cpu, target
+from pallas_kernels.backend import target
 from pallas_kernels.dispatch.api import Dispatch, blocks_of, filled_blocks_of, plan_blocks, plan_dispatch
 from pallas_kernels.dispatch.aside import blocks_aside
-from pallas_kernels.weights import OutputRows
+from pallas_kernels.weights import Arranged, OutputColumns, OutputRows
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class ExpertLinear:
         gradient_depths: depths whose rows the tape keeps aside and adds to the totals in one pass, at most; 1 adds at
             every depth and keeps none. 0 chooses, see `shapes.depths_aside`.
         total_depth: L, for that choice.
-        int8: a CPU decodes with whole numbers of eight bits, see `OutputRows`.
+        int8: decoding keeps whole numbers of eight bits, see `OutputRows`: on a CPU, and on a TPU whose kernel is
+            faster with them.
     """
 
     implementation: Implementation = "auto"
@@ -63,8 +65,9 @@ class ExpertLinear:
         Returns:
             [T, b], compute dtype.
         """
-        if shared is None and (index.ndim == 0 or isinstance(routed, OutputRows)):
-            product = in_place.linear(x, index, routed)
+        if shared is None and (index.ndim == 0 or isinstance(routed, Arranged)):
+            int8 = isinstance(routed, OutputColumns)
+            product = self._from_int8(x, index, routed) if int8 else in_place.linear(x, index, routed)
             return product if score is None else score.astype(x.dtype)[:, None] * product
         score = jnp.ones(x.shape[0], jnp.float32) if score is None else score
         chosen = self._backend(index.size, routed.shape, x.dtype)
@@ -96,12 +99,26 @@ class ExpertLinear:
     def arrange(self, routed: jax.Array, expert: bool = True) -> Any:
         """`routed`, [.., a, b], as decoding wants it on this platform; or matrices that are of no `expert`, but of the
         layers of several depths."""
-        if self.implementation == "pallas" or not on_cpu():
-            return routed
-        return (OutputRows.in_int8 if self.int8 and expert else OutputRows.of)(jnp.swapaxes(routed, -1, -2))
+        int8 = self.int8 and expert
+        if backends.in_place(self.implementation):
+            return (OutputRows.in_int8 if int8 else OutputRows.of)(jnp.swapaxes(routed, -1, -2))
+        if int8 and target().int8 and self._backend(1, routed.shape[-3:], routed.dtype) == "pallas":
+            return OutputColumns.in_int8(routed)
+        return routed
+
+    def _from_int8(self, x, index, routed):
+        """x times the matrix of each row's expert, `arrange`d; where rows are too many for the kernel, as an array."""
+        if self._backend(index.size, routed.shape, x.dtype) != "pallas":
+            return self(x, index, None, routed.as_array(x.dtype))
+        its = _tiles(x.shape[0], routed.shape, x.dtype)
+        plan = plan_dispatch(index[:, None], routed.shape[0], its.block, multiple=target().cores)
+        product = tpu_int8.forward(_flat(blocks_of(x, plan)), routed, plan, tile=its.outputs, target=target())
+        return _of_token(product, plan)
 
     def _backend(self, tokens, routed, dtype):
-        return backend("attention MoE", self.implementation, lambda: unsupported(tokens, routed, dtype, target()))
+        return backends.backend(
+            "attention MoE", self.implementation, lambda: unsupported(tokens, routed, dtype, target())
+        )
 
 
 @jax.custom_vjp

@@ -36,7 +36,7 @@ def forward(
         [N b, b'], undefined in unused blocks but the last (see `dispatch.stream.Walk`).
     """
     _, inward, outward = routed.shape
-    grid = _Grid(plan, target, outward // tile)
+    grid = Grid(plan, target, outward // tile)
     part = jax.ShapeDtypeStruct((1, inward, tile), routed.dtype)
     return pl.pallas_call(
         functools.partial(_forward_kernel, grid=grid, tile=tile),
@@ -82,7 +82,7 @@ def input_gradient(
         g W_e^T + g W_shared^T [N b, a]; <x, g W_e^T> [N, b] float32, which is all the score may see.
     """
     _, inward, outward = routed.shape
-    grid = _Grid(plan, target, inward // tile)
+    grid = Grid(plan, target, inward // tile)
     part = jax.ShapeDtypeStruct((1, tile, outward), routed.dtype)
     d_x, d_score = pl.pallas_call(
         functools.partial(_input_gradient_kernel, grid=grid, tile=tile),
@@ -148,7 +148,7 @@ def _input_gradient_kernel(
     zero_unless(walk.active, d_x_ref, d_score_ref)
 
 
-class _Grid:
+class Grid:
     """Cores, then tiles of columns, then each core's steps over its share of the blocks."""
 
     def __init__(self, plan: Dispatch, target: Generation, tiles: int) -> None:
@@ -177,6 +177,14 @@ class _Grid:
             return (walk.block if out else walk.source), tile_index
 
         return pl.BlockSpec((self.block, tile), index)
+
+    def of_expert(self, tile) -> pl.BlockSpec:
+        """A tile's columns of [G, 1, tiles * tile]: what the block's expert has."""
+
+        def index(core, tile_index, step, experts, ends, used):
+            return experts[self.walk(used, core, step).source], 0, tile_index
+
+        return pl.BlockSpec((1, 1, tile), index)
 
     def scores(self) -> pl.BlockSpec:
         """Of [tiles, N, 1, b]."""

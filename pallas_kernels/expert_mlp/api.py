@@ -10,14 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from dreamer_jax.config.values import Implementation
-from pallas_kernels.backend import backend, on_cpu, target
+from pallas_kernels import backend as backends
+from pallas_kernels.backend import target
 from pallas_kernels.dispatch.api import Dispatch, filled_blocks_of, plan_blocks, plan_dispatch
 from pallas_kernels.dispatch.aside import blocks_aside
-from pallas_kernels.expert_mlp import cpu, in_place, tpu, xla
+from pallas_kernels.expert_mlp import cpu, in_place, tpu, tpu_int8, xla
 from pallas_kernels.expert_mlp.shapes import Tiles, depths_aside, unsupported
 from pallas_kernels.expert_mlp.tape import ExpertTape
 from pallas_kernels.kept import keep
-from pallas_kernels.weights import OutputRows, Stacked
+from pallas_kernels.weights import OutputColumns, OutputRows, Stacked
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class ExpertMLP:
         total_depth: L, for that choice.
         recompute: the kernels keep neither gate nor up for the backward pass, which computes them again from the rows
             that it fetches in any case.
-        int8: a CPU decodes with whole numbers of eight bits, see `OutputRows`.
+        int8: decoding keeps whole numbers of eight bits, see `OutputRows`: on a CPU, and on a TPU whose kernel is
+            faster with them.
     """
 
     implementation: Implementation = "auto"
@@ -74,16 +76,22 @@ class ExpertMLP:
         among = None
         if isinstance(gate_up, Stacked):
             among, (indices, gate_up, down) = _one_row(indices, gate_up, down)
-        if isinstance(gate_up, OutputRows):
+        if isinstance(gate_up, OutputRows) and backends.in_place(self.implementation):
             return in_place.expert_mlp(x, indices, weights, gate_up, down, among)
         chosen = self._backend(indices.shape, gate_up.shape, x.dtype)
         if chosen != "pallas":
+            if isinstance(gate_up, OutputRows):
+                gate_up, down = gate_up.as_array(x.dtype), down.as_array(x.dtype)
             return (cpu if chosen == "cpu" else xla).expert_mlp(x, indices, weights, gate_up, down)
         experts = gate_up.shape[0]
         block = _tiles(indices.size, gate_up.shape, x.dtype).block
         plan = plan_dispatch(indices, experts, block, multiple=target().cores)
         # A pair without an expert has a padding slot: finite values, weighted by nothing, and exactly zero gradients.
-        return _expert_mlp(x, jnp.where(indices < experts, weights, 0), gate_up, down, plan, tape, self.recompute)
+        weights = jnp.where(indices < experts, weights, 0)
+        if isinstance(gate_up, OutputRows):
+            values = tpu_int8.forward(filled_blocks_of(x, plan), gate_up, down, plan, target=target())
+            return _combine(values, plan, weights).astype(x.dtype)
+        return _expert_mlp(x, weights, gate_up, down, plan, tape, self.recompute)
 
     def start_tape(
         self, indices: tuple[int, ...], gate_up: tuple[int, ...], dtype: jnp.dtype | str, group: int = 1
@@ -110,13 +118,17 @@ class ExpertMLP:
 
     def arrange(self, gate_up: jax.Array, down: jax.Array) -> tuple[Any, Any]:
         """Both, [.., E, 2F, h] and [.., E, F, h], as decoding wants them on this platform."""
-        if self.implementation == "pallas" or not on_cpu():
-            return gate_up, down
-        form = OutputRows.in_int8 if self.int8 else OutputRows.of
-        return form(gate_up), form(jnp.swapaxes(down, -1, -2))
+        if backends.in_place(self.implementation):
+            form = OutputRows.in_int8 if self.int8 else OutputRows.of
+            return form(gate_up), form(jnp.swapaxes(down, -1, -2))
+        if self.int8 and target().int8 and self._backend((1, 1), gate_up.shape[-3:], gate_up.dtype) == "pallas":
+            return OutputRows.in_int8(gate_up), OutputColumns.in_int8(down)
+        return gate_up, down
 
     def _backend(self, indices, gate_up, dtype):
-        return backend("expert MLP", self.implementation, lambda: unsupported(indices, gate_up, dtype, target()))
+        return backends.backend(
+            "expert MLP", self.implementation, lambda: unsupported(indices, gate_up, dtype, target())
+        )
 
 
 def _one_row(

@@ -37,7 +37,7 @@ def forward(
         up) [2, N b, F].
     """
     size, hidden = down.shape[1:]
-    place = _Places(plan, target)
+    place = Places(plan, target)
     matrices = [gate_up.reshape(-1, 2, size, hidden), down]
     out_shapes = [_like(rows)]
     out_specs = [place.rows(hidden, out=True)]
@@ -88,7 +88,7 @@ def input_gradient(
         activation, zero in padding slots; with `aside`, its new value. Unused blocks are undefined.
     """
     size, hidden = down.shape[1:]
-    place = _Places(plan, target)
+    place = Places(plan, target)
     matrices = [gate_up.reshape(-1, 2, size, hidden), down]
     again = kept.ndim == 2
     written = [] if aside is None else [aside]
@@ -181,7 +181,7 @@ def _gate_and_up(kept_ref, gate_up_buffer, buffer):
     return [dot_transposed(x, gate_up_buffer[buffer, matrix]).astype(x.dtype) for matrix in (0, 1)]
 
 
-class _Places:
+class Places:
     """Grid and block specifications of a walk over the plan's blocks."""
 
     def __init__(self, plan: Dispatch, target: Generation) -> None:
@@ -208,6 +208,11 @@ class _Places:
         """Of [lead, N b, width]; outputs may be kept aside as rows may."""
         index = self._index(out, out)
         return pl.BlockSpec((lead, self.block, width), lambda *at: (0, index(*at), 0))
+
+    def of_expert(self, lead, width) -> pl.BlockSpec:
+        """Of [E, lead, width]: what the block's expert has."""
+        index = self._index(False, False)
+        return pl.BlockSpec((1, lead, width), lambda *at: (at[2][index(*at)], 0, 0))
 
     def weights(self, out=False) -> pl.BlockSpec:
         """Of [N, 1, b]."""

@@ -6,6 +6,7 @@ python -m tests.aot.compile_serving v5e:2x2 dr_da_16 4     for all of them, alon
 
 import json
 import math
+import re
 import sys
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
 
+from dreamer_jax.blocks.operations import in_int8
 from dreamer_jax.config import load_config
 from dreamer_jax.families import build
 from dreamer_jax.inference.model import FoldedModel
@@ -41,11 +43,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def model_of(name: str) -> FoldedModel:
-    """A model in bfloat16, with shapes in place of arrays."""
+    """A model in bfloat16, with shapes in place of arrays; experts in eight bits after the name's " int8"."""
+    name, _, form = name.partition(" ")
     base, changes = MODELS.get(name, (name, {}))
     family = build(load_config(base, [f"--model.{key}={value}" for key, value in changes.items()]).config.model)
+    folding = build(family.config, in_int8(family.operations)) if form == "int8" else family
     params, state = nn.meta.unbox(family.shapes)
-    return FoldedModel(jax.eval_shape(family.fold, params), state, family, family.depth)
+    return FoldedModel(jax.eval_shape(folding.fold, params), state, family, family.depth)
 
 
 def on_mesh(model: FoldedModel, mesh: Mesh) -> tuple[FoldedModel, ModelSharding]:
@@ -115,6 +119,7 @@ def report(name: str, compiled: Any, pool: Any, mesh: Mesh, seconds: float) -> d
         "program": name,
         "seconds": round(seconds, 1),
         "reads_pages": "ragged_paged_attention" in text,
+        "eight_bits": sorted(set(re.findall(r"expert_\w+_int8", text))),
         "arguments": memory.argument_size_in_bytes,
         "temporary": memory.temp_size_in_bytes,
         "aliased": memory.alias_size_in_bytes,

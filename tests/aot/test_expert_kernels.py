@@ -132,6 +132,18 @@ def test_schedules_of_linear_experts_and_dispatch(chip):
     assert_no_costlier({"dispatch_slots": loops}, DISPATCH_BUNDLES[chip])
 
 
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+def test_eight_bits_are_kept_where_they_are_faster(chip):
+    """There they wait for HBM alone, and take little more than half of the time of sixteen."""
+    found = {name: row for (name, _), row in rows(chip, "decode").items()}
+    half = found["expert_mlp decode int8"]["seconds"] / found["expert_mlp decode"]["seconds"]
+    assert tiles.GENERATIONS[chip].int8 == (half < 1)
+    if half < 1:
+        assert half < 0.55
+        for name in ("expert_mlp decode int8", "expert_linear decode int8"):
+            assert found[name]["seconds"] <= 1.1 * found[name]["roofline_seconds"]
+
+
 def test_tables_are_complete():
     """Every generation whose clock is known has its bundles."""
     assert set(BUNDLES) == set(LINEAR_BUNDLES) == set(DISPATCH_BUNDLES) == set(TOPOLOGIES) <= set(tiles.GENERATIONS)

@@ -36,6 +36,14 @@ def test_pages_are_read_where_they_lie(chip, model):
     assert not any(each["collectives"] for each in compiled(TOPOLOGIES[chip], model))
 
 
+def test_experts_in_eight_bits_are_read_where_they_lie():
+    """By the kernels that take them, and with half of the bytes of weights."""
+    sixteen, eight = (compiled(TOPOLOGIES["v5e"], f"dr_da_16{form}") for form in ("", " int8"))
+    for before, now in zip(sixteen, eight, strict=True):
+        assert not before["eight_bits"] and now["eight_bits"] == ["expert_linear_int8", "expert_mlp_int8"]
+        assert now["arguments"] - now["pool"] < 0.6 * (before["arguments"] - before["pool"])
+
+
 @pytest.mark.parametrize("chip", ["v5e", "v5p"])
 @pytest.mark.parametrize(("model", "expert"), [("dr_da_16", 4), ("huginn", 2)])
 def test_four_chips_send_each_other_rows_and_nothing_else(chip, model, expert):

@@ -53,7 +53,7 @@ def asked(name, read):
 
 
 def test_every_operation_has_cases_of_both_directions():
-    """Forward and gradient; the counting sort has no gradient."""
+    """Forward and gradient; the counting sort and decoding have no gradient."""
     names = {case.name for case in CASES}
     assert names == {
         *(f"{name} {way}" for name in ("depth_attention", "depth_window") for way in ("forward", "backward")),
@@ -62,5 +62,5 @@ def test_every_operation_has_cases_of_both_directions():
             for name in ("sequence_attention", "expert_mlp", "expert_linear")
             for way in ("forward", "gradient")
         ),
-        "dispatch slots",
+        *("dispatch slots", "expert_mlp decode", "expert_mlp decode int8", "expert_linear decode int8"),
     }
