@@ -19,7 +19,7 @@ import yaml
 from dreamer_jax.config import LoadedConfig
 from dreamer_jax.config.files import Line, at, describe, entries, parse, read_sections, scalar
 from dreamer_jax.config.keys import INTEGERS, SECTIONS, values_of
-from dreamer_jax.config.loading import Setting, Word, build, settings_of
+from dreamer_jax.config.loading import COMMAND_LINE, Setting, Word, build, settings_of
 from dreamer_jax.config.sections import Config
 from dreamer_jax.configs import find
 from dreamer_jax.errors import ConfigError, UserError
@@ -126,8 +126,8 @@ class StudyFile:
             share: of the task's tokens.
         """
         settings = settings_of([*self.lines, *task.lines, *member.lines, *words])
-        if "training.steps" in settings:
-            origin = settings["training.steps"].origin
+        origin = settings["training.steps"].origin if "training.steps" in settings else ""
+        if origin.startswith((f"{self.path}:", COMMAND_LINE)):  # those of a base are its own runs'
             raise ConfigError(f"{origin}: training.steps: a study has `tokens` in its place", "training.steps")
         defaults = values_of(Config())
 

@@ -66,6 +66,16 @@ def test_a_task_comes_before_a_member_and_the_command_line_last(tmp_path):
         only(study, ["hard", "tough"])
 
 
+def test_steps_of_a_base_are_not_those_of_a_study(tmp_path):
+    (tmp_path / "base.yaml").write_text("training: {steps: 7, log_every: 3}\n")
+    text = "base: base.yaml\n" + STUDY.replace(", log_every: 4", "")
+    study = read_study(written(tmp_path, text))
+    training = study.configuration(study.tasks[0], study.members[0], []).config.training
+    assert (training.steps, training.log_every) == (2, 3)
+    with pytest.raises(ConfigError, match=r"^command line: training\.steps: a study has `tokens`"):
+        study.configuration(study.tasks[0], study.members[0], split_words(["--training.steps", "7"]))
+
+
 def test_a_shorter_run_keeps_the_proportions_of_its_schedule(tmp_path):
     text = STUDY.replace("warmup_steps: 2", "warmup_steps: 8, schedule: trapezoid, cooldown_steps: 16")
     study = read_study(written(tmp_path, text.replace("tokens: 1000", "tokens: 16384")))
