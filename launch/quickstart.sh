@@ -32,7 +32,7 @@ cat <<NEXT
   dreamer config show quickstart                 every setting, and where it comes from
   dreamer train quickstart --run.dir runs/deep --model.depth 12
   dreamer train quickstart --run.dir runs/layers --model.variant LA --model.num_experts 16
-  dreamer train quickstart --run.dir runs/graph --data.task reachability
+  dreamer train quickstart --run.dir runs/graph --data.task reachability --recurrence.steps 0
   dreamer budget dr_da_16                        parameters, FLOPs and memory of a paper model
   dreamer config list                            the other configurations
   tensorboard --logdir runs                      curves (pip install tensorboard)

@@ -70,9 +70,4 @@ class RecurrenceConfig:
         require(
             self.by == "step" or drawn, "recurrence.by", f"row: recurrence.draw {self.draw} gives all rows one depth"
         )
-        require(
-            self.steps > 0 or self.depths_per_step == 1,
-            "recurrence.depths_per_step",
-            "has no meaning while recurrence.steps is 0; give that a weight, such as 1.0",
-        )
         require(self.draw != "uniform" or not self.mean, "recurrence.mean", "uniform draws have least and most")

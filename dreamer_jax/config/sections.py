@@ -336,7 +336,7 @@ class Config:
             require(
                 not self.recurrence.steps or fits,
                 "recurrence.steps",
-                f"needs the tasks {', '.join(STEPPED_TASKS)} as bytes, and data.{key} is {value}; leave it at 0",
+                f"needs the tasks {', '.join(STEPPED_TASKS)} as bytes, and data.{key} is {value}; set it to 0",
             )
         require(
             data.copies == 1 or not self.evaluation.tasks,

@@ -34,6 +34,15 @@ def test_races(kind):
     jax.tree.map(assert_close, on_two_cores(fresh(MLP), *case), compiled(with_an_empty_expert)(*case))
 
 
+@pytest.mark.parametrize("chosen", [[[3, 0, 5]], [[1, 2, 3], [6, 2, 0]]], ids=["one token", "one choice elsewhere"])
+def test_races_of_a_step_of_decoding(chosen):
+    """Fewer pairs than experts: each has a block, and one without an expert has the zeros of an idle one."""
+    indices = np.array(chosen, np.int32)
+    _, (x, weights, *matrices), _ = mlp_case("random")
+    rows = x[: len(indices)], indices, weights[: len(indices)], *matrices
+    assert_close(on_two_cores(jax.jit(lambda *rows: MLP(*rows)), *rows), ExpertMLP("xla")(*rows))
+
+
 @pytest.mark.parametrize("kind", ["random", pytest.param("one hot", marks=slow)])
 def test_races_of_linear_experts(kind):
     """The same of the attention MoE."""
