@@ -120,7 +120,6 @@ def test_batches_ask_for_steps_where_the_model_has_seen_enough():
         ({"data.source": "jsonl", "data.path": "x.jsonl"}, "and data.source is jsonl"),
         ({"data.tokenizer": "t.json"}, "and data.tokenizer is t.json"),
         ({"recurrence.draw": "model"}, "recurrence.steps"),
-        ({"recurrence.steps": 0.0, "recurrence.depths_per_step": 2}, "recurrence.depths_per_step"),
     ],
 )
 def test_steps_that_nobody_knows_are_refused(settings, line):
