@@ -61,6 +61,17 @@ def test_a_dead_link_would_be_found():
     assert broken({page: text}) == ["docs/x.md: none.md", "docs/x.md: #other", "docs/x.md: index.md#nothing"]
 
 
+def test_pages_that_code_and_notebooks_name_exist():
+    """No link, but words to a reader all the same: `docs/depth.md` in a docstring, a script or a notebook."""
+    named = set()
+    for folder in ("dreamer_jax", "pallas_kernels", "launch", "docs"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".sh", ".yaml", ".ipynb", ".md"):
+                text = path.read_text(encoding="utf-8")
+                named |= set(re.findall(r"(?<![\w/.])(?:docs/\w+\.md|launch/[\w/]+\.(?:sh|ipynb))", text))
+    assert len(named) > 20 and sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
 def test_every_page_stands_once_in_the_navigation():
     index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
     trees = re.findall(r"^```{toctree}\n(.*?)^```", index, re.MULTILINE | re.DOTALL)
