@@ -192,6 +192,7 @@ def test_its_neurons_are_divided_as_experts_are():
     assert layouts["norm"]["scale"].expert_dim is None
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_on_a_mesh_are_those_of_one_device():
     """Eleven neurons, which two devices can't divide evenly."""
     config = tiny_config(model__decoding_size=11)

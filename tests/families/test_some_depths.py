@@ -90,7 +90,7 @@ def test_acting_at_every_depth_changes_no_bit():
     jax.tree.map(np.testing.assert_array_equal, gradient(small_config("DR+DA", **SMALL, sa_every=1)), gradient(plain))
 
 
-@pytest.mark.parametrize("remat", ["attention", "none"])
+@pytest.mark.parametrize("remat", [pytest.param("attention", marks=pytest.mark.slow), "none"])
 def test_what_is_kept_is_no_more_than_without(remat):
     """Of a compiled gradient, by the compiler: no weights and no memory are kept once a depth."""
 

@@ -82,6 +82,7 @@ def test_any_window(slots, size, dilation, group, kv_heads, seed):
     assert_close(scanned(*arguments, unwritten=np.nan, window=window), defined(*arguments, window=window), FLOAT32)
 
 
+@SLOW
 @pytest.mark.usefixtures("only_kernels")
 def test_two_cores_do_not_race():
     """As a TPU would run it, each with a block of tokens after another; uninitialised memory is NaN too."""

@@ -35,6 +35,7 @@ def passed(config: Any, params: Any, state: Any, depth: int = 3) -> Any:
     return forward(build(config), params, state, BATCH, Drawn(jnp.int32(depth), 4), kept_states=2)
 
 
+@pytest.mark.slow
 def test_an_estimate_of_the_whole_matrix():
     """With the unit vectors in place of random ones, the estimates add up to |J|_F^2 / h, by columns; J from a pass of
     its own whose state before the last depth is moved."""
