@@ -67,7 +67,7 @@ def assert_close(found: Any, wanted: Any, tolerance: float) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
 
 
-@pytest.mark.slow  # two steps stand in a row of tests/families/test_registry.py
+@pytest.mark.slow  # a row of tests/families/test_registry.py has three steps on a mesh, too
 @pytest.mark.parametrize("mesh", ["expert", "mixed", "slices"])
 def test_three_steps_give_the_same_weights(mesh):
     found, wanted = three_steps(MESHES[mesh]), three_steps(MeshConfig())

@@ -13,6 +13,7 @@ from dreamer_jax.cli import frontier as command
 from dreamer_jax.data.puzzles import PuzzleSource
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import build, forward, initialise
+from dreamer_jax.families.puzzles import logits_by_depth
 from dreamer_jax.runs.models import load_run
 from dreamer_jax.studies import cells, frontier, variants
 from dreamer_jax.studies.frontier_figures import borders
@@ -210,6 +211,17 @@ def test_other_families_have_as_many_parameters(model: str) -> None:
     assert ours.training == theirs.training and ours.data == theirs.data and ours.training.steps == 700
     assert (ours.model.depth, theirs.model.depth) == (8, 6)
     assert (theirs.model.vocab_size, theirs.model.readout, theirs.model.positions) == (3, "pair", "none")
+
+
+@pytest.mark.parametrize("model", ["dr", "dreamer"])
+def test_a_long_pass_answers_as_short_ones_do(model: str) -> None:
+    """What makes one pass enough for all numbers of steps: nothing in it knows how long it will be."""
+    _, other = variants.variants_of("graph", "paper", False, [model], [])
+    family = build(other.loaded.config.model)
+    params, state = initialise(family, jax.random.key(0))
+    batch = PuzzleSource(other.loaded.config.data.puzzle, 16).cell(3, range(4), 4)
+    long, short = (logits_by_depth(family, params, state, batch, steps) for steps in (6, 3))
+    np.testing.assert_allclose(long[:3], short, rtol=0, atol=1e-5 * np.abs(short).max())
 
 
 def test_the_nearest_number_of_parameters_is_found() -> None:
