@@ -25,6 +25,8 @@ SHARED = ("vocab_size", "positions", "readout", "classes")
 """Settings that another family takes over from the paper's model, because the task decides them."""
 LARGEST = 1 << 16
 """Of a knob."""
+TOLD = {"depth_counters": ("up", "learned", "none"), "depth_scaling": ("none",), "residual_scale": ("none",)}
+"""Settings by which a step may know how deep its pass will be, and the values with which it doesn't."""
 
 LEAKY = {
     "data.puzzle.negatives": "leaky",
@@ -118,7 +120,7 @@ def other_family(model: str, base: LoadedConfig, overrides: Sequence[str] = ()) 
         overrides: `--model.key value` words.
 
     Raises:
-        UserError: there is no such file, or the model can't be made so small.
+        UserError: there is no such file, the model can't be made so small, or its steps know how deep the pass is.
     """
     path = find_file(model, "frontier model")
     own = {key: setting for key, setting in settings_of(read_file(path)).items() if key.startswith("model.")}
@@ -132,8 +134,21 @@ def other_family(model: str, base: LoadedConfig, overrides: Sequence[str] = ()) 
         if key in keys and key in theirs:
             taken[key] = Setting(theirs[key], base.origins[key])
     loaded = build({**taken, **own})
+    _check_steps(model, loaded.config)
     matched = match_parameters(build_family(loaded.config.model), parameters(base.config))
     return LoadedConfig(dataclasses.replace(loaded.config, model=matched.config), loaded.origins)
+
+
+def _check_steps(model: str, config: Config) -> None:
+    """Answers after t steps are read within one pass of many steps, which has to be there as one of t steps would be."""
+    for name, values in TOLD.items():
+        value = getattr(config.model, name, values[0])
+        if value not in values:
+            raise UserError(
+                f"{model}: model.{name} is {value}, so that a step depends on how many follow it; answers are read after "
+                f"each step of one long pass, where they would be others than in a short one. Set it to {values[0]}, "
+                f"in the file or with --model.{name} {values[0]}"
+            )
 
 
 def parameters(config: Config) -> int:

@@ -224,6 +224,17 @@ def test_a_long_pass_answers_as_short_ones_do(model: str) -> None:
     np.testing.assert_allclose(long[:3], short, rtol=0, atol=1e-5 * np.abs(short).max())
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"), [("depth_counters", "both"), ("depth_scaling", "interpolated"), ("residual_scale", "depth")]
+)
+def test_a_model_whose_steps_know_the_depth_of_the_pass_is_refused(setting: str, value: str) -> None:
+    words = [f"--model.{setting}", value]
+    with pytest.raises(UserError, match=rf"^dreamer: model\.{setting} is {value}, .* Set it to \w+"):
+        variants.variants_of("graph", "paper", False, ["dreamer"], words)
+    _, other = variants.variants_of("graph", "paper", False, ["huginn"], [])
+    assert not hasattr(other.loaded.config.model, setting)  # and is taken
+
+
 def test_the_nearest_number_of_parameters_is_found() -> None:
     model = variants.variants_of("graph", "paper", False, [], [])[0].loaded.config.model
     family = build(dataclasses.replace(model, mlp_size=7))
