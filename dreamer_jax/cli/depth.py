@@ -24,6 +24,8 @@ def run(arguments: list[str]) -> int:
         if options.rows or options.seed:
             raise UserError("--loss-only looks at all held-out records; leave --rows and --seed out")
         return _loss_only(folder, options)
+    if options.experts:
+        raise UserError("--experts goes with --loss-only; of one run dreamer analyze says more about experts")
     from dreamer_jax.studies.depth_report import INSTANCES, ROWS, highlights, report
 
     numbers = options.rows or ROWS, options.instances or INSTANCES, options.seed or 0
@@ -55,10 +57,16 @@ def _loss_only(folder: Path, options: argparse.Namespace) -> int:
         right = by_difficulty(folder, options.depths, options.instances, say)
         of_depth = {str(level): {str(depth): its for depth, its in row.items()} for level, row in right.items()}
         found["difficulty"] = {"trained_to": hardest(config), "instances": options.instances, "accuracy": of_depth}
+    if options.experts:
+        from dreamer_jax.studies.expert_use import expert_use
+
+        found["gini"] = expert_use(folder, say)
     if options.json:
         print(json.dumps(found, indent=2))
         return 0
     print(_table(found["depths"]))
+    for router, value in found.get("gini", {}).items():
+        print(f"Gini coefficient of the experts of {router}: {value:.3f}")
     if "difficulty" in found:
         print("\n" + _difficulty_table(found["difficulty"], build(config.model).depth))
     print(f"written to {folder / FILE}")
@@ -137,6 +145,9 @@ def _parser() -> Parser:
         "--loss-only",
         action="store_true",
         help="held-out loss, perplexity and exact match, no report; with --instances also accuracy by difficulty",
+    )
+    parser.add_argument(
+        "--experts", action="store_true", help="with --loss-only: how evenly experts are used on data of training"
     )
     parser.add_argument("--rows", type=positive, help="held-out rows to look at within passes (16)")
     parser.add_argument("--instances", type=positive, help="instances of each difficulty of a generated task (64)")

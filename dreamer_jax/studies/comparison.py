@@ -223,11 +223,13 @@ def difficulty_table(task: Mapping[str, Any]) -> str:
 
 
 def gini_table(task: Mapping[str, Any]) -> str:
-    """Gini coefficients of expert use at the end of training by router, means over seeds; empty without experts."""
+    """Gini coefficients of expert use after training by router, means over seeds; empty without experts."""
     means: dict[str, dict[str, float]] = {}
+    tokens = 0
     for name, member in task["members"].items():
         values: dict[str, list[float]] = {}
         for seed in member["seeds"].values():
+            tokens = seed.get("gini_tokens", tokens)
             for router, value in seed.get("gini", {}).items():
                 values.setdefault(router, []).append(value)
         means[name] = {router: math.fsum(its) / len(its) for router, its in values.items()}
@@ -235,7 +237,8 @@ def gini_table(task: Mapping[str, Any]) -> str:
     if not routers:
         return ""
     lines = [[name, *(f"{its[r]:.2f}" if r in its else "-" for r in routers)] for name, its in means.items() if its]
-    return markdown_table(["Gini of expert use", *(f"`{router}`" for router in routers)], lines)
+    title = f"Gini of expert use in {tokens:,} tokens"
+    return markdown_table([title, *(f"`{router}`" for router in routers)], lines)
 
 
 def depth_means(member: Mapping[str, Any]) -> dict[int, float]:

@@ -176,8 +176,9 @@ class Kept:
 
 
 def _number(name: str) -> tuple[int, ...]:
-    """Sorts names that are numbers, or several with a slash between them."""
-    return tuple(int(part) for part in name.split("/"))
+    """Sorts names that are numbers, or several with a slash between them; others stay in their order."""
+    parts = name.split("/")
+    return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
 
 
 class Progress:

@@ -138,7 +138,7 @@ def _start(job: Job, folder: Path, place: int, at_once: int) -> _Running:
     if job.depths:
         commands.append(
             [
-                *("depth", str(job.run), "--loss-only"),
+                *("depth", str(job.run), "--loss-only", "--experts"),
                 *([] if job.depths == "usual" else ["--depths", job.depths]),
                 *(["--instances", str(job.instances)] if job.instances else []),
             ]

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from dreamer_jax.runs.models import locate_run
 from dreamer_jax.studies.depths import FILE as DEPTHS
 from dreamer_jax.studies.depths import takes
 from dreamer_jax.studies.difficulty import generated
+from dreamer_jax.studies.expert_use import SETTINGS as COUNTED
 from dreamer_jax.studies.jobs import Job, run_jobs
 from dreamer_jax.studies.study_file import LOSS, TRIAL_SHARE, Member, StudyFile, Sweep, Task
 from dreamer_jax.training.evaluation import kept_parts
@@ -36,8 +37,6 @@ GRANULARITIES = (8, 4, 2, 1)
 """What the sizes that matching searches are multiples of: the first that comes close enough."""
 CLOSE = 1.0
 """Percent."""
-LAST_LINES = 3
-"""Of the log, that say how a run ended; a step alone says little of a batch of few tokens."""
 
 Result = dict[str, Any]
 
@@ -157,8 +156,10 @@ def _complete(job: Job) -> bool:
     evaluated = job.run / DEPTHS
     if job.depths:
         known = json.loads(evaluated.read_text(encoding="utf-8")) if evaluated.is_file() else {}
-        answered = known.get("difficulty", {}).get("settings", {}).get("instances", 0)
-        if known.get("step") != steps or (job.instances and answered != job.instances):
+        settings = {part: known.get(part, {}).get("settings") for part in ("difficulty", "experts")}
+        if known.get("step") != steps or settings["experts"] != COUNTED:
+            return False
+        if job.instances and settings["difficulty"] != {"instances": job.instances}:
             return False
     return locate_run(job.run).step == steps
 
@@ -289,17 +290,10 @@ def measured(run: Path, metric: str) -> Result:
         "tokens_per_second": round(statistics.median(rates), 1),
         "by_depth": {depth: its["loss"] for depth, its in by_depth.items()},
         **({"by_difficulty": {place: round(share, 4) for place, share in answered.items()}} if answered else {}),
-        "gini": _expert_use(metrics),
+        "gini": at_depths["experts"]["found"]["gini"],
+        "gini_tokens": COUNTED["tokens"],
         "parts": _parts(run, metric),
     }
-
-
-def _expert_use(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Router -> how unevenly its experts were used at the end of training, a mean of the last `LAST_LINES` lines."""
-    prefix, name = "experts/", "/gini"
-    logged = [its for its in metrics if any(key.startswith(prefix) for key in its)][-LAST_LINES:]
-    found = {key.removeprefix(prefix).removesuffix(name): key for its in logged for key in its if key.endswith(name)}
-    return {router: round(statistics.fmean(its[key] for its in logged), 4) for router, key in found.items()}
 
 
 def _parts(run: Path, metric: str) -> list[list[list[float]]]:

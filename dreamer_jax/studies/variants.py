@@ -140,14 +140,14 @@ def other_family(model: str, base: LoadedConfig, overrides: Sequence[str] = ()) 
 
 
 def _check_steps(model: str, config: Config) -> None:
-    """Answers after t steps are read within one pass of many steps, which has to be there as one of t steps would be."""
+    """Answers after t steps are read within one pass of many, which then has to be as a pass of t steps would be."""
     for name, values in TOLD.items():
         value = getattr(config.model, name, values[0])
         if value not in values:
             raise UserError(
-                f"{model}: model.{name} is {value}, so that a step depends on how many follow it; answers are read after "
-                f"each step of one long pass, where they would be others than in a short one. Set it to {values[0]}, "
-                f"in the file or with --model.{name} {values[0]}"
+                f"{model}: model.{name} is {value}, so that a step depends on how many follow it; answers are read "
+                f"after each step of one long pass, where they would be others than in a short one. Set it to "
+                f"{values[0]}, in the file or with --model.{name} {values[0]}"
             )
 
 

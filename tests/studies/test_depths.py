@@ -17,12 +17,12 @@ from dreamer_jax.data import open_data
 from dreamer_jax.families import build, forward
 from dreamer_jax.parallel import make_mesh
 from dreamer_jax.runs.models import load_run
-from dreamer_jax.studies import depth_report, depths
+from dreamer_jax.studies import depth_report, depths, expert_use
 from dreamer_jax.studies.depth_report import all_depths, even, highlights, needed_by
 from dreamer_jax.studies.depths import Kept, Progress, usual_depths
 from dreamer_jax.studies.difficulty import accuracy, difficulties
 from dreamer_jax.training.train_step import make_evaluation_step
-from tests.analysis.cases import draw_without_files, make_run
+from tests.analysis.cases import HUGINN, draw_without_files, make_run
 from tests.analysis.test_spectrum import slow_but
 from tests.families.cases import TINY_MODELS, drawn_params
 from tests.families.puzzle_cases import puzzles
@@ -69,6 +69,41 @@ def test_a_depth_at_run_time_gives_what_one_that_is_compiled_in_gives(name):
 
         found = step(params, model_state, batch, np.int32(depth))
         np.testing.assert_allclose(found["loss"], alone(params, model_state, batch), rtol=2e-5, atol=1e-6)
+
+
+# The use of experts.
+
+
+@pytest.mark.parametrize("recurrent", [True, False])
+def test_experts_are_counted_over_several_batches_of_training(recurrent, run, layered, monkeypatch, capsys):
+    """Against the counts that training's own forward pass of each batch gives, and Gini's definition: half of the mean
+    difference of two experts over their mean."""
+    folder = run if recurrent else layered
+    monkeypatch.setattr(expert_use, "TOKENS", 3 * 8 * 64)
+    assert main(["depth", str(folder), "--depths", "3", "--loss-only", "--experts"]) == 0
+    printed = capsys.readouterr()
+    assert "use of experts: 3 to compute" in printed.err
+    model = load_run(folder)
+    passes = [forward(model.family, model.params, model.model_state, open_data(model.config).batch_at(step), 3)
+              for step in range(3)]  # fmt: skip
+    found = json.loads((folder / "depth.json").read_text())["experts"]["found"]["gini"]
+    assert set(found) == set(passes[0].counts)
+    for router, value in found.items():
+        total = np.sum([np.asarray(passed.counts[router], np.float64) for passed in passes], axis=0)
+        rows = total.sum(axis=0, keepdims=True) if recurrent else total
+        ginis = [np.abs(row[:, None] - row).mean() / 2 / row.mean() for row in rows]
+        assert value == pytest.approx(np.mean(ginis), abs=1e-3)
+        assert f"the experts of {router}: {value:.3f}" in printed.out
+        alone = np.asarray(passes[0].counts[router], np.float64).sum(axis=0)
+        assert not np.allclose(alone * 3, total.sum(axis=0))  # a batch by itself has other counts
+    monkeypatch.setattr(expert_use, "forward", None)  # nothing is computed twice
+    assert expert_use.expert_use(folder, print) == found
+
+
+def test_a_model_without_experts_has_none_that_are_used(tmp_path):
+    folder = make_run(tmp_path / "huginn", model=HUGINN)
+    assert expert_use.expert_use(folder, lambda line: None) == {}
+    assert json.loads((folder / "depth.json").read_text())["experts"]["found"] == {"gini": {}}
 
 
 # The report.
@@ -246,6 +281,7 @@ def broken(folder: Path, run: Path) -> Path:
         (["--instances", "-1"], "--instances"),
         (["--seed", "x"], "'x' is not an integer of 0 or more"),
         (["--loss-only", "--rows", "3"], "--loss-only looks at all held-out records"),
+        (["--experts"], "--experts goes with --loss-only"),
         (["--deepest", "3"], "dreamer depth --help"),
     ],
 )

@@ -264,7 +264,7 @@ def test_lower_losses_are_better_and_shown_as_they_are():
         curve = [[10 * (i + 1), loss] for i, loss in enumerate(losses)]
         costs = {"parameters": 1, "flops_per_token": 1, "training_flops_per_token": 3, "memory_bytes": 1, "depth": 2}
         seed = {"curves": {"loss": curve}, "tokens_per_second": 5.0, "by_depth": {"1": 9.0, "2": losses[-1]}}
-        seed["gini"] = {"expert_attention": losses[-1] / 2}
+        seed |= {"gini": {"expert_attention": losses[-1] / 2}, "gini_tokens": 4096}
         seed["by_difficulty"] = {"1/2": 0.5, "1/4": 0.75, "2/2": losses[-1] / 4, "2/4": 0.0}
         return costs | {"seeds": {"0": seed}}
 
@@ -278,7 +278,7 @@ def test_lower_losses_are_better_and_shown_as_they_are():
     assert "| right at difficulty | depth | 1 | 2 |" in comparison.markdown(result)
     assert "| b | **2** | 0.500 | 0.125 |\n| b | 4 | 0.750 | 0.000 |" in comparison.markdown(result)
     assert (
-        "| Gini of expert use | `expert_attention` |\n| --- | --- |\n| a | 0.50 |\n| b | 0.25 |"
+        "| Gini of expert use in 4,096 tokens | `expert_attention` |\n| --- | --- |\n| a | 0.50 |\n| b | 0.25 |"
         in comparison.markdown(result)
     )
 
