@@ -75,10 +75,10 @@ def test_a_depth_at_run_time_gives_what_one_that_is_compiled_in_gives(name):
 
 
 @pytest.mark.parametrize("recurrent", [True, False])
-def test_experts_are_counted_over_several_batches_of_training(recurrent, run, layered, monkeypatch, capsys):
+def test_experts_are_counted_over_several_batches_of_training(recurrent, tmp_path, monkeypatch, capsys):
     """Against the counts that training's own forward pass of each batch gives, and Gini's definition: half of the mean
     difference of two experts over their mean."""
-    folder = run if recurrent else layered
+    folder = make_run(tmp_path / "run", "DR+DA" if recurrent else "LA")
     monkeypatch.setattr(expert_use, "TOKENS", 3 * 8 * 64)
     assert main(["depth", str(folder), "--depths", "3", "--loss-only", "--experts"]) == 0
     printed = capsys.readouterr()
