@@ -43,7 +43,17 @@ class AttentionMixture(nn.Module):
     parameter_attention: ParameterAttention | None = None
     dimensions: Dimensions | None = None
 
-    @nn.compact
+    def setup(self) -> None:
+        self.sequence_norm, self.expert_norm = RMSNorm(), RMSNorm()
+        if self.depth_attention is not None:
+            self.depth_norm = RMSNorm()
+        if self.parameter_attention is not None:
+            self.parameter_norm = RMSNorm()
+        if self.dimensions is not None:
+            self.dimension_norm = RMSNorm()
+        if self.normalised:
+            self.residual_norm = RMSNorm()
+
     def __call__(
         self,
         x: jax.Array,
@@ -68,79 +78,107 @@ class AttentionMixture(nn.Module):
         Returns:
             x_{l+1} [B, P, h]; the memory with depth l; counts, router name -> [E] int32; what was observed, likewise.
         """
-        (sequence, depths), tape, counts, seen = memory, tape or {}, {}, {}
-        sequence_norm, expert_norm = RMSNorm(name="sequence_norm"), RMSNorm(name="expert_norm")
         if self.injection is not None:
             x = self.injection(x, entered)
-
-        gates = {}
+        step = _Branches(self, depth, memory, bias, context, tape or {})
         if self.dimensions is not None:
-            name, normed = "dimensions", RMSNorm(name="dimension_norm")(x)
-            gates, counts[name], seen[name] = self.dimensions(normed, depth, bias[name], context.real)
-
-        def scaled(name, branch):
-            if name in gates:
-                branch = (branch * gates[name]).astype(branch.dtype)
-            # 1/N (arXiv:2606.18524): however many depths, together they add as much
-            total = depth.total[..., None] if depth.total.ndim else depth.total
-            return (branch / total).astype(branch.dtype) if self.averaged else branch
-
-        def attend(attention, x, memory, name):
-            arguments = x, depth, memory, bias.get(name), context, tape.get(name)
-            if attention.every == 1 or self.is_initializing():
-                return attention(*arguments)
-            return at_some_depths(attention, *arguments, watched=self.is_mutable_collection("intermediates"))
-
-        def sa(x):
-            nonlocal sequence
-            name = "sequence_attention"
-            its = attend(self.sequence_attention, sequence_norm(x), sequence, name)
-            sequence, counts[name], seen[name] = its.memory, its.counts, its.seen
-            return scaled(name, its.out)
-
-        def pa(x):
-            its: Any = self.parameter_attention
-            normed = RMSNorm(name="parameter_norm")(x)
-            if its.every == 1 or self.is_initializing():
-                out, seen["parameter_attention"] = its(normed, depth, context.real)
-            else:
-                out, seen["parameter_attention"] = branch_at_some_depths(its, normed, depth, context)
-            return scaled("parameter_attention", out)
-
-        def da(x):
-            if self.parameter_attention is None:
-                return over_depths(x)
-            return over_depths(x) + pa(x)
-
-        def over_depths(x):
-            nonlocal depths
-            if self.depth_attention is None:
-                return 0
-            name, normed = "depth_attention", RMSNorm(name="depth_norm")(x)
-            its = attend(self.depth_attention, normed, depths, name)
-            depths, counts[name], seen[name] = its.memory, its.counts, its.seen
-            return scaled(name, its.out)
-
-        def ea(x):
-            name = "expert_attention"
-            asked = gates[name].reshape(-1) > 0 if gates else None
-            its = self.expert_attention(expert_norm(x), depth, bias[name], context, tape.get(name), asked)
-            counts[name], seen[name] = its.counts, its.seen
-            return scaled(name, its.out)
+            step.choose(x)
 
         if self.mixing == "sequential":  # Eq. 4
-            y = x + da(x)
-            y = keep(y + sa(y))
-            y = y + ea(y)
+            y = x + step.da(x)
+            y = keep(y + step.sa(y))
+            y = y + step.ea(y)
         elif self.mixing == "parallel_attention":  # Eq. 5
-            y = keep(x + da(x) + sa(x))
-            y = y + ea(y)
+            y = keep(x + step.da(x) + step.sa(x))
+            y = y + step.ea(y)
         else:  # Eq. 6
-            y = x + da(x) + sa(x) + ea(x)
+            y = x + step.da(x) + step.sa(x) + step.ea(x)
 
         if self.normalised:  # section 3.7: x_{l+1} = Norm(y_l), so that scales agree across depths
-            y = RMSNorm(name="residual_norm")(keep(y))
-        return y, Memory(sequence, depths), _present(counts), _present(seen)
+            y = self.residual_norm(keep(y))
+        return y, step.memory, _present(step.counts), _present(step.seen)
+
+
+class _Branches:
+    """What a mixture adds to the stream at one depth.
+
+    Attributes:
+        memory: with what branches have written so far.
+        counts, seen: router name -> what it selected, and what was observed.
+    """
+
+    def __init__(self, mixture: AttentionMixture, depth: Depth, memory: Memory, bias: Any, context: Context, tape: Any):
+        self.mixture, self.depth, self.memory = mixture, depth, memory
+        self.bias, self.context, self.tape = bias, context, tape
+        self.gates: dict[str, jax.Array] = {}
+        self.counts: dict[str, Any] = {}
+        self.seen: dict[str, Any] = {}
+
+    def choose(self, x: jax.Array) -> None:
+        """Section 5: which branches each token takes."""
+        name, choose = "dimensions", self.mixture.dimensions
+        assert choose is not None
+        normed = self.mixture.dimension_norm(x)
+        chosen = choose(normed, self.depth, self.bias[name], self.context.real)
+        self.gates, self.counts[name], self.seen[name] = chosen
+
+    def sa(self, x: jax.Array) -> jax.Array:
+        """Of attention over the sequence."""
+        its, normed = self.mixture.sequence_attention, self.mixture.sequence_norm(x)
+        out, sequence = self._attended("sequence_attention", its, normed, self.memory.sequence)
+        self.memory = self.memory._replace(sequence=sequence)
+        return out
+
+    def da(self, x: jax.Array) -> Any:
+        """Of attention over the depths, and of what stands beside it."""
+        return self._over_depths(x) if self.mixture.parameter_attention is None else self._over_depths(x) + self._pa(x)
+
+    def _over_depths(self, x: jax.Array) -> Any:
+        its = self.mixture.depth_attention
+        if its is None:
+            return 0
+        normed = self.mixture.depth_norm(x)
+        out, depths = self._attended("depth_attention", its, normed, self.memory.depths)
+        self.memory = self.memory._replace(depths=depths)
+        return out
+
+    def _pa(self, x: jax.Array) -> jax.Array:
+        name, its = "parameter_attention", self.mixture.parameter_attention
+        assert its is not None
+        normed = self.mixture.parameter_norm(x)
+        if its.every == 1 or self.mixture.is_initializing():
+            out, self.seen[name] = its(normed, self.depth, self.context.real)
+        else:
+            out, self.seen[name] = branch_at_some_depths(its, normed, self.depth, self.context)
+        return self._scaled(name, out)
+
+    def ea(self, x: jax.Array) -> jax.Array:
+        """Of the experts."""
+        name = "expert_attention"
+        asked = self.gates[name].reshape(-1) > 0 if self.gates else None
+        arguments = self.depth, self.bias[name], self.context, self.tape.get(name), asked
+        its = self.mixture.expert_attention(self.mixture.expert_norm(x), *arguments)
+        self.counts[name], self.seen[name] = its.counts, its.seen
+        return self._scaled(name, its.out)
+
+    def _attended(self, name: str, attention: Any, normed: jax.Array, memory: Any) -> tuple[jax.Array, Any]:
+        arguments = normed, self.depth, memory, self.bias.get(name), self.context, self.tape.get(name)
+        if attention.every == 1 or self.mixture.is_initializing():
+            its = attention(*arguments)
+        else:
+            watched = self.mixture.is_mutable_collection("intermediates")
+            its = at_some_depths(attention, *arguments, watched=watched)
+        self.counts[name], self.seen[name] = its.counts, its.seen
+        return self._scaled(name, its.out), its.memory
+
+    def _scaled(self, name: str, branch: jax.Array) -> jax.Array:
+        if name in self.gates:
+            branch = (branch * self.gates[name]).astype(branch.dtype)
+        if not self.mixture.averaged:
+            return branch
+        # 1/N (arXiv:2606.18524): however many depths, together they add as much
+        total = self.depth.total[..., None] if self.depth.total.ndim else self.depth.total
+        return (branch / total).astype(branch.dtype)
 
 
 def _present(by_name: dict[str, Any]) -> dict[str, Any]:
