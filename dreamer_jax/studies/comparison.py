@@ -225,20 +225,25 @@ def difficulty_table(task: Mapping[str, Any]) -> str:
 def gini_table(task: Mapping[str, Any]) -> str:
     """Gini coefficients of expert use after training by router, means over seeds; empty without experts."""
     means: dict[str, dict[str, float]] = {}
-    tokens = 0
+    tokens: dict[str, int] = {}
     for name, member in task["members"].items():
         values: dict[str, list[float]] = {}
         for seed in member["seeds"].values():
-            tokens = seed.get("gini_tokens", tokens)
             for router, value in seed.get("gini", {}).items():
                 values.setdefault(router, []).append(value)
+                tokens[name] = seed["gini_tokens"]
         means[name] = {router: math.fsum(its) / len(its) for router, its in values.items()}
     routers = sorted({router for its in means.values() for router in its})
     if not routers:
         return ""
-    lines = [[name, *(f"{its[r]:.2f}" if r in its else "-" for r in routers)] for name, its in means.items() if its]
-    title = f"Gini of expert use in {tokens:,} tokens"
-    return markdown_table([title, *(f"`{router}`" for router in routers)], lines)
+    alike = len(set(tokens.values())) == 1
+    lines = [
+        [name, *(f"{its[r]:.2f}" if r in its else "-" for r in routers), *([] if alike else [f"{tokens[name]:,}"])]
+        for name, its in means.items()
+        if its
+    ]
+    title = "Gini of expert use" + (f" in {next(iter(tokens.values())):,} tokens" if alike else "")
+    return markdown_table([title, *(f"`{router}`" for router in routers), *([] if alike else ["tokens"])], lines)
 
 
 def depth_means(member: Mapping[str, Any]) -> dict[int, float]:

@@ -282,6 +282,11 @@ def test_lower_losses_are_better_and_shown_as_they_are():
         "| Gini of expert use in 4,096 tokens | `expert_attention` |\n| --- | --- |\n| a | 0.50 |\n| b | 0.25 |"
         in comparison.markdown(result)
     )
+    its["members"]["b"]["seeds"]["0"]["gini_tokens"] = 65536  # counted in other tokens, and the table says so
+    assert (
+        "| Gini of expert use | `expert_attention` | tokens |\n| --- | --- | --- |\n"
+        "| a | 0.50 | 4,096 |\n| b | 0.25 | 65,536 |" in comparison.markdown(result)
+    )
 
 
 # Running. What stands for the program notes its words, its cores and how many are at work, and does as it is told.

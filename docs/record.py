@@ -1,0 +1,87 @@
+"""Puts what a study found where docs/results.md takes it from: `python docs/record.py runs/studies/depth16`.
+
+docs/results/NAME.json gets its study.json in few digits. What is recorded there of other tasks and members stays, so
+that a study can be recorded in parts. The tables of docs/results.md are written anew, and its figures of the study.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from dreamer_jax.errors import UserError
+from dreamer_jax.studies import comparison, frontier_tables
+from dreamer_jax.studies.study import FILE
+from dreamer_jax.studies.study_figure import draw
+from dreamer_jax.studies.study_file import read_study
+
+DOCS = Path(__file__).parent
+PAGE = DOCS / "results.md"
+BLOCK = re.compile(r"(?<=<!-- from )(\S+)( -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
+"""The tables of a recorded result on the page."""
+
+
+def shortened(found: Any) -> Any:
+    """With six digits of every number with decimals."""
+    if isinstance(found, dict):
+        return {name: shortened(value) for name, value in found.items()}
+    if isinstance(found, list):
+        return [shortened(value) for value in found]
+    return float(f"{found:.6g}") if isinstance(found, float) else found
+
+
+def merged(recorded: dict[str, Any], new: dict[str, Any], tasks: list[str], members: list[str]) -> dict[str, Any]:
+    """A recorded result with the complete members of a new one, tasks and members in the order of the study's file."""
+    found = dict(recorded.get("tasks", {}))
+    for name, task in new["tasks"].items():
+        complete = {member: its for member, its in task["members"].items() if its["seeds"]}
+        if complete:
+            both = {**found.get(name, {}).get("members", {}), **complete}
+            found[name] = {**task, "members": {member: both[member] for member in sorted(both, key=members.index)}}
+    return {**new, **recorded, "tasks": {name: found[name] for name in sorted(found, key=tasks.index)}}
+
+
+def page_of(page: str) -> str:
+    """The page with its tables written anew."""
+
+    def tables(block: re.Match[str]) -> str:
+        result = json.loads((DOCS / block[1]).read_text(encoding="utf-8"))
+        made = frontier_tables if "models" in result else comparison
+        return block[1] + block[2] + made.markdown(result).strip()
+
+    return BLOCK.sub(tables, page)
+
+
+def record(folder: Path, name: str) -> Path:
+    """Record the study of a folder under the name of its file; returns the JSON file."""
+    study = read_study(name)
+    path = DOCS / "results" / f"{name}.json"
+    recorded = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    new = shortened(json.loads((folder / FILE).read_text(encoding="utf-8"))) | {"study": f"{name}.yaml"}
+    order = [task.name for task in study.tasks], [member.name for member in study.members]
+    result = merged(recorded, new | {"baseline": study.baseline}, *order)
+    path.write_text(json.dumps(result, separators=(",", ":")) + "\n", encoding="utf-8")
+    page = page_of(PAGE.read_text(encoding="utf-8"))
+    PAGE.write_text(page, encoding="utf-8")
+    with tempfile.TemporaryDirectory() as drawn:
+        for figure in draw(result, Path(drawn)):
+            task = figure.stem.removeprefix("study_")
+            for shown in (f"{name}_{task}", name) if figure.suffix == ".png" else ():
+                if f"figures/{shown}.png" in page:
+                    shutil.copy(figure, DOCS / "figures" / f"{shown}.png")
+    return path
+
+
+if __name__ == "__main__":
+    if not 2 <= len(sys.argv) <= 3:
+        sys.exit("usage: python docs/record.py FOLDER [NAME]   NAME: of the study, by default the folder's")
+    its = Path(sys.argv[1])
+    try:
+        print(record(its, sys.argv[2] if len(sys.argv) > 2 else its.name))
+    except (UserError, OSError) as error:
+        sys.exit(f"record: {error}")

@@ -1,0 +1,43 @@
+"""docs/record.py: what a study found joins what is recorded, and the page follows."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "docs"))
+
+import record  # noqa: E402
+
+
+def result(**tasks: dict) -> dict:
+    members = {
+        name: {member: {"depth": 1, "seeds": seeds} for member, seeds in its.items()} for name, its in tasks.items()
+    }
+    return {"baseline": "a", "tasks": {name: {"tokens": 1, "members": its} for name, its in members.items()}}
+
+
+def test_members_and_tasks_join_what_is_recorded_in_the_order_of_the_file():
+    recorded = result(text={"a": {"0": "old"}, "c": {"0": "old"}})
+    new = result(text={"b": {"0": "new"}, "c": {"0": "new"}, "a": {}}, boolean={"a": {"0": "new"}}, sums={"a": {}})
+    found = record.merged(recorded, new, ["boolean", "text", "sums"], ["a", "b", "c"])
+    assert list(found["tasks"]) == ["boolean", "text"]  # sums has no complete run yet
+    members = found["tasks"]["text"]["members"]
+    assert [(name, its["seeds"]) for name, its in members.items()] == [
+        ("a", {"0": "old"}),
+        ("b", {"0": "new"}),
+        ("c", {"0": "new"}),
+    ]
+
+
+def test_numbers_have_six_digits_and_counts_all_of_theirs():
+    found = record.shortened({"curve": [[1228800, 0.123456789]], "name": "x", "seeds": {"0": 0.1}})
+    assert found == {"curve": [[1228800, 0.123457]], "name": "x", "seeds": {"0": 0.1}}
+
+
+def test_the_page_is_as_it_would_be_written_now():
+    page = record.PAGE.read_text(encoding="utf-8")
+    assert record.page_of(page) == page
+    changed = page.replace("| la | ", "| LA | ", 1)
+    assert changed != page and record.page_of(changed) == page
