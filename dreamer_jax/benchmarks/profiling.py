@@ -24,10 +24,19 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.planning.hlo import Computation, Instruction, Program, parse_program
 
 TPU_LINE = "XLA Ops"
-"""The line of a TPU's trace that has its operations; elsewhere events say it themselves (`hlo_op`)."""
+"""The line of a TPU's trace that has its operations; elsewhere events say themselves which they are (`hlo_op`)."""
+_NAME = re.compile(r"%?([^\s=]+)")
+"""Of an instruction; a TPU's events have the whole of it as their name, as `%fusion.2 = f32[8]{0} fusion(...)`."""
 NOT_WORK = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call"))
 """Operations that move no bytes of their own."""
+# Products: `dot`; on a GPU calls of cuBLAS, which say it in their configuration; on a TPU convolutions, a batch of
+# matrices being one over a grid with holes between them.
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+_CUBLAS = re.compile(r'"lhs_contracting_dimensions":\[([\d,"]*)\]')
+_ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
+"""What a kernel says of itself."""
+_KERNEL = re.compile(r"dim_labels=\w+?_(\w+?)->")
+_TAPS = {name: re.compile(rf"window=\{{[^}}]*\b{name}=([\dx]+)") for name in ("size", "lhs_dilate")}
 
 
 class Event(NamedTuple):
@@ -102,16 +111,29 @@ def profile(run: Callable[[], Any], text: str, folder: Path, runs: int = 3) -> t
 
 
 def operations_of(trace: Path) -> list[list[Event]]:
-    """The operations in a trace, by what they ran on (threads, streams, cores), those of a line in order."""
-    found = []
+    """The operations in a trace, by what they ran on (threads, streams, cores), those of a line in order.
+
+    Those of the host are left out where a device has any: it only launches them.
+    """
+    found: dict[bool, list[list[Event]]] = {True: [], False: []}
     for plane in jax.profiler.ProfileData.from_file(str(trace)).planes:
         for line in plane.lines:
-            events = list(line.events)
-            if line.name != TPU_LINE:
-                events = [event for event in events if any(key == "hlo_op" for key, _ in event.stats)]
-            if events:
-                found.append([Event(event.name, event.start_ns, event.duration_ns) for event in events])
-    return found
+            if plane.name.startswith("/device:TPU") and line.name != TPU_LINE:
+                continue  # the same again by modules and steps, and copies that run beside
+            events = [(_operation(event, line.name), event) for event in line.events]
+            its = [Event(name, event.start_ns, event.duration_ns) for name, event in events if name]
+            if its:
+                found[plane.name.startswith("/device:")].append(its)
+    return found[True] or found[False]
+
+
+def _operation(event: Any, line: str) -> str:
+    """The operation's name in the compiled program; "" where the event is none."""
+    for key, value in event.stats:
+        if key == "hlo_op":  # on a GPU the event's own name is the kernel's
+            return str(value)
+    name = _NAME.match(event.name) if line == TPU_LINE else None
+    return name[1] if name else ""
 
 
 def own_seconds(line: Iterable[Event]) -> dict[str, tuple[float, int]]:
@@ -152,16 +174,33 @@ def costs(lines: Sequence[Iterable[Event]], text: str, runs: int, rates: Rates) 
 
 
 def flops_of(program: Program, computation: Computation, instruction: Instruction) -> float:
-    """Of an instruction's products, also of those fused into it; a loop has none, as its body runs by itself."""
-    if instruction.opcode == "dot":
-        contracted = _CONTRACTED.search(instruction.attributes)
+    """Of an instruction's products, also of those fused into it; a loop has none, as its body runs by itself.
+
+    A kernel's are those that it declares.
+    """
+    if instruction.opcode == "convolution":
+        return 2.0 * math.prod(instruction.arrays[0].dims) * _taps(computation, instruction)
+    contracted = (_CONTRACTED if instruction.opcode == "dot" else _CUBLAS).search(instruction.attributes)
+    if instruction.opcode == "dot" or (instruction.opcode == "custom-call" and contracted):
         left = computation.by_name[instruction.operands[0]].arrays[0].dims
-        axes = [int(axis) for axis in contracted[1].split(",") if axis] if contracted else []
+        axes = [int(axis) for axis in re.findall(r"\d+", contracted[1])] if contracted else []
         return 2.0 * math.prod(instruction.arrays[0].dims) * math.prod(left[axis] for axis in axes)
     if instruction.opcode not in ("fusion", "custom-call"):
         return 0.0
+    if estimate := _ESTIMATE.search(instruction.attributes):
+        return float(estimate[1])
     inner = (program.computations.get(name) for name in instruction.all_called)
     return sum(flops_of(program, its, each) for its in inner if its for each in its.instructions)
+
+
+def _taps(computation: Computation, convolution: Instruction) -> float:
+    """How many products one number of the result is the sum of: input features, times places that the window meets."""
+    labels = _KERNEL.search(convolution.attributes)
+    assert labels is not None, convolution.attributes
+    features = computation.by_name[convolution.operands[1]].arrays[0].dims[labels[1].index("i")]
+    found = {name: pattern.search(convolution.attributes) for name, pattern in _TAPS.items()}
+    size, holes = (math.prod(map(int, its[1].split("x"))) if its else 1 for its in found.values())
+    return features * size / holes
 
 
 def bytes_of(computation: Computation, instruction: Instruction) -> float:
