@@ -71,7 +71,7 @@ def record(folder: Path, name: str) -> Path:
     with tempfile.TemporaryDirectory() as drawn:
         for figure in draw(result, Path(drawn)):
             task = figure.stem.removeprefix("study_")
-            for shown in (f"{name}_{task}", name) if figure.suffix == ".png" else ():
+            for shown in (f"{name}_{task}", name) if figure.suffix == ".png" and task in new["tasks"] else ():
                 if f"figures/{shown}.png" in page:
                     shutil.copy(figure, DOCS / "figures" / f"{shown}.png")
     return path
