@@ -30,6 +30,18 @@ def test_the_comparison_of_the_readme_is_the_recorded_one():
             assert len(cells) == 3 and set(cells) <= set(recorded[name])
 
 
+def test_what_the_readme_says_of_more_depth_is_recorded():
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    said = re.search(
+        r"DR\+DA needs ([\d.]+) times fewer tokens than LA, and ([\d.]+) times fewer with its input", readme
+    )
+    results = (ROOT / "docs/results.md").read_text(encoding="utf-8").partition("<!-- from results/depth32.json -->")[2]
+    recorded = rows_of(results)
+    for number, member in zip(said.groups(), ("dr_da", "dr_da_injected"), strict=True):
+        efficiency = float(recorded[member][-1].split()[0])
+        assert round(efficiency, len(number.partition(".")[2])) == float(number)
+
+
 RANGES = {
     ("depth attention", 0): ("depth_attention", "forward"),
     ("depth attention", 1): ("depth_attention", "backward"),
