@@ -412,10 +412,14 @@ def test_a_whole_study(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", names(["study"]))
 def test_shipped_studies_are_matched(name):
-    """To 1 % in FLOPs, and in parameters where a member has experts; nothing else can change them apart."""
+    """To 1 % in FLOPs, and in parameters where a member has experts; nothing else can change them apart. Layers of few
+    large experts come as near as whole experts do: one more or fewer in each would be farther away."""
     for entrant in entrants(read_study(name), []):
         if entrant.match:
             gaps = entrant.match.gaps_percent
             assert abs(gaps["flops_per_token"]) < 1
             if hasattr(entrant.loaded.config.model, "num_experts"):
-                assert abs(gaps["params"]) < 1
+                model = entrant.loaded.config.model
+                layers = 1 if getattr(model, "recurrent", True) else model.depth
+                one_more = 100 * layers * 3 * model.expert_size * model.hidden_size / describe(entrant)["parameters"]
+                assert abs(gaps["params"]) < (max(1, one_more / 2) if layers > 1 else 1)
