@@ -36,11 +36,21 @@ def shortened(found: Any) -> Any:
 
 
 def merged(recorded: dict[str, Any], new: dict[str, Any], tasks: list[str], members: list[str]) -> dict[str, Any]:
-    """A recorded result with the complete members of a new one, tasks and members in the order of the study's file."""
+    """A recorded result with the complete members of a new one, tasks and members in the order of the study's file.
+
+    Raises:
+        UserError: the new one is of another study, or of other tokens, as `--quick` makes it.
+    """
     found = dict(recorded.get("tasks", {}))
     for name, task in new["tasks"].items():
+        unknown = [member for member in task["members"] if member not in members]
+        if name not in tasks or unknown:
+            raise UserError(f"the study has no {name if name not in tasks else ', '.join(unknown)}; give its name")
         complete = {member: its for member, its in task["members"].items() if its["seeds"]}
         if complete:
+            known = found.get(name, task)["tokens"]
+            if task["tokens"] != known:
+                raise UserError(f"{name}: {task['tokens']:,} tokens, and what is recorded has {known:,}")
             both = {**found.get(name, {}).get("members", {}), **complete}
             found[name] = {**task, "members": {member: both[member] for member in sorted(both, key=members.index)}}
     return {**new, **recorded, "tasks": {name: found[name] for name in sorted(found, key=tasks.index)}}

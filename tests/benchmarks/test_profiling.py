@@ -136,7 +136,9 @@ planes { name: "/device:TPU:0"
   lines { name: "XLA Ops"
     events { metadata_id: 1 offset_ps: 0 duration_ps: 5000 }
     events { metadata_id: 2 offset_ps: 5000 duration_ps: 1000 } }
-  lines { name: "Async XLA Ops" events { metadata_id: 4 offset_ps: 0 duration_ps: 8000 } }
+  lines { name: "Async XLA Ops"
+    events { metadata_id: 4 offset_ps: 0 duration_ps: 8000 stats { metadata_id: 1 str_value: "copy-start.1" } } }
+  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
   event_metadata { key: 1 value { id: 1 name:
     "%product = f32[4,16]{1,0:T(8,128)} fusion(f32[4,8]{1,0:T(8,128)} %x, f32[8,16]{1,0:T(8,128)} %w), calls=%fused" } }
   event_metadata { key: 2 value { id: 2 name: "%sum = f32[4,16]{1,0:T(8,128)} add(f32[4,16]{1,0:T(8,128)} %product)" } }

@@ -5,10 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "docs"))
 
 import record  # noqa: E402
+
+from dreamer_jax.errors import UserError  # noqa: E402
 
 
 def result(**tasks: dict) -> dict:
@@ -29,6 +33,14 @@ def test_members_and_tasks_join_what_is_recorded_in_the_order_of_the_file():
         ("b", {"0": "new"}),
         ("c", {"0": "new"}),
     ]
+
+
+def test_another_study_and_a_quick_one_are_refused():
+    recorded, quick = result(text={"a": {"0": "old"}}), result(text={"a": {"0": "new"}})
+    quick["tasks"]["text"]["tokens"] = 16
+    for new, said in ((quick, "16 tokens, and what is recorded has 1"), (result(text={"z": {}}), "no z;")):
+        with pytest.raises(UserError, match=said):
+            record.merged(recorded, new, ["text"], ["a"])
 
 
 def test_numbers_have_six_digits_and_counts_all_of_theirs():
