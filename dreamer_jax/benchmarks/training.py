@@ -20,6 +20,7 @@ from dreamer_jax.chips import chip_of
 from dreamer_jax.config.sections import Config
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import build
+from dreamer_jax.families.puzzles import PuzzleFamily
 from dreamer_jax.parallel import batch_spec, make_mesh
 from dreamer_jax.training.metrics import model_flop_utilisation
 from dreamer_jax.training.state import create_state
@@ -44,7 +45,7 @@ class OurStep:
 
     def __init__(self, config: Config):
         mesh = make_mesh(config.mesh)
-        self._rows = NamedSharding(mesh, batch_spec(mesh))
+        self._config, self._rows = config, NamedSharding(mesh, batch_spec(mesh))
         self.state = create_state(config, mesh)
         batch = self._place(*random_batch(config, 0))
         began = time.perf_counter()
@@ -66,12 +67,20 @@ class OurStep:
             "loss_mask": np.ones(tokens.shape, np.bool_),
             "answer_mask": np.zeros(tokens.shape, np.bool_),
         }
+        family = build(self._config.model)
+        if isinstance(family, PuzzleFamily):  # places that are read, and the classes there
+            batch |= {
+                name: np.zeros((len(tokens), *shape), dtype) for name, (shape, dtype) in family.row_entries.items()
+            }
+            batch["targets"] = targets % family.config.classes
+        if self._config.recurrence.steps:  # every place is asked for every step
+            batch["step_targets"] = np.repeat(targets[..., None], self._config.data.difficulty, axis=-1)
         return jax.device_put(batch, self._rows)
 
 
 def random_batch(config: Config, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and targets [B, S] int32 of a step, uniform over the vocabulary; one document a row."""
-    shape = (config.training.batch_size, config.data.sequence_length + 1)
+    """Tokens and targets [B, P] int32 of a step, uniform over the vocabulary; one document a row."""
+    shape = (config.training.batch_size, config.data.places + 1)
     drawn = np.random.default_rng((config.run.seed, step)).integers(0, config.model.vocab_size, shape, np.int32)
     return np.ascontiguousarray(drawn[:, :-1]), np.ascontiguousarray(drawn[:, 1:])
 
@@ -179,7 +188,7 @@ def _summary(config: Config, blocks: Times) -> Measurement:
     """Medians over all steps: wall and CPU seconds, tokens/s, model FLOP/s, and MFU where the chip is known."""
     seconds = _median(blocks, 0)
     tokens = config.training.batch_size * config.data.sequence_length
-    flops, _ = analytic.training_flops(build(config.model), config.data.sequence_length)
+    flops = config.data.copies * analytic.training_flops(build(config.model), config.data.places)[0]
     summary = {
         "steps": sum(len(block) for block in blocks),
         "seconds": seconds,

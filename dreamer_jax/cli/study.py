@@ -21,9 +21,7 @@ def run(arguments: list[str]) -> int:
 
     if options.slice and not options.plan:
         raise UserError("study: --slice has a meaning only with --plan")
-    study = read_study(options.study)
-    if options.tasks:
-        study = only(study, [name.strip() for name in options.tasks.split(",")])
+    study = only(read_study(options.study), _names(options.tasks), _names(options.members))
     if options.quick:
         study = quick(study)
     changes = split_words(overrides)
@@ -51,6 +49,10 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
+def _names(listed: str | None) -> list[str]:
+    return [name.strip() for name in listed.split(",")] if listed else []
+
+
 def _parser() -> Parser:
     parser = Parser(
         prog="dreamer study",
@@ -65,6 +67,7 @@ def _parser() -> Parser:
     parser.add_argument("study", metavar="STUDY", help=f"a YAML file, or a study of the package: {known}")
     parser.add_argument("--out", metavar="DIR", help="the folder of the study (runs/studies/NAME)")
     parser.add_argument("--tasks", metavar="NAMES", help="of its tasks only these, with commas between them")
+    parser.add_argument("--members", metavar="NAMES", help="of its members only these, with the costs of all")
     parser.add_argument(
         "--jobs", type=positive, default=1, help="runs at once; each has its share of the cores, or its device (1)"
     )

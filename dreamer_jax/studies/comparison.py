@@ -111,10 +111,10 @@ def best_of(curves: Sequence[Curve], metric: str) -> tuple[float, Interval] | No
 
 
 def rows_of(result: Mapping[str, Any], task: str) -> list[dict[str, Any]]:
-    """A row for each member: costs, speed, best value, and data efficiency."""
+    """A row for each member: costs, speed, best value, and data efficiency; None where the baseline wasn't trained."""
     its = result["tasks"][task]
     metric, members = its["metric"], its["members"]
-    theirs = seeds_of(members[result["baseline"]], metric)
+    theirs = seeds_of(members[result["baseline"]], metric) if result["baseline"] in members else []
     rows = []
     for name, member in members.items():
         runs = seeds_of(member, metric)

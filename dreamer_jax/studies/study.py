@@ -57,7 +57,7 @@ class Entrant(NamedTuple):
 
 
 def entrants(study: StudyFile, words: Sequence[Word]) -> list[Entrant]:
-    """Every member on every task, matched to the baseline of that task.
+    """Every member that is asked for on every task, matched to the baseline of that task.
 
     Raises:
         UserError: one can't be matched; `match: none` leaves a member as it is.
@@ -67,6 +67,8 @@ def entrants(study: StudyFile, words: Sequence[Word]) -> list[Entrant]:
     for task in study.tasks:
         target = study.configuration(task, baseline, words).config
         for member in study.members:
+            if study.asked and member.name not in study.asked:
+                continue
             loaded = study.configuration(task, member, words)
             if member is baseline or member.match == "none":
                 found.append(Entrant(task, member, loaded, None))

@@ -104,6 +104,7 @@ class StudyFile:
         tasks, members: in the order of the file.
         lines: the sections that all share.
         shortened: so many times fewer tokens than the file says is what its tasks have.
+        asked: names of the members that are trained; empty for all.
     """
 
     path: Path
@@ -117,6 +118,7 @@ class StudyFile:
     members: tuple[Member, ...]
     lines: tuple[Line, ...]
     shortened: int = 1
+    asked: tuple[str, ...] = ()
 
     def configuration(self, task: Task, member: Member, words: Sequence[Word], share: float = 1.0) -> LoadedConfig:
         """The configuration of a member's runs on a task, but for run.dir, run.seed and what matching changes.
@@ -274,14 +276,16 @@ def quick(study: StudyFile) -> StudyFile:
     return replace(study, seeds=1, tries=1, tasks=tasks, shortened=QUICK_SHARE)
 
 
-def only(study: StudyFile, names: Sequence[str]) -> StudyFile:
-    """The study with some of its tasks.
+def only(study: StudyFile, tasks: Sequence[str] = (), members: Sequence[str] = ()) -> StudyFile:
+    """The study with some of its tasks, and some of its members trained; all where none is named.
 
     Raises:
         UserError: it has none of such a name.
     """
-    have = [task.name for task in study.tasks]
-    for name in names:
-        if name not in have:
-            raise UserError(f"{study.path}: there is no task {name}; the study has {', '.join(have)}")
-    return replace(study, tasks=tuple(task for task in study.tasks if task.name in names))
+    for kind, names, every in (("task", tasks, study.tasks), ("member", members, study.members)):
+        have = [its.name for its in every]
+        for name in names:
+            if name not in have:
+                raise UserError(f"{study.path}: there is no {kind} {name}; the study has {', '.join(have)}")
+    kept = tuple(task for task in study.tasks if not tasks or task.name in tasks)
+    return replace(study, tasks=kept, asked=tuple(members))

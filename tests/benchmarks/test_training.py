@@ -9,7 +9,7 @@ import pytest
 from dreamer_jax.benchmarks import qwen3, training
 from dreamer_jax.cli import bench
 from dreamer_jax.cli.main import main
-from dreamer_jax.config import to_yaml
+from dreamer_jax.config import load_config, to_yaml
 from tests.training.cases import tiny_config
 
 
@@ -71,6 +71,17 @@ def test_batches_are_random_text_shifted_by_one():
     np.testing.assert_array_equal(tokens[:, 1:], targets[:, :-1])
     assert tokens.min() >= 0 and tokens.max() < config.model.vocab_size
     assert not np.array_equal(tokens, training.random_batch(config, 4)[0])
+
+
+def test_a_model_that_is_shown_its_steps_and_a_puzzle_can_be_timed():
+    """Their batches hold more than tokens; a token that stands twice has two places."""
+    task = {"data__source": "task", "data__task": "arithmetic", "data__difficulty": 2}
+    shown = tiny_config(**task, recurrence__draw="fixed", recurrence__steps=1.0)
+    copied = tiny_config(data__copies=2)
+    for config, places in ((shown, 12), (copied, 24), (load_config("graph_laptop").config, None)):
+        tokens, targets = training.random_batch(config, 0)
+        assert places is None or tokens.shape == (8, places)
+        assert np.isfinite(training.OurStep(config)(tokens, targets))
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,8 @@ def test_a_task_comes_before_a_member_and_the_command_line_last(tmp_path):
     assert [task.name for task in only(study, ["hard"]).tasks] == ["hard"]
     with pytest.raises(UserError, match="there is no task tough; the study has easy, hard"):
         only(study, ["hard", "tough"])
+    with pytest.raises(UserError, match="there is no member spiral; the study has plain, looped, as_is"):
+        only(study, members=["spiral"])
 
 
 def test_steps_of_a_base_are_not_those_of_a_study(tmp_path):
@@ -159,6 +161,14 @@ def test_members_are_given_the_costs_of_the_baseline(tmp_path):
     assert looped["gaps_percent"]["flops_per_token"] == pytest.approx(
         100 * (looped["flops_per_token"] / plain["flops_per_token"] - 1), abs=0.01
     )
+
+
+def test_some_members_of_a_study_are_what_they_are_in_all_of_it(tmp_path):
+    """The costs of a baseline that isn't trained itself are theirs all the same."""
+    study = read_study(written(tmp_path))
+    every = [each for each in entrants(study, []) if each.member.name != "plain"]
+    some = entrants(only(study, members=["as_is", "looped"]), [])
+    assert [each.loaded.config for each in some] == [each.loaded.config for each in every] and len(some) == 4
 
 
 def test_copies_cost_as_much_as_depth(tmp_path):
@@ -282,6 +292,8 @@ def test_lower_losses_are_better_and_shown_as_they_are():
         "| Gini of expert use in 4,096 tokens | `expert_attention` |\n| --- | --- |\n| a | 0.50 |\n| b | 0.25 |"
         in comparison.markdown(result)
     )
+    others = {**result, "baseline": "c"}  # which wasn't trained
+    assert [row["efficiency"] for row in comparison.rows_of(others, "text")] == [None, None]
     its["members"]["b"]["seeds"]["0"]["gini_tokens"] = 65536  # counted in other tokens, and the table says so
     assert (
         "| Gini of expert use | `expert_attention` | tokens |\n| --- | --- | --- |\n"
