@@ -82,6 +82,9 @@ def test_a_model_that_is_shown_its_steps_and_a_puzzle_can_be_timed():
         tokens, targets = training.random_batch(config, 0)
         assert places is None or tokens.shape == (8, places)
         assert np.isfinite(training.OurStep(config)(tokens, targets))
+    once, twice = (training._summary(c, [[(1.0, 1.0)]]) for c in (tiny_config(data__sequence_length=24), copied))
+    assert twice["model_flops_per_second"] == once["model_flops_per_second"]  # as many places
+    assert 2 * twice["tokens_per_second"] == once["tokens_per_second"]
 
 
 @pytest.mark.parametrize(
