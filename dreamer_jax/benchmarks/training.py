@@ -22,6 +22,7 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.families import build
 from dreamer_jax.families.puzzles import PuzzleFamily
 from dreamer_jax.parallel import batch_spec, make_mesh
+from dreamer_jax.training.batch import batch_entries
 from dreamer_jax.training.metrics import model_flop_utilisation
 from dreamer_jax.training.state import create_state
 from dreamer_jax.training.train_step import make_train_step
@@ -59,22 +60,22 @@ class OurStep:
         return float(metrics["loss"])
 
     def _place(self, tokens: np.ndarray, targets: np.ndarray) -> dict[str, jax.Array]:
-        batch = {
+        """The batch on the devices: one document a row, each place trained on; what else there is is zero, or false."""
+        batch = {name: np.zeros(shape, dtype) for name, (shape, dtype) in batch_entries(self._config).items()}
+        batch |= {
             "tokens": tokens,
             "targets": targets,
             "segment_ids": np.ones_like(tokens),
             "positions": np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape),
             "loss_mask": np.ones(tokens.shape, np.bool_),
-            "answer_mask": np.zeros(tokens.shape, np.bool_),
         }
         family = build(self._config.model)
-        if isinstance(family, PuzzleFamily):  # places that are read, and the classes there
-            batch |= {
-                name: np.zeros((len(tokens), *shape), dtype) for name, (shape, dtype) in family.row_entries.items()
-            }
+        if isinstance(family, PuzzleFamily):  # targets are classes
             batch["targets"] = targets % family.config.classes
-        if self._config.recurrence.steps:  # every place is asked for every step
+        if "step_targets" in batch:  # every place is asked for every step
             batch["step_targets"] = np.repeat(targets[..., None], self._config.data.difficulty, axis=-1)
+        if "visible" in batch:  # all nodes are neighbours
+            batch["visible"] = np.ones_like(batch["visible"])
         return jax.device_put(batch, self._rows)
 
 

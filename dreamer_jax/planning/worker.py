@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from dreamer_jax.config import Config, load_config
@@ -28,6 +27,7 @@ from dreamer_jax.planning.compiling import PROGRAM
 from dreamer_jax.planning.hlo import parse_program
 from dreamer_jax.planning.memory import largest_buffers, peak_bytes
 from dreamer_jax.planning.topology import devices_of, parse_topology
+from dreamer_jax.training.batch import batch_entries
 from dreamer_jax.training.state import abstract_state
 from dreamer_jax.training.train_step import make_train_step
 
@@ -54,16 +54,11 @@ def main(words: list[str]) -> int:
 
 
 def abstract_batch(config: Config, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """The batch of a step as shapes: what dreamer_jax.data makes, [B, S] each, and what else the family's data hold,
-    divided over the mesh."""
-    row, sharding = (config.data.places,), NamedSharding(mesh, batch_spec(mesh))
-    entries: dict[str, Any] = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), (row, jnp.int32))
-    entries |= dict.fromkeys(("loss_mask", "answer_mask"), (row, jnp.bool_)) | build(config.model).row_entries
-    if config.recurrence.steps:
-        entries["step_targets"] = (*row, config.data.difficulty), jnp.int32
+    """The batch of a step as shapes, divided over the mesh."""
+    sharding = NamedSharding(mesh, batch_spec(mesh))
     return {
-        name: jax.ShapeDtypeStruct((config.training.batch_size, *shape), dtype, sharding=sharding)
-        for name, (shape, dtype) in entries.items()
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        for name, (shape, dtype) in batch_entries(config).items()
     }
 
 
