@@ -1,15 +1,16 @@
 """Puts what a study found where docs/results.md takes it from: `python docs/record.py runs/studies/depth16`.
 
 docs/results/NAME.json gets its study.json in few digits. What is recorded there of other tasks and members stays, so
-that a study can be recorded in parts. The tables of docs/results.md are written anew, and its figures of the study.
+that a study can be recorded in parts; with --more-seeds other seeds of a member too, after `dreamer study --seeds`.
+The tables of docs/results.md are written anew, and its figures of the study.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,19 @@ def shortened(found: Any) -> Any:
     return float(f"{found:.6g}") if isinstance(found, float) else found
 
 
-def merged(recorded: dict[str, Any], new: dict[str, Any], tasks: list[str], members: list[str]) -> dict[str, Any]:
+def merged(
+    recorded: dict[str, Any], new: dict[str, Any], tasks: list[str], members: list[str], more_seeds: bool = False
+) -> dict[str, Any]:
     """A recorded result with the complete members of a new one, tasks and members in the order of the study's file.
 
+    Args:
+        recorded, new: results.
+        tasks, members: names of the file.
+        more_seeds: whether a member keeps its recorded seeds beside the new ones.
+
     Raises:
-        UserError: the new one is of another study, or of other tokens, as `--quick` makes it.
+        UserError: the new one is of another study, or of other tokens, as `--quick` makes it; or a member whose seeds
+            are to be kept had another size.
     """
     found = dict(recorded.get("tasks", {}))
     for name, task in new["tasks"].items():
@@ -51,9 +60,23 @@ def merged(recorded: dict[str, Any], new: dict[str, Any], tasks: list[str], memb
             known = found.get(name, task)["tokens"]
             if task["tokens"] != known:
                 raise UserError(f"{name}: {task['tokens']:,} tokens, and what is recorded has {known:,}")
+            if more_seeds:
+                its = found.get(name, {}).get("members", {})
+                complete = {member: _with_seeds(its.get(member), new, member) for member, new in complete.items()}
             both = {**found.get(name, {}).get("members", {}), **complete}
             found[name] = {**task, "members": {member: both[member] for member in sorted(both, key=members.index)}}
     return {**new, **recorded, "tasks": {name: found[name] for name in sorted(found, key=tasks.index)}}
+
+
+def _with_seeds(recorded: dict[str, Any] | None, new: dict[str, Any], member: str) -> dict[str, Any]:
+    """A new member with the seeds of the recorded one."""
+    if recorded is None:
+        return new
+    about, known = ({key: its for key, its in each.items() if key != "seeds"} for each in (new, recorded))
+    if about != known:
+        raise UserError(f"{member}: what is recorded is another model, so its seeds can't be kept")
+    seeds = {**recorded["seeds"], **new["seeds"]}
+    return {**new, "seeds": {seed: seeds[seed] for seed in sorted(seeds, key=int)}}
 
 
 def page_of(page: str) -> str:
@@ -67,14 +90,14 @@ def page_of(page: str) -> str:
     return BLOCK.sub(tables, page)
 
 
-def record(folder: Path, name: str) -> Path:
+def record(folder: Path, name: str, more_seeds: bool = False) -> Path:
     """Record the study of a folder under the name of its file; returns the JSON file."""
     study = read_study(name)
     path = DOCS / "results" / f"{name}.json"
     recorded = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     new = shortened(json.loads((folder / FILE).read_text(encoding="utf-8"))) | {"study": f"{name}.yaml"}
     order = [task.name for task in study.tasks], [member.name for member in study.members]
-    result = merged(recorded, new | {"baseline": study.baseline}, *order)
+    result = merged(recorded, new | {"baseline": study.baseline}, *order, more_seeds)
     path.write_text(json.dumps(result, separators=(",", ":")) + "\n", encoding="utf-8")
     page = page_of(PAGE.read_text(encoding="utf-8"))
     PAGE.write_text(page, encoding="utf-8")
@@ -88,10 +111,12 @@ def record(folder: Path, name: str) -> Path:
 
 
 if __name__ == "__main__":
-    if not 2 <= len(sys.argv) <= 3:
-        sys.exit("usage: python docs/record.py FOLDER [NAME]   NAME: of the study, by default the folder's")
-    its = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of the study")
+    parser.add_argument("name", nargs="?", help="of the study, by default the folder's")
+    parser.add_argument("--more-seeds", action="store_true", help="members keep the seeds that are recorded of them")
+    options = parser.parse_args()
     try:
-        print(record(its, sys.argv[2] if len(sys.argv) > 2 else its.name))
+        print(record(options.folder, options.name or options.folder.name, options.more_seeds))
     except (UserError, OSError) as error:
-        sys.exit(f"record: {error}")
+        parser.exit(1, f"record: {error}\n")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dreamer_jax.cli.arguments import Parser, positive, say, split_overrides
+from dreamer_jax.cli.arguments import Parser, natural, positive, say, split_overrides
 from dreamer_jax.config.loading import split_words
 from dreamer_jax.configs import names
 from dreamer_jax.errors import UserError
@@ -21,7 +21,7 @@ def run(arguments: list[str]) -> int:
 
     if options.slice and not options.plan:
         raise UserError("study: --slice has a meaning only with --plan")
-    study = only(read_study(options.study), _names(options.tasks), _names(options.members))
+    study = only(read_study(options.study), _names(options.tasks), _names(options.members), options.seeds)
     if options.quick:
         study = quick(study)
     changes = split_words(overrides)
@@ -53,6 +53,10 @@ def _names(listed: str | None) -> list[str]:
     return [name.strip() for name in listed.split(",")] if listed else []
 
 
+def _seeds(listed: str) -> list[int]:
+    return [natural(seed.strip()) for seed in listed.split(",")]
+
+
 def _parser() -> Parser:
     parser = Parser(
         prog="dreamer study",
@@ -68,6 +72,13 @@ def _parser() -> Parser:
     parser.add_argument("--out", metavar="DIR", help="the folder of the study (runs/studies/NAME)")
     parser.add_argument("--tasks", metavar="NAMES", help="of its tasks only these, with commas between them")
     parser.add_argument("--members", metavar="NAMES", help="of its members only these, with the costs of all")
+    parser.add_argument(
+        "--seeds",
+        metavar="NUMBERS",
+        type=_seeds,
+        default=(),
+        help="runs of these seeds, such as 3,4 for two more than the file's three",
+    )
     parser.add_argument(
         "--jobs", type=positive, default=1, help="runs at once; each has its share of the cores, or its device (1)"
     )

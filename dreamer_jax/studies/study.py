@@ -193,7 +193,7 @@ def _tries(study: StudyFile, entrant: Entrant, words: Sequence[Word], folder: Pa
 def _seeds(study: StudyFile, entrant: Entrant, words: Sequence[Word], folder: Path) -> list[int]:
     """The seeds that are made whole: of each `tries` the one that had the lowest held-out loss."""
     if study.tries == 1:
-        return list(range(study.seeds))
+        return list(study.run_seeds)
     ends = [_last_loss(job.run) for job in _tries(study, entrant, words, folder)]
     groups = (range(first, first + study.tries) for first in range(0, len(ends), study.tries))
     return [min(group, key=lambda seed: ends[seed]) for group in groups]

@@ -105,6 +105,7 @@ class StudyFile:
         lines: the sections that all share.
         shortened: so many times fewer tokens than the file says is what its tasks have.
         asked: names of the members that are trained; empty for all.
+        asked_seeds: seeds of the runs in place of those from 0; empty for those.
     """
 
     path: Path
@@ -119,6 +120,12 @@ class StudyFile:
     lines: tuple[Line, ...]
     shortened: int = 1
     asked: tuple[str, ...] = ()
+    asked_seeds: tuple[int, ...] = ()
+
+    @property
+    def run_seeds(self) -> tuple[int, ...]:
+        """Seeds of the runs of each member on each task; where there are `tries`, it is their number that counts."""
+        return self.asked_seeds or tuple(range(self.seeds))
 
     def configuration(self, task: Task, member: Member, words: Sequence[Word], share: float = 1.0) -> LoadedConfig:
         """The configuration of a member's runs on a task, but for run.dir, run.seed and what matching changes.
@@ -273,19 +280,25 @@ def _sweep(path: Path, node: Node) -> Sweep:
 def quick(study: StudyFile) -> StudyFile:
     """The study with one seed and `QUICK_SHARE` times fewer tokens, to see whether it works."""
     tasks = tuple(replace(task, tokens=math.ceil(task.tokens / QUICK_SHARE)) for task in study.tasks)
-    return replace(study, seeds=1, tries=1, tasks=tasks, shortened=QUICK_SHARE)
+    return replace(study, seeds=1, tries=1, asked_seeds=study.asked_seeds[:1], tasks=tasks, shortened=QUICK_SHARE)
 
 
-def only(study: StudyFile, tasks: Sequence[str] = (), members: Sequence[str] = ()) -> StudyFile:
-    """The study with some of its tasks, and some of its members trained; all where none is named.
+def only(
+    study: StudyFile, tasks: Sequence[str] = (), members: Sequence[str] = (), seeds: Sequence[int] = ()
+) -> StudyFile:
+    """The study with some of its tasks, some of its members trained, and these seeds; all where none is named.
+
+    Seeds needn't be among the file's: a study is given more of them so.
 
     Raises:
-        UserError: it has none of such a name.
+        UserError: it has none of such a name, or chooses its seeds itself.
     """
+    if seeds and study.tries > 1:
+        raise UserError(f"{study.path}: with `tries` the study chooses its seeds; leave --seeds out")
     for kind, names, every in (("task", tasks, study.tasks), ("member", members, study.members)):
         have = [its.name for its in every]
         for name in names:
             if name not in have:
                 raise UserError(f"{study.path}: there is no {kind} {name}; the study has {', '.join(have)}")
     kept = tuple(task for task in study.tasks if not tasks or task.name in tasks)
-    return replace(study, tasks=kept, asked=tuple(members))
+    return replace(study, tasks=kept, asked=tuple(members), asked_seeds=tuple(dict.fromkeys(seeds)))

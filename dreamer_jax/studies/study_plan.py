@@ -40,7 +40,7 @@ def plan(study: StudyFile, words: Sequence[Word], slice_name: str | None, say: C
         say: gets a line for each member that is timed.
     """
     topology = None if slice_name is None else parse_topology(slice_name, 1)
-    runs = study.seeds + (study.sweep.share * len(study.sweep.values) if study.sweep else 0.0)
+    runs = len(study.run_seeds) + (study.sweep.share * len(study.sweep.values) if study.sweep else 0.0)
     runs += TRIAL_SHARE * study.seeds * study.tries if study.tries > 1 else 0.0
     rows, flops, seconds = [], 0.0, 0.0
     for entrant in entrants(study, words):

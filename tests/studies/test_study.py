@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -169,6 +170,19 @@ def test_some_members_of_a_study_are_what_they_are_in_all_of_it(tmp_path):
     every = [each for each in entrants(study, []) if each.member.name != "plain"]
     some = entrants(only(study, members=["as_is", "looped"]), [])
     assert [each.loaded.config for each in some] == [each.loaded.config for each in every] and len(some) == 4
+
+
+def test_a_study_is_given_more_seeds(tmp_path, monkeypatch):
+    """Those that are named are run, also beyond the file's; a study that picks its seeds can't be told."""
+    names: list[str] = []
+    monkeypatch.setattr(study_module, "run_jobs", lambda jobs, *_: names.extend(job.name for job in jobs) or 75)
+    more = only(read_study(written(tmp_path)), ["easy"], ["looped", "plain"], [4, 3, 4])
+    conduct(more, [], tmp_path, 1, lambda _: None)
+    assert names == ["easy/plain/seed4", "easy/looped/seed4", "easy/plain/seed3", "easy/looped/seed3"]
+    assert "2 runs of each" in plan(more, [], "v5e:1x1", lambda _: None)
+    assert quick(more).run_seeds == (4,)
+    with pytest.raises(UserError, match="leave --seeds out"):
+        only(dataclasses.replace(more, tries=2), seeds=[1])
 
 
 def test_copies_cost_as_much_as_depth(tmp_path):
