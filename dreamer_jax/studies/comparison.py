@@ -177,13 +177,28 @@ def markdown(result: Mapping[str, Any]) -> str:
     for name, task in result["tasks"].items():
         table = markdown_table(header(task["metric"]), [cells(row) for row in rows_of(result, name)])
         blocks += [f"**{name}** ({task['tokens']:,} tokens)", table]
-        blocks += filter(None, (depth_table(task), difficulty_table(task), gini_table(task)))
+        blocks += filter(None, (sweep_table(task), depth_table(task), difficulty_table(task), gini_table(task)))
     return "\n\n".join(blocks) + "\n"
 
 
 def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table for a page."""
     return "\n".join("| " + " | ".join(row) + " |" for row in (titles, ["---"] * len(titles), *rows))
+
+
+def sweep_table(task: Mapping[str, Any]) -> str:
+    """Held-out loss at the end of a sweep's runs, those that went on marked; empty without a sweep."""
+    swept = {name: its for name, its in task["members"].items() if its.get("swept")}
+    if not swept:
+        return ""
+    values = list(dict.fromkeys(value for its in swept.values() for value in its["swept"]))
+    lines, keys = [], set()
+    for name, its in swept.items():
+        ((key, best),) = its["chosen"].items()
+        shown = {value: f"{loss:.3f}" for value, loss in its["swept"].items()} | {best: f"**{its['swept'][best]:.3f}**"}
+        lines.append([name, *(shown.get(value, "-") for value in values)])
+        keys.add(key)
+    return markdown_table([f"loss by `{', '.join(sorted(keys))}`", *values], lines)
 
 
 def depth_table(task: Mapping[str, Any]) -> str:

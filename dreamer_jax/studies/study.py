@@ -37,6 +37,8 @@ GRANULARITIES = (8, 4, 2, 1)
 """What the sizes that matching searches are multiples of: the first that comes close enough."""
 CLOSE = 1.0
 """Percent."""
+FIRST = 0
+"""The seed that sweeps are made with."""
 
 Result = dict[str, Any]
 
@@ -126,9 +128,11 @@ def conduct(
             return {}, code
     for entrant in every:
         seeds[entrant.task.name, entrant.member.name] = _seeds(study, entrant, words, folder)
-    runs = [_runs(study, entrant, seeds[entrant.task.name, entrant.member.name], folder) for entrant in every]
+    runs = [
+        _runs(study, entrant, seeds[key], folder, chosen.get(key)) for key, entrant in zip(seeds, every, strict=True)
+    ]
     code = _finish(_in_turn(runs), folder, at_once, say)
-    result = collect(study, every, chosen, runs)
+    result = collect(study, every, chosen, runs, folder)
     write_atomically(folder / FILE, json.dumps(result, indent=1) + "\n")
     return result, code
 
@@ -173,14 +177,18 @@ def _job(entrant: Entrant, folder: Path, name: str, seed: int, depths: str) -> J
     return Job(name, LoadedConfig(dataclasses.replace(config, run=run), entrant.loaded.origins), depths)
 
 
-def _runs(study: StudyFile, entrant: Entrant, seeds: Sequence[int], folder: Path) -> list[Job]:
+def _runs(
+    study: StudyFile, entrant: Entrant, seeds: Sequence[int], folder: Path, chosen: str | None = None
+) -> list[Job]:
+    """The whole runs. That of the first seed is the sweep's, of which `chosen` is best, if it had all tokens."""
     depths = "usual"
     if study.depths is not None:  # a layered member is evaluated at those that it has
         family = build(entrant.loaded.config.model)
         asked = sorted({*study.depths, family.depth})  # its own too, which may be another than the others'
         depths = ",".join(str(depth) for depth in asked if takes(family, depth))
     instances = study.instances if generated(entrant.loaded.config) else 0
-    jobs = [_job(entrant, folder, f"seed{seed}", seed, depths) for seed in seeds]
+    made = {FIRST: f"sweep-{chosen}"} if study.sweep and study.sweep.share == 1 else {}
+    jobs = [_job(entrant, folder, made.get(seed, f"seed{seed}"), seed, depths) for seed in seeds]
     return [dataclasses.replace(job, instances=instances) for job in jobs]
 
 
@@ -204,7 +212,7 @@ def _trials(study: StudyFile, sweep: Sweep, entrant: Entrant, words: Sequence[Wo
     found = []
     for value in sweep.values:
         tried = _again(study, entrant, [*words, Word(sweep.key, value, False)], sweep.share)
-        found.append(_job(tried, folder, f"sweep-{value}", 0, ""))
+        found.append(_job(tried, folder, f"sweep-{value}", FIRST, ""))
     return found
 
 
@@ -227,8 +235,13 @@ def _with_value(
 
 def _best_value(sweep: Sweep, entrant: Entrant, folder: Path) -> str:
     """The value whose run ended with the lowest held-out loss, which short runs differ in before accuracies do."""
-    ends = {value: _last_loss(_job(entrant, folder, f"sweep-{value}", 0, "").run) for value in sweep.values}
+    ends = _sweep_losses(sweep, entrant, folder)
     return min(ends, key=lambda value: ends[value])
+
+
+def _sweep_losses(sweep: Sweep, entrant: Entrant, folder: Path) -> dict[str, float]:
+    """Held-out loss at the end of each run of a sweep."""
+    return {value: _last_loss(_job(entrant, folder, f"sweep-{value}", FIRST, "").run) for value in sweep.values}
 
 
 def _last_loss(run: Path) -> float:
@@ -244,7 +257,11 @@ def curves(run: Path) -> dict[str, list[tuple[float, float]]]:
 
 
 def collect(
-    study: StudyFile, every: Sequence[Entrant], chosen: dict[tuple[str, str], str], runs: Sequence[Sequence[Job]]
+    study: StudyFile,
+    every: Sequence[Entrant],
+    chosen: dict[tuple[str, str], str],
+    runs: Sequence[Sequence[Job]],
+    folder: Path,
 ) -> Result:
     """What study.json holds: costs of all members, and what their complete runs were measured by."""
     tasks: dict[str, Any] = {}
@@ -255,6 +272,7 @@ def collect(
         key = (entrant.task.name, entrant.member.name)
         if study.sweep and key in chosen:
             about["chosen"] = {study.sweep.key: chosen[key]}
+            about["swept"] = _sweep_losses(study.sweep, entrant, folder)
         metric = entrant.task.metric
         about["seeds"] = {str(job.loaded.config.run.seed): measured(job.run, metric) for job in jobs if _complete(job)}
         tasks[entrant.task.name]["members"][entrant.member.name] = about

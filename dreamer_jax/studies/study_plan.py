@@ -21,7 +21,7 @@ from dreamer_jax.parallel import batch_spec, make_mesh
 from dreamer_jax.parallel.distributed import place_rows, rows_of_devices
 from dreamer_jax.planning.roofline import roofline
 from dreamer_jax.planning.topology import Topology, parse_topology
-from dreamer_jax.studies.study import Entrant, describe, entrants
+from dreamer_jax.studies.study import FIRST, Entrant, describe, entrants
 from dreamer_jax.studies.study_file import TRIAL_SHARE, StudyFile
 from dreamer_jax.training.state import create_state
 from dreamer_jax.training.train_step import make_train_step
@@ -41,6 +41,7 @@ def plan(study: StudyFile, words: Sequence[Word], slice_name: str | None, say: C
     """
     topology = None if slice_name is None else parse_topology(slice_name, 1)
     runs = len(study.run_seeds) + (study.sweep.share * len(study.sweep.values) if study.sweep else 0.0)
+    runs -= study.sweep is not None and study.sweep.share == 1 and FIRST in study.run_seeds  # it is one of the sweep's
     runs += TRIAL_SHARE * study.seeds * study.tries if study.tries > 1 else 0.0
     rows, flops, seconds = [], 0.0, 0.0
     for entrant in entrants(study, words):

@@ -16,7 +16,7 @@ import pytest
 
 from dreamer_jax import program_cache
 from dreamer_jax.cli.main import main
-from dreamer_jax.config import load_config
+from dreamer_jax.config import Config, load_config
 from dreamer_jax.config.loading import split_words
 from dreamer_jax.configs import names
 from dreamer_jax.errors import ConfigError, UserError
@@ -373,6 +373,35 @@ def test_one_seed_of_all_members_comes_before_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(study_module, "run_jobs", lambda jobs, *_: made.extend(job.name for job in jobs) or 75)
     conduct(read_study(written(tmp_path)), [], tmp_path, 1, lambda _: None)
     assert [name.rpartition("/")[2] for name in made] == ["seed0"] * 6 + ["seed1"] * 6
+
+
+@pytest.mark.parametrize(("share", "first"), [("0.5", "seed0"), ("1", "sweep-{}")])
+def test_the_best_of_a_sweep_goes_on(share, first, tmp_path, monkeypatch):
+    """Every member at its own; and where the sweep had all tokens, its run is that of the first seed."""
+    made: dict[str, Config] = {}
+
+    def train(jobs, *_) -> int:
+        made.update({job.name: job.loaded.config for job in jobs})
+        return 0 if "sweep-" in jobs[-1].name and not jobs[-1].depths else 75
+
+    best = {"plain": "1e-3", "looped": "4e-3", "as_is": "2e-3"}
+    monkeypatch.setattr(study_module, "run_jobs", train)
+    monkeypatch.setattr(study_module, "_last_loss", lambda run: abs(float(run.name[6:]) - float(best[run.parent.name])))
+    values = "values: [1e-3, 2e-3, 4e-3]"
+    text = STUDY.replace("seeds: 2", f"seeds: 2\nsweep: {{key: training.learning_rate, {values}, share: {share}}}")
+    study = read_study(written(tmp_path, text))
+    result, _ = conduct(study, [], tmp_path, 1, lambda _: None)
+    for member, value in best.items():
+        runs = [f"easy/{member}/{name}" for name in (first.format(value), "seed1")]
+        assert [made[name].training.learning_rate for name in runs] == [float(value)] * 2
+        assert [made[name].training.steps for name in runs] == [2 if member != "as_is" else 8] * 2
+        assert not first.startswith("sweep") or f"easy/{member}/seed0" not in made
+    its = result["tasks"]["easy"]["members"]["looped"]
+    assert its["chosen"] == {"training.learning_rate": "4e-3"} and its["swept"]["1e-3"] == pytest.approx(3e-3)
+    swept = comparison.sweep_table(result["tasks"]["easy"]).splitlines()
+    assert swept[0] == "| loss by `training.learning_rate` | 1e-3 | 2e-3 | 4e-3 |"
+    assert swept[3] == "| looped | 0.003 | 0.002 | **0.000** |"
+    assert f"{4 if share == '1' else 3.5:g} runs of each" in plan(study, [], "v5e:1x1", lambda _: None)
 
 
 def test_a_run_that_fails_ends_the_study_with_its_last_line(tmp_path, stand_in):
