@@ -73,4 +73,7 @@ def _cost_panel(axes: Any, rows: list[dict[str, Any]], looks: Mapping[str, Any])
         axes.plot(*place, marker="o", color=looks[row["member"]]["color"])
         axes.annotate(row["member"], place, textcoords="offset points", xytext=(4, 3), fontsize=7)
     axes.set(xlabel="memory of weights and caches (MiB)", ylabel="training tokens/s")
+    most = [max(row[key] for row in rows) for key in ("memory_bytes", "tokens_per_second")]
+    axes.set_xlim(0, 1.3 * most[0] / 2**20)  # both from zero, or members of one cost would seem to differ
+    axes.set_ylim(0, 1.1 * most[1])
     axes.grid(alpha=0.3)
