@@ -81,8 +81,9 @@ class _Running:
         _pin(self.process.pid, self.place, at_once)
 
     def last_line(self) -> str:
+        """The last that it printed, if anything."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return lines[-1].strip() if lines else ""
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def run_jobs(jobs: Sequence[Job], folder: Path, at_once: int, say: Callable[[str], None]) -> int:
@@ -123,7 +124,7 @@ def run_jobs(jobs: Sequence[Job], folder: Path, at_once: int, say: Callable[[str
                 if time.monotonic() - said > LINE_SECONDS:
                     said = time.monotonic()
                     for each in running:
-                        say(f"  {each.job.name}: {each.last_line()}")
+                        say(f"  {each.job.name}: {each.last_line() or 'starting'}")
         finally:
             _stop(running, say)
     return RESTART_EXIT_CODE if stopping else 0

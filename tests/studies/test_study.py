@@ -326,7 +326,7 @@ with (here / "notes").open("a") as notes:
     notes.write(f"{{command}} {{name}} {{len(os.sched_getaffinity(0))}}\\n")
 print("hello from", name, flush=True)
 if name == "seed7":
-    sys.exit("no such data")
+    sys.exit("no such data\\n")
 if name == "seed8":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     (here / "ready").touch()
