@@ -61,19 +61,18 @@ def merged(
             if task["tokens"] != known:
                 raise UserError(f"{name}: {task['tokens']:,} tokens, and what is recorded has {known:,}")
             if more_seeds:
-                its = found.get(name, {}).get("members", {})
-                complete = {member: _with_seeds(its.get(member), new, member) for member, new in complete.items()}
+                known = found.get(name, {}).get("members", {})
+                complete = {member: _with_seeds(known.get(member), its, member) for member, its in complete.items()}
             both = {**found.get(name, {}).get("members", {}), **complete}
             found[name] = {**task, "members": {member: both[member] for member in sorted(both, key=members.index)}}
     return {**new, **recorded, "tasks": {name: found[name] for name in sorted(found, key=tasks.index)}}
 
 
 def _with_seeds(recorded: dict[str, Any] | None, new: dict[str, Any], member: str) -> dict[str, Any]:
-    """A new member with the seeds of the recorded one."""
+    """A new member with the seeds of the recorded one, if both have the same costs; of settings nothing is recorded."""
     if recorded is None:
         return new
-    about, known = ({key: its for key, its in each.items() if key != "seeds"} for each in (new, recorded))
-    if about != known:
+    if any(new[key] != recorded.get(key) for key in new.keys() - {"seeds", "swept"}):
         raise UserError(f"{member}: what is recorded is another model, so its seeds can't be kept")
     seeds = {**recorded["seeds"], **new["seeds"]}
     return {**new, "seeds": {seed: seeds[seed] for seed in sorted(seeds, key=int)}}

@@ -110,17 +110,16 @@ def conduct(
         UserError: the folder holds another study, or a run fails.
     """
     every = entrants(study, words)
-    chosen: dict[tuple[str, str], str] = {}
+    swept: dict[tuple[str, str], dict[str, float]] = {}
     if study.sweep:
         trials = [job for entrant in every for job in _trials(study, study.sweep, entrant, words, folder)]
         code = _finish(trials, folder, at_once, say)
         if code:
             return {}, code
         for entrant in every:
-            best = _best_value(study.sweep, entrant, folder)
-            chosen[entrant.task.name, entrant.member.name] = best
-            say(f"{entrant.task.name}/{entrant.member.name}: {study.sweep.key} {best} was best")
-        every = [_with_value(study, study.sweep, entrant, chosen, words) for entrant in every]
+            ends = swept[entrant.task.name, entrant.member.name] = _sweep_losses(study.sweep, entrant, folder)
+            say(f"{entrant.task.name}/{entrant.member.name}: {study.sweep.key} {_best(ends)} was best")
+        every = [_with_value(study, study.sweep, entrant, swept, words) for entrant in every]
     seeds = {}
     if study.tries > 1:
         code = _finish(_in_turn(_tries(study, entrant, words, folder) for entrant in every), folder, at_once, say)
@@ -129,10 +128,10 @@ def conduct(
     for entrant in every:
         seeds[entrant.task.name, entrant.member.name] = _seeds(study, entrant, words, folder)
     runs = [
-        _runs(study, entrant, seeds[key], folder, chosen.get(key)) for key, entrant in zip(seeds, every, strict=True)
+        _runs(study, entrant, seeds[key], folder, swept.get(key)) for key, entrant in zip(seeds, every, strict=True)
     ]
     code = _finish(_in_turn(runs), folder, at_once, say)
-    result = collect(study, every, chosen, runs, folder)
+    result = collect(study, every, swept, runs)
     write_atomically(folder / FILE, json.dumps(result, indent=1) + "\n")
     return result, code
 
@@ -178,16 +177,16 @@ def _job(entrant: Entrant, folder: Path, name: str, seed: int, depths: str) -> J
 
 
 def _runs(
-    study: StudyFile, entrant: Entrant, seeds: Sequence[int], folder: Path, chosen: str | None = None
+    study: StudyFile, entrant: Entrant, seeds: Sequence[int], folder: Path, swept: dict[str, float] | None
 ) -> list[Job]:
-    """The whole runs. That of the first seed is the sweep's, of which `chosen` is best, if it had all tokens."""
+    """The whole runs. That of the first seed is the best of the sweep, if it had all tokens."""
     depths = "usual"
     if study.depths is not None:  # a layered member is evaluated at those that it has
         family = build(entrant.loaded.config.model)
         asked = sorted({*study.depths, family.depth})  # its own too, which may be another than the others'
         depths = ",".join(str(depth) for depth in asked if takes(family, depth))
     instances = study.instances if generated(entrant.loaded.config) else 0
-    made = {FIRST: f"sweep-{chosen}"} if study.sweep and study.sweep.share == 1 else {}
+    made = {FIRST: f"sweep-{_best(swept)}"} if swept and study.sweep and study.sweep.share == 1 else {}
     jobs = [_job(entrant, folder, made.get(seed, f"seed{seed}"), seed, depths) for seed in seeds]
     return [dataclasses.replace(job, instances=instances) for job in jobs]
 
@@ -227,16 +226,19 @@ def _again(study: StudyFile, entrant: Entrant, words: Sequence[Word], share: flo
 
 
 def _with_value(
-    study: StudyFile, sweep: Sweep, entrant: Entrant, chosen: dict[tuple[str, str], str], words: Sequence[Word]
+    study: StudyFile,
+    sweep: Sweep,
+    entrant: Entrant,
+    swept: dict[tuple[str, str], dict[str, float]],
+    words: Sequence[Word],
 ) -> Entrant:
-    value = chosen[entrant.task.name, entrant.member.name]
+    value = _best(swept[entrant.task.name, entrant.member.name])
     return _again(study, entrant, [*words, Word(sweep.key, value, False)])
 
 
-def _best_value(sweep: Sweep, entrant: Entrant, folder: Path) -> str:
+def _best(swept: dict[str, float]) -> str:
     """The value whose run ended with the lowest held-out loss, which short runs differ in before accuracies do."""
-    ends = _sweep_losses(sweep, entrant, folder)
-    return min(ends, key=lambda value: ends[value])
+    return min(swept, key=lambda value: swept[value])
 
 
 def _sweep_losses(sweep: Sweep, entrant: Entrant, folder: Path) -> dict[str, float]:
@@ -259,9 +261,8 @@ def curves(run: Path) -> dict[str, list[tuple[float, float]]]:
 def collect(
     study: StudyFile,
     every: Sequence[Entrant],
-    chosen: dict[tuple[str, str], str],
+    swept: dict[tuple[str, str], dict[str, float]],
     runs: Sequence[Sequence[Job]],
-    folder: Path,
 ) -> Result:
     """What study.json holds: costs of all members, and what their complete runs were measured by."""
     tasks: dict[str, Any] = {}
@@ -270,9 +271,8 @@ def collect(
     for entrant, jobs in zip(every, runs, strict=True):
         about = describe(entrant)
         key = (entrant.task.name, entrant.member.name)
-        if study.sweep and key in chosen:
-            about["chosen"] = {study.sweep.key: chosen[key]}
-            about["swept"] = _sweep_losses(study.sweep, entrant, folder)
+        if study.sweep:
+            about |= {"chosen": {study.sweep.key: _best(swept[key])}, "swept": swept[key]}
         metric = entrant.task.metric
         about["seeds"] = {str(job.loaded.config.run.seed): measured(job.run, metric) for job in jobs if _complete(job)}
         tasks[entrant.task.name]["members"][entrant.member.name] = about
