@@ -34,13 +34,12 @@ class Run(NamedTuple):
     curve: Curve
     parts: np.ndarray = np.zeros((0, 2, 0))
 
-    def over(self, weights: np.ndarray) -> Curve:
-        """The curve over parts drawn so many times [P]."""
+    def over(self, weights: np.ndarray) -> np.ndarray:
+        """Values over parts drawn so many times each: [R, P] -> [R, T]."""
         if not self.parts.size:
-            return self.curve
-        sums = self.parts @ weights
-        values = np.divide(sums[:, 0], sums[:, 1], out=np.zeros(len(sums)), where=sums[:, 1] > 0)
-        return [(tokens, float(value)) for (tokens, _), value in zip(self.curve, values, strict=True)]
+            return np.tile([value for _, value in self.curve], (len(weights), 1))
+        sums = self.parts @ weights.T  # [T, 2, R]
+        return np.divide(sums[:, 0], sums[:, 1], out=np.zeros_like(sums[:, 0]), where=sums[:, 1] > 0).T
 
 
 def seeds_of(member: Mapping[str, Any], metric: str) -> list[Run]:
@@ -92,15 +91,36 @@ def efficiency(
     if not member or not baseline:
         return None, None
     random = np.random.default_rng(key)
-    drawn = []
     parts = max(run.parts.shape[2] for run in (*member, *baseline))
+    weights, picks = [], []
     for _ in range(RESAMPLES):
-        weights = np.bincount(random.integers(0, parts, parts), minlength=parts) if parts else np.zeros(0)
-        curves = [[its[i].over(weights) for i in random.integers(0, len(its), len(its))] for its in (member, baseline)]
-        drawn.append(advantage(*map(average, curves)))
+        weights.append(np.bincount(random.integers(0, parts, parts), minlength=parts) if parts else np.zeros(0))
+        picks.append([random.integers(0, len(its), len(its)) for its in (member, baseline)])
+    curves = [
+        _means(its, np.array(weights), np.array(chosen))
+        for its, chosen in zip((member, baseline), zip(*picks, strict=True), strict=True)
+    ]
+    drawn = [advantage(*pair) for pair in zip(*curves, strict=True)]
     ends = np.percentile([each for each in drawn if each is not None], INTERVAL)
     value = advantage(*(average([run.curve for run in its]) for its in (member, baseline)))
     return (value, (float(ends[0]), float(ends[1]))) if value is not None else (None, None)
+
+
+def _means(runs: Sequence[Run], weights: np.ndarray, picks: np.ndarray) -> list[Curve]:
+    """The mean curve of each draw, where all runs were measured: weights of parts [R, P], picked runs [R, n].
+
+    Sums are exact, so that values which are equal stay so in whatever order they are added.
+    """
+    shared = sorted(set.intersection(*({tokens for tokens, _ in run.curve} for run in runs)))
+    values = []
+    for run in runs:
+        places = {tokens: t for t, (tokens, _) in enumerate(run.curve)}
+        values.append(run.over(weights)[:, [places[tokens] for tokens in shared]])
+    picked = np.stack(values, 1)[np.arange(len(picks))[:, None], picks]  # [R, n, T]
+    return [
+        [(tokens, math.fsum(its) / len(its)) for tokens, *its in zip(shared, *curves, strict=True)]
+        for curves in picked.tolist()
+    ]
 
 
 def best_of(curves: Sequence[Curve], metric: str) -> tuple[float, Interval] | None:

@@ -62,5 +62,7 @@ def test_numbers_have_six_digits_and_counts_all_of_theirs():
 def test_the_page_is_as_it_would_be_written_now():
     page = record.PAGE.read_text(encoding="utf-8")
     assert record.page_of(page) == page
-    changed = page.replace("| la | ", "| LA | ", 1)
-    assert changed != page and record.page_of(changed) == page
+    end = "<!-- end -->"
+    first = page[: page.index(end) + len(end)]
+    changed = first.replace("| la | ", "| LA | ", 1)
+    assert changed != first and record.page_of(changed) == first

@@ -258,10 +258,10 @@ def test_intervals_of_one_seed_are_over_parts_of_what_is_held_out():
     value, interval = comparison.efficiency(member, baseline)
     # Drawn twice, the first part says 20 / 20, and the second 20 / 10; both together 20 / 20. Each once is half of it.
     assert (value, interval) == (1.0, (1.0, 2.0))
-    assert member[0].over(np.array([0, 2])) == [(10, 1.0), (20, 1.0)]
+    assert member[0].over(np.array([[0, 2], [2, 0]])).tolist() == [[1.0, 1.0], [0.0, 1.0]]
     losses = run(((4, 4), (8, 4)))
     losses["seeds"]["0"]["curves"]["loss"] = losses["seeds"]["0"]["curves"].pop("held-out")
-    assert comparison.seeds_of(losses, "loss")[0].over(np.array([1, 1])) == [(10, -1.5)]
+    assert comparison.seeds_of(losses, "loss")[0].over(np.array([[1, 1]])).tolist() == [[-1.5]]
 
 
 def test_of_two_seeds_the_better_one_after_a_quarter_goes_on(tmp_path, monkeypatch):
