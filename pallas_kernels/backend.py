@@ -1,9 +1,9 @@
 """Which form of an operation runs: one rule for all of them, asked by each kernel's api.py and nowhere else.
 
-`auto` takes kernels on a TPU (also one that is compiled for without being there), on a CPU the form that suits it where
-there is one, and the plain forms elsewhere; `pallas` asks for kernels everywhere, which on a CPU are interpreted, for
-tests; `xla` is always the plain form, the only one that can be differentiated twice. Where an operation has no kernel
-for the shapes or the platform at hand its plain form stands in, and one log line says why.
+`auto` takes kernels on a TPU (also one that is compiled for without being there), an operation's own form on a GPU or a
+CPU where there is one, and the plain forms elsewhere; `pallas` asks for kernels everywhere, on a CPU for the TPU's,
+interpreted, for tests; `xla` is always the plain form, the only one that can be differentiated twice. Where an
+operation has no kernel for the shapes or the platform at hand its plain form stands in, and one log line says why.
 """
 
 from __future__ import annotations
@@ -19,24 +19,35 @@ from jax.experimental.pallas import tpu as pltpu
 from dreamer_jax.config.values import Implementation
 from pallas_kernels import tiles
 
+NO_FORM = "there is none for GPUs"
 Backend = Literal["pallas", "gpu", "cpu", "xla"]
 
 
-def backend(operation: str, implementation: Implementation, unsupported: Callable[[], str | None]) -> Backend:
+def backend(
+    operation: str,
+    implementation: Implementation,
+    unsupported: Callable[[], str | None],
+    unsupported_on_gpu: Callable[[], str | None] = lambda: NO_FORM,
+) -> Backend:
     """The backend of an operation for the platform that the code being traced is for.
 
     Args:
         operation: its name, for the log.
         implementation: what the configuration asks for.
         unsupported: why no kernel takes the shapes at hand, or None; asked only where kernels are wanted.
+        unsupported_on_gpu: the same of the operation's form for NVIDIA GPUs, on one.
     """
+    if implementation != "xla" and jax.default_backend() == "gpu":
+        reason = unsupported_on_gpu()
+        if reason is None:
+            return "gpu"
+        _say_once(f"{operation} without a kernel: {reason}")
+        return "xla"
     if implementation == "pallas" or (implementation == "auto" and tiles.generation() is not None):
         reason = _no_kernels_here() or unsupported()
         if reason is None:
             return "pallas"
         _say_once(f"{operation} without a kernel: {reason}")
-    if jax.default_backend() == "gpu":
-        return "gpu"
     return "cpu" if implementation == "auto" and on_cpu() else "xla"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dreamer_jax.benchmarks.qwen3 import EXPERTS, qwen
+from dreamer_jax.benchmarks.qwen3 import EXPERTS, device, qwen
 from dreamer_jax.config.sections import Config
 
 WAYS = (*EXPERTS, "batched_mm")
@@ -21,7 +21,7 @@ class QwenGeneration:
     """Greedy generation with a growing cache, token by token, without the bookkeeping of `generate`.
 
     Args:
-        config: an LA configuration in float32.
+        config: an LA configuration.
         experts: one of `WAYS`.
     """
 
@@ -36,7 +36,7 @@ class QwenGeneration:
         began = time.perf_counter()
         first = 0.0
         with torch.inference_mode():
-            inputs, past = torch.from_numpy(prompts).long(), None
+            inputs, past = torch.from_numpy(prompts).to(device()).long(), None
             for number in range(tokens):
                 out = self._model(input_ids=inputs, past_key_values=past, use_cache=True, logits_to_keep=1)
                 inputs, past = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values

@@ -14,6 +14,7 @@ from pallas_kernels.attention_moe import cpu, in_place, tpu, tpu_int8, xla
 from pallas_kernels.attention_moe.shapes import Tiles, depths_aside, unsupported
 from pallas_kernels.attention_moe.tape import LinearTape
 from pallas_kernels.backend import target
+from pallas_kernels.dispatch import grouped, triton
 from pallas_kernels.dispatch.api import Dispatch, blocks_of, filled_blocks_of, plan_blocks, plan_dispatch
 from pallas_kernels.dispatch.aside import blocks_aside
 from pallas_kernels.weights import Arranged, OutputColumns, OutputRows
@@ -72,7 +73,10 @@ class ExpertLinear:
         score = jnp.ones(x.shape[0], jnp.float32) if score is None else score
         chosen = self._backend(index.size, routed.shape, x.dtype)
         if chosen != "pallas":
-            return (cpu if chosen == "cpu" else xla).expert_linear(x, index, score, routed, shared)
+            if chosen == "cpu":
+                return cpu.expert_linear(x, index, score, routed, shared)
+            products = triton.TRITON if chosen == "gpu" else grouped.XLA
+            return xla.expert_linear(x, index, score, routed, shared, tape, products)
         shared = jnp.zeros(routed.shape[1:], routed.dtype) if shared is None else shared  # the kernels always add one
         block = _tiles(x.shape[0], routed.shape, x.dtype).block
         plan = plan_dispatch(index[:, None], routed.shape[0], block, multiple=target().cores)
@@ -87,7 +91,10 @@ class ExpertLinear:
             dtype: compute dtype.
         """
         dtype = jnp.dtype(dtype)
-        if self._backend(tokens, routed, dtype) != "pallas":
+        form = self._backend(tokens, routed, dtype)
+        if form == "gpu":
+            return LinearTape(jnp.zeros(routed, jnp.float32))
+        if form != "pallas":
             return None
         chosen = _tiles(tokens, routed, dtype)
         most = plan_blocks(tokens, routed[0], chosen.block, multiple=target().cores)
@@ -117,7 +124,10 @@ class ExpertLinear:
 
     def _backend(self, tokens, routed, dtype):
         return backends.backend(
-            "attention MoE", self.implementation, lambda: unsupported(tokens, routed, dtype, target())
+            "attention MoE",
+            self.implementation,
+            lambda: unsupported(tokens, routed, dtype, target()),
+            lambda: triton.unsupported(tokens, routed, dtype),
         )
 
 

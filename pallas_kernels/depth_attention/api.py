@@ -10,7 +10,7 @@ import jax
 
 from dreamer_jax.config.values import Implementation
 from pallas_kernels.backend import backend
-from pallas_kernels.depth_attention import near_tpu, pull, tpu, windowed, xla
+from pallas_kernels.depth_attention import gpu, near_tpu, pull, tpu, windowed, xla
 from pallas_kernels.depth_attention.cache import DepthCache, Ring, write_slot
 from pallas_kernels.depth_attention.layout import head_size
 from pallas_kernels.depth_attention.shapes import unsupported
@@ -57,7 +57,10 @@ class DepthAttention:
             [T, n, d], and the cache with slot `depth` filled.
         """
         window = _left_out(window, cache)
-        if depth.ndim or self._backend(q.shape, q.dtype, cache, window) != "pallas":
+        form = "xla" if depth.ndim else self._backend(q.shape, q.dtype, cache, window)
+        if form == "gpu":
+            return gpu.depth_attention(q, k, v, cache, depth, tape)  # type: ignore[arg-type]
+        if form != "pallas":
             return _by_xla(q, k, v, cache, depth, window, tape)
         flat = [part.reshape(part.shape[0], -1).astype(q.dtype) for part in (q, k, v)]
         out: Any
@@ -84,7 +87,12 @@ class DepthAttention:
         return xla.start_tape(cache) if window.whole else windowed.start_tape(cache, window)
 
     def _backend(self, shape, dtype, cache, window):
-        return backend("depth attention", self.implementation, lambda: unsupported(shape, dtype, cache, window))
+        return backend(
+            "depth attention",
+            self.implementation,
+            lambda: unsupported(shape, dtype, cache, window),
+            lambda: gpu.unsupported(shape, cache, window),
+        )
 
 
 def _left_out(window: Window, cache: DepthCache) -> Window:

@@ -97,7 +97,7 @@ def plan_from(slot: jax.Array, num_blocks: jax.Array, shape: tuple[int, ...], to
     outside = slot >= size
     source = jnp.full(size, pairs, jnp.int32).at[jnp.where(outside, size + pair, slot)]
     ends = jnp.cumsum(num_blocks)
-    block_expert = jnp.searchsorted(ends, jnp.arange(total, dtype=jnp.int32), side="right")
+    block_expert = jnp.searchsorted(ends, jnp.arange(total, dtype=jnp.int32), side="right", method=_search())
     return Dispatch(
         slot=jnp.minimum(slot, size - 1).reshape(shape),
         source=source.set(pair, mode="drop", unique_indices=True).reshape(total, block_size),
@@ -139,8 +139,14 @@ def sorted_pairs(expert: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Ar
     packed = jnp.sort((expert.astype(jnp.uint32) << bits) | jnp.arange(pairs, dtype=jnp.uint32))
     order = (packed & ((1 << bits) - 1)).astype(jnp.int32)
     sorted_expert = (packed >> bits).astype(jnp.int32)
-    bounds = jnp.searchsorted(sorted_expert, jnp.arange(num_experts + 1, dtype=jnp.int32)).astype(jnp.int32)
+    wanted = jnp.arange(num_experts + 1, dtype=jnp.int32)
+    bounds = jnp.searchsorted(sorted_expert, wanted, method=_search()).astype(jnp.int32)
     return order, sorted_expert, bounds
+
+
+def _search() -> str:
+    """How numbers are found in a sorted array. By halves is a loop, each turn of which is several launches on a GPU."""
+    return "compare_all" if jax.default_backend() == "gpu" else "scan"
 
 
 def _slots_by_counting(expert: jax.Array, num_experts: int, block_size: int) -> tuple[jax.Array, jax.Array]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from dreamer_jax.config.values import Implementation
 from pallas_kernels import backend as backends
 from pallas_kernels.backend import target
+from pallas_kernels.dispatch import grouped, triton
 from pallas_kernels.dispatch.api import Dispatch, filled_blocks_of, plan_blocks, plan_dispatch
 from pallas_kernels.dispatch.aside import blocks_aside
 from pallas_kernels.expert_mlp import cpu, in_place, tpu, tpu_int8, xla
@@ -82,7 +84,9 @@ class ExpertMLP:
         if chosen != "pallas":
             if isinstance(gate_up, OutputRows):
                 gate_up, down = gate_up.as_array(x.dtype), down.as_array(x.dtype)
-            return (cpu if chosen == "cpu" else xla).expert_mlp(x, indices, weights, gate_up, down)
+            if chosen == "cpu":
+                return cpu.expert_mlp(x, indices, weights, gate_up, down)
+            return xla.expert_mlp(x, indices, weights, gate_up, down, tape, _products(chosen))
         experts = gate_up.shape[0]
         block = _tiles(indices.size, gate_up.shape, x.dtype).block
         plan = plan_dispatch(indices, experts, block, multiple=target().cores)
@@ -106,7 +110,10 @@ class ExpertMLP:
                 experts are balanced.
         """
         dtype = jnp.dtype(dtype)
-        if self._backend(indices, gate_up, dtype) != "pallas":
+        chosen_form = self._backend(indices, gate_up, dtype)
+        if chosen_form == "gpu":
+            return ExpertTape.of_totals(gate_up)
+        if chosen_form != "pallas":
             return None
         pairs, experts = indices[0] * indices[1], gate_up[0]
         chosen = _tiles(pairs, gate_up, dtype)
@@ -127,8 +134,15 @@ class ExpertMLP:
 
     def _backend(self, indices, gate_up, dtype):
         return backends.backend(
-            "expert MLP", self.implementation, lambda: unsupported(indices, gate_up, dtype, target())
+            "expert MLP",
+            self.implementation,
+            lambda: unsupported(indices, gate_up, dtype, target()),
+            lambda: triton.unsupported(math.prod(indices), gate_up, dtype),
         )
+
+
+def _products(form: str) -> grouped.Products:
+    return triton.TRITON if form == "gpu" else grouped.XLA
 
 
 def _one_row(

@@ -58,6 +58,13 @@ class ExpertTape(AsideTape):
     most: int = field(metadata={"static": True})
 
     @classmethod
+    def of_totals(cls, gate_up: tuple[int, ...]) -> ExpertTape:
+        """Of zeros, for matrices [E, 2F, h], where every depth is added at once."""
+        experts, doubled, hidden = gate_up
+        totals = jnp.zeros(gate_up, jnp.float32), jnp.zeros((experts, doubled // 2, hidden), jnp.float32)
+        return cls(*totals, None, 0, 0, 0)
+
+    @classmethod
     def empty(
         cls, gate_up: tuple[int, ...], tiles: Tiles, depths: int, most: int, blocks: int, dtype: jnp.dtype
     ) -> ExpertTape:

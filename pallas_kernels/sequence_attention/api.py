@@ -36,7 +36,8 @@ class SequenceAttention:
         Returns:
             [B, S, n, d].
         """
-        chosen = backend("sequence attention", self.implementation, lambda: unsupported(q.shape, k.shape[2]))
+        why = functools.partial(unsupported, q.shape, k.shape[2])
+        chosen = backend("sequence attention", self.implementation, why, lambda: None)
         if chosen == "pallas":
             return tpu.sequence_attention(q, k.astype(q.dtype), v.astype(q.dtype), segment_ids)
         return (gpu if chosen == "gpu" else xla).sequence_attention(q, k, v, segment_ids)

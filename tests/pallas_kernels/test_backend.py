@@ -156,13 +156,18 @@ def test_nothing_is_asked_of_kernels_that_are_not_wanted(caplog):
 
 
 def test_on_a_gpu(monkeypatch, caplog):
-    """Its own form where there is one, also when kernels are asked for, which are for TPUs."""
+    """Its own form where there is one for the shapes, unless plain forms are asked for; TPUs' shapes don't matter."""
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
-    assert {backend.backend("sums", each, lambda: None) for each in ("auto", "xla")} == {"gpu"}
+
+    def asked(implementation, reason):
+        return backend.backend("sums", implementation, lambda: "no TPU", lambda: reason)
+
+    assert [asked(each, None) for each in ("auto", "pallas", "xla")] == ["gpu", "gpu", "xla"]
     assert not caplog.records
-    assert backend.backend("sums", "pallas", lambda: None) == "gpu"
+    assert [asked(each, "too small") for each in ("auto", "pallas", "xla")] == ["xla", "xla", "xla"]
+    assert backend.backend("products", "auto", lambda: None) == "xla"
     lines = [record.message for record in caplog.records]
-    assert lines == ["sums without a kernel: the kernels are for TPUs, and this is gpu"]
+    assert lines == ["sums without a kernel: too small", "products without a kernel: there is none for GPUs"]
 
 
 def test_a_real_tpu_without_tiles(monkeypatch, caplog):

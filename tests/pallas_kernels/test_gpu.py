@@ -1,6 +1,9 @@
-"""What a user with an NVIDIA GPU gets by default, lowered for one on a machine without: traces, and calls cuDNN."""
+"""What a user with an NVIDIA GPU gets by default, lowered for one on a machine without: our kernels, or cuDNN."""
 
+import contextlib
+import importlib.util
 import re
+import types
 from unittest import mock
 
 import jax
@@ -21,8 +24,13 @@ from tests.training.cases import random_batch, tiny_config
 @pytest.fixture(autouse=True)
 def gpu():
     """The platform, and cuDNN with its flash attention, pretended: jax asks for both when it traces."""
+    named = contextlib.nullcontext()
+    if importlib.util.find_spec("jax._src.pallas.triton.gpu_info"):  # from jax 0.11 on the lowering asks for its name
+        hopper = types.SimpleNamespace(compute_capability=90)
+        named = mock.patch("jax._src.pallas.triton.gpu_info.get_gpu_info", lambda: hopper)
     with (
         mock.patch("jax.default_backend", lambda: "gpu"),
+        named,
         mock.patch.object(cudnn, "check_cudnn_version", lambda: 91002),
         mock.patch.object(cudnn, "check_compute_capability", lambda capability: True),
         mock.patch.object(cudnn, "is_cuda_compute_capability_equal", lambda capability: False),
@@ -55,45 +63,56 @@ def with_gradient(operation):
     return jax.jit(run)
 
 
+TRITON = {"__gpu$xla.gpu.triton"}
+CUDNN = {"__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"}
+
+
 @pytest.mark.parametrize(
     ("length", "size", "dtype", "taken"),
     [
-        (256, 128, jnp.bfloat16, {"__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"}),
+        (256, 128, jnp.bfloat16, TRITON),
+        (250, 128, jnp.bfloat16, CUDNN),
         (256, 128, jnp.float32, set()),
         (255, 128, jnp.bfloat16, set()),
     ],
 )
 def test_sequence_attention(length, size, dtype, taken):
-    """cuDNN forward and backward where it takes the shape and dtype, XLA otherwise."""
+    """Our kernels, or else cuDNN, forward and backward, where they take the shape and dtype, XLA otherwise."""
     q, kv = (shape(2, length, heads, size, dtype=dtype) for heads in (4, 2))
     operation = with_gradient(lambda ids, q, k, v: operations_of().sequence_attention(q, k, v, ids))
     assert calls(lowered(operation, shape(2, length, dtype=jnp.int32), q, kv, kv)) == taken
 
 
-def test_depth_attention_and_linear_experts():
-    """XLA's operations only: no kernel, and nothing that interprets one."""
-    operations, tokens = operations_of(), 64
+@pytest.mark.parametrize(("implementation", "taken"), [("auto", TRITON), ("xla", set())])
+def test_depth_attention_and_linear_experts(implementation, taken):
+    """Our kernels, or XLA's operations only; nothing is interpreted."""
+    operations, tokens = operations_of(implementation), 64
     cache = DepthCache(shape(4, tokens, 256), shape(4, tokens, 256))  # type: ignore[arg-type]
-    attend = with_gradient(lambda depth, q, k, v, cache: operations.depth_attention(q, k, v, cache, depth))
+    attend = jax.jit(lambda depth, q, k, v, cache: operations.depth_attention(q, k, v, cache, depth))
     rows = [shape(tokens, heads, 128) for heads in (4, 2, 2)]
-    assert not calls(lowered(attend, shape(dtype=jnp.int32), *rows, cache))
+    assert calls(lowered(attend, shape(dtype=jnp.int32), *rows, cache)) == taken
 
     linear = with_gradient(lambda index, x, *rest: operations.expert_linear(x, index, *rest))
     index, score = (shape(tokens, dtype=dtype) for dtype in (jnp.int32, jnp.float32))
-    assert not calls(lowered(linear, index, shape(tokens, 128), score, shape(6, 128, 256), shape(128, 256)))
+    assert calls(lowered(linear, index, shape(tokens, 128), score, shape(6, 128, 256), shape(128, 256))) == taken
 
 
 @pytest.mark.parametrize(
-    ("operation", "dense"), [(lambda *a: operations_of().expert_mlp(*a), False), (reference.expert_mlp, True)]
+    ("operation", "dense", "taken"),
+    [
+        (lambda *a: operations_of().expert_mlp(*a), False, TRITON),
+        (lambda *a: operations_of("xla").expert_mlp(*a), False, set()),
+        (reference.expert_mlp, True, set()),
+    ],
 )
-def test_experts_are_not_made_dense(operation, dense):
+def test_experts_are_not_made_dense(operation, dense, taken):
     """Forward and gradient hold no expert's matrix for every token or choice; the definition does."""
     tokens, choices, experts, size, hidden = 512, 3, 6, 24, 128
     mlp = with_gradient(lambda indices, x, *rest: operation(x, indices, *rest))
     matrices = shape(experts, 2 * size, hidden), shape(experts, size, hidden)
     chosen, weights = (shape(tokens, choices, dtype=dtype) for dtype in (jnp.int32, jnp.float32))
     text = lowered(mlp, chosen, shape(tokens, hidden), weights, *matrices)
-    assert not calls(text)
+    assert calls(text) == taken
     every = rf"({tokens}x{choices}|{tokens * choices}|{tokens}|{tokens}x{experts})"
     assert bool(re.search(rf"tensor<{every}x({size}|{2 * size})x{hidden}x(bf16|f32)>", text)) == dense
 
@@ -107,11 +126,17 @@ def test_what_bench_kernels_measures():
             assert jax.tree.map(lambda a: a.shape, ours) == jax.tree.map(lambda a: a.shape, theirs), case.name
 
 
+NAMES = ("expert_product", "expert_outer", "depth_attention_backward", "sequence_attention_d_kv")
+
+
 def test_train_step():
-    """The whole default step, with cuDNN in it."""
-    config = tiny_config(model__dtype="bfloat16")
+    """The whole default step, with every kernel in it."""
+    sizes = {"model__hidden_size": 64, "model__expert_size": 16, "data__sequence_length": 128}
+    config = tiny_config(model__dtype="bfloat16", model__sa_head_size=16, **sizes)
     mesh = make_mesh(config.mesh)
-    batch = {name: shape(*value.shape, dtype=value.dtype) for name, value in random_batch(0).items()}
+    batch = {name: shape(len(value), 128, dtype=value.dtype) for name, value in random_batch(0).items()}
     text = lowered(make_train_step(config, mesh), abstract_state(config, mesh), batch)
-    assert {"__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"} <= calls(text)
-    assert not [name for name in calls(text) if "callback" in name]  # nothing is interpreted
+    assert calls(text) >= TRITON
+    assert not [name for name in calls(text) if "callback" in name or "cudnn" in name]  # nothing is interpreted
+    for name in NAMES:
+        assert name in text, name
