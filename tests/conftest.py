@@ -15,11 +15,11 @@ from hypothesis import settings
 
 DEVICES = "--xla_force_host_platform_device_count"
 # Compiling is most of the tests' time. LLVM's optimisations, and fusions that go through MLIR, each double it; cutting
-# a program into parts, to be compiled side by side, adds a tenth. From jaxlib 0.12 on there is no other way to make
+# a program into parts, to be compiled side by side, adds a tenth. From jaxlib 0.11 on there is no other way to make
 # fusions, and XLA ends a process that has a flag it doesn't know.
 QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 QUICK_COMPILE += " --xla_cpu_parallel_codegen_split_count=1"
-if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 12):
+if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
     QUICK_COMPILE += " --xla_cpu_use_fusion_emitters=false"
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("DREAMER_TEST_PLATFORM", "cpu")

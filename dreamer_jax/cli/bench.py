@@ -89,7 +89,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--against",
         choices=["transformers"],
-        help="also time Hugging Face's Qwen3-MoE of the same sizes, in turns with ours (LA, float32, CPU; extra bench)",
+        help="also time Hugging Face's Qwen3-MoE of the same sizes, in turns (LA, CPU or NVIDIA GPU; extra bench)",
     )
     parser.add_argument(
         "--profile",

@@ -48,7 +48,7 @@ def _parser() -> Parser:
     add(
         "--against",
         choices=["transformers"],
-        help="also time Hugging Face's Qwen3-MoE with the first configuration's sizes (LA, float32, CPU; extra bench)",
+        help="also time Hugging Face's Qwen3-MoE of the first's sizes (LA, CPU or NVIDIA GPU; extra bench)",
     )
     add("--int8", action="store_true", help="also each of ours with its experts' matrices in eight bits")
     add("--batch", type=positive, action="append", metavar="B", help="rows at once; may be given several times (1, 16)")
