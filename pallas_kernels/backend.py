@@ -37,7 +37,7 @@ def backend(
         unsupported: why no kernel takes the shapes at hand, or None; asked only where kernels are wanted.
         unsupported_on_gpu: the same of the operation's form for NVIDIA GPUs, on one.
     """
-    if implementation != "xla" and jax.default_backend() == "gpu":
+    if implementation != "xla" and jax.default_backend() == "gpu" and tiles.generation() is None:
         reason = unsupported_on_gpu()
         if reason is None:
             return "gpu"

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from dreamer_jax.benchmarks.attention_cases import attention_cases
-from dreamer_jax.benchmarks.expert_cases import CHOICES, HIDDEN, LINEAR, PAIRS, PAPER, TOKENS, normal, ragged_experts
+from dreamer_jax.benchmarks.expert_cases import CHOICES, HIDDEN, LINEAR, PAIRS, PAPER, TOKENS, normal
 from dreamer_jax.benchmarks.kernel_case import Case
 from pallas_kernels.attention_moe import ExpertLinear
 from pallas_kernels.expert_mlp import ExpertMLP
@@ -17,7 +16,10 @@ from pallas_kernels.expert_mlp.shapes import forward_bytes
 
 
 def gpu_cases() -> list[Case]:
-    """The attentions, and the experts' operations with the moving of rows, forward and gradient, beside ragged_dot."""
+    """The attentions, and the experts' operations with the moving of rows, forward and gradient, beside XLA's batches.
+
+    Not beside jax.lax.ragged_dot: on a GPU XLA makes of it one product with all experts' matrices, which fits nowhere.
+    """
     mlp = [_mlp(*shape, gradient=gradient) for gradient in (False, True) for shape in PAPER]
     linear = [_linear(*shape, gradient=gradient) for gradient in (False, True) for shape in LINEAR]
     return [*attention_cases(), *mlp, *linear]
@@ -30,18 +32,12 @@ def _mlp(experts: int, size: int, gradient: bool) -> Case:
         floats = normal(keys[1], TOKENS, HIDDEN), jax.random.uniform(keys[2], (TOKENS, CHOICES))
         return indices, (*floats, normal(keys[3], experts, 2 * size, HIDDEN), normal(keys[4], experts, size, HIDDEN))
 
-    def ragged(x, indices, weights, gate_up, down):
-        order = jnp.argsort(indices.reshape(-1))
-        token = order // CHOICES
-        values = ragged_experts(x[token], gate_up, down, jnp.bincount(indices.reshape(-1), length=experts))
-        return jnp.zeros_like(x).at[token].add(values * weights.reshape(-1)[order, None].astype(x.dtype))
-
     return _case(
         "expert_mlp",
         f"T={TOKENS} k={CHOICES} h={HIDDEN} E={experts} F={size}",
         arguments,
         ExpertMLP(),
-        ragged,
+        ExpertMLP("xla"),
         gradient,
         flops=6 * PAIRS * HIDDEN * size,
         least_bytes=forward_bytes(PAIRS, experts, size, HIDDEN),
@@ -55,19 +51,12 @@ def _linear(experts: int, inward: int, outward: int, gradient: bool) -> Case:
         matrices = normal(keys[2], experts, inward, outward), normal(keys[3], inward, outward)
         return jax.random.randint(keys[4], (TOKENS,), 0, experts), (*floats, *matrices)
 
-    def ragged(x, index, score, routed, shared):
-        order = jnp.argsort(index)
-        rows = jax.lax.ragged_dot(x[order], routed, jnp.bincount(index, length=experts))
-        product = jnp.zeros((x.shape[0], outward), x.dtype).at[order].set(rows)
-        score = score.astype(x.dtype)[:, None]
-        return score * product + jax.lax.stop_gradient(score) * (x @ shared)
-
     return _case(
         "expert_linear",
         f"T={TOKENS} G={experts} {inward}x{outward}",
         arguments,
         ExpertLinear(),
-        ragged,
+        ExpertLinear("xla"),
         gradient,
         flops=2 * TOKENS * inward * outward,
         least_bytes=2 * (TOKENS * (inward + outward) + experts * inward * outward),
@@ -79,7 +68,7 @@ def _case(
     shape: str,
     arguments: Callable[[jax.Array], tuple[Any, ...]],
     operation: Callable[..., jax.Array],
-    ragged: Callable[..., jax.Array],
+    plain: Callable[..., jax.Array],
     gradient: bool,
     flops: float,
     least_bytes: float,
@@ -102,7 +91,7 @@ def _case(
         shape,
         arguments,
         run(operation),
-        run(ragged),
+        run(plain),
         lambda read, target: [],  # no schedule to read
         flops=flops * (3 if gradient else 1),
         least_bytes=least_bytes * (3 if gradient else 1),

@@ -11,12 +11,13 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import gpu
 from pallas_kernels.depth_attention import xla
 from pallas_kernels.depth_attention.cache import DepthCache, write_slot
 from pallas_kernels.depth_attention.window import Window
 from pallas_kernels.depth_attention.xla import CacheGradient
+from pallas_kernels.gpu import plgpu
 from pallas_kernels.kept import keep
 
 F32 = jnp.float32
@@ -34,9 +35,7 @@ def unsupported(shape: tuple[int, ...], cache: DepthCache, window: Window) -> st
         return f"a head size of {size} isn't a power of two up to 256"
     if heads * size // cache.keys.shape[2] > 8:
         return f"more than 8 of {heads} heads share a key"
-    if cache.keys.size >= 1 << 31:
-        return "places in the cache are counted in 32 bits"
-    return None
+    return gpu.unsupported(cache.keys.size)
 
 
 def depth_attention(
@@ -103,7 +102,7 @@ def _forward(q: jax.Array, cache: DepthCache, depth: jax.Array) -> tuple[jax.Arr
         grid=(pl.cdiv(tokens, rows), kv_heads),
         out_shape=(jax.ShapeDtypeStruct((tokens, heads * size), q.dtype), jax.ShapeDtypeStruct((heads, tokens), F32)),
         name="depth_attention_forward",
-        **_compile(),
+        **gpu.how(warps=4),
     )(depth[None], q.reshape(tokens, -1), *cache)
     return out.reshape(q.shape), logs
 
@@ -145,7 +144,7 @@ def _backward(q, out, logs, d_out, cache, depth, tape):
         ],
         input_output_aliases={7: 1, 8: 2},
         name="depth_attention_backward",
-        **_compile(),
+        **gpu.how(warps=4),
     )(depth[None], *(part.reshape(tokens, -1) for part in (q, out, d_out)), logs, *cache, tape.keys, tape.values)
     return d_q.reshape(q.shape), *totals
 
@@ -203,8 +202,3 @@ def _write(ref, value, mask):
 
 def _rows(group):
     return max(4, ROWS // (1 << (group - 1).bit_length()))
-
-
-def _compile():
-    """The other arguments of `pallas_call`."""
-    return {"compiler_params": plgpu.CompilerParams(num_warps=4), "interpret": jax.default_backend() == "cpu"}

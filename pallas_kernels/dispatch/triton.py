@@ -12,10 +12,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import gpu
 from pallas_kernels.dispatch import grouped
 from pallas_kernels.dispatch.api import Dispatch, plan_blocks
+from pallas_kernels.gpu import plgpu
 
 F32 = jnp.float32
 SMALLEST = 16
@@ -46,17 +47,13 @@ OUTER = Tiles(rows=128, columns=128, inner=64, warps=8, stages=3)
 def unsupported(pairs: int, matrices: tuple[int, ...], dtype: jnp.dtype) -> str | None:
     """Why the kernels don't take so many rows and matrices [E, f, h], or None if they do."""
     experts, size, hidden = matrices
-    block = block_size(pairs, experts)
-    rows = plan_blocks(pairs, experts, block) * block
-    if max(rows * max(size, hidden), experts * size * hidden) >= 1 << 31:
-        return "places in an array are counted in 32 bits"
-    if jnp.dtype(dtype).itemsize != 2:
-        return f"the matrix units take 16 bits, not {jnp.dtype(dtype)}"
     if min(size, hidden) < SMALLEST:
         return f"a side of {min(size, hidden)} is less than {SMALLEST}"
     if size % 8 or hidden % 8:
         return f"rows of {size} and {hidden} are not multiples of 16 bytes"
-    return None
+    block = block_size(pairs, experts)
+    rows = plan_blocks(pairs, experts, block) * block
+    return gpu.unsupported_products(rows * max(size, hidden), experts * size * hidden, dtype=dtype)
 
 
 def block_size(pairs: int, experts: int) -> int:
@@ -94,7 +91,7 @@ def outer(
         out_shape=jax.ShapeDtypeStruct((experts, size, hidden), F32),
         input_output_aliases={} if into is None else {4: 0},
         name="expert_outer",
-        **_compile(tiles),
+        **gpu.how(tiles.warps, tiles.stages),
     )(plan.first_block, plan.num_blocks, left.reshape(-1, size), right.reshape(-1, hidden), *added)
 
 
@@ -110,7 +107,7 @@ def _product(rows, weight, plan, tiles, transposed):
         grid=(pl.cdiv(width, columns), block // height, blocks),
         out_shape=jax.ShapeDtypeStruct((blocks, block, width), rows.dtype),
         name="expert_product",
-        **_compile(tiles),
+        **gpu.how(tiles.warps, tiles.stages),
     )(plan.block_expert, plan.used_blocks[None], rows, weight)
 
 
@@ -186,9 +183,3 @@ def _inside(tile, size, length):
 def _tile(length: int, largest: int) -> int:
     """The largest power of two up to `largest` and `length`. What sticks out costs less than smaller tiles."""
     return min(largest, 1 << (length.bit_length() - 1))
-
-
-def _compile(tiles: Tiles):
-    """The other arguments of `pallas_call`."""
-    params = plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages)
-    return {"compiler_params": params, "interpret": jax.default_backend() == "cpu"}

@@ -137,8 +137,14 @@ class ExpertMLP:
             "expert MLP",
             self.implementation,
             lambda: unsupported(indices, gate_up, dtype, target()),
-            lambda: triton.unsupported(math.prod(indices), gate_up, dtype),
+            lambda: _unsupported_on_gpu(math.prod(indices), gate_up, dtype),
         )
+
+
+def _unsupported_on_gpu(pairs: int, gate_up: tuple[int, ...], dtype: Any) -> str | None:
+    experts, doubled, hidden = gate_up
+    sides = doubled, doubled // 2
+    return next(filter(None, (triton.unsupported(pairs, (experts, side, hidden), dtype) for side in sides)), None)
 
 
 def _products(form: str) -> grouped.Products:

@@ -7,13 +7,15 @@ These compare the documents' numbers, and walk no pair of blocks that have no do
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import gpu
+from pallas_kernels.gpu import plgpu
 from pallas_kernels.kept import keep
 
 F32 = jnp.float32
@@ -27,17 +29,13 @@ NOTHING = -1e30
 def unsupported(shape: tuple[int, ...], kv_heads: int, dtype: Any) -> str | None:
     """Why the kernels don't take queries [B, S, n, d] of this shape and dtype, or None if they do."""
     _, length, heads, size = shape
-    if jnp.dtype(dtype).itemsize != 2:
-        return f"the matrix units take 16 bits, not {jnp.dtype(dtype)}"
     if length % WIDE:
         return f"a sequence of {length} is not a multiple of {WIDE}"
     if size not in (16, 32, 64, 128):
         return f"a head size of {size} isn't a power of two from 16 to 128"
     if heads % kv_heads:
         return f"{kv_heads} key heads don't divide {heads} heads"
-    if shape[0] * length * heads * size >= 1 << 31:
-        return "places in an array are counted in 32 bits"
-    return None
+    return gpu.unsupported_products(math.prod(shape), dtype=dtype)
 
 
 @jax.custom_vjp
@@ -69,7 +67,7 @@ def _attend(q, k, v, segment_ids):
         grid=(length // WIDE, heads, batch),
         out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((batch, heads, length), F32)),
         name="sequence_attention_forward",
-        **_compile(),
+        **gpu.how(warps=8, stages=2),
     )(*_keys_walked(segment_ids), segment_ids, q, k, v)
 
 
@@ -107,7 +105,7 @@ def _query_gradient(q, k, v, d_out, logs, products, segment_ids):
         grid=(length // WIDE, heads, batch),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         name="sequence_attention_d_q",
-        **_compile(stages=3),
+        **gpu.how(warps=8, stages=3),
     )(*_keys_walked(segment_ids), segment_ids, q, k, v, d_out, logs, products)
 
 
@@ -142,7 +140,7 @@ def _key_gradients(q, k, v, d_out, logs, products, segment_ids):
         grid=(length // WIDE, kv_heads, batch),
         out_shape=tuple(jax.ShapeDtypeStruct(part.shape, part.dtype) for part in (k, v)),
         name="sequence_attention_d_kv",
-        **_compile(),
+        **gpu.how(warps=8, stages=2),
     )(*_queries_walked(segment_ids), segment_ids, q, k, v, d_out, logs, products)
 
 
@@ -243,11 +241,3 @@ def _pairs(segment_ids):
     place = jnp.arange(length // NARROW, dtype=jnp.int32)
     diagonal = jnp.arange(length // WIDE, dtype=jnp.int32)[:, None] * (WIDE // NARROW)
     return (least <= high) & (most >= low), (least == high) & (most == low), place, diagonal
-
-
-def _compile(stages=2):
-    """The other arguments of `pallas_call`."""
-    return {
-        "compiler_params": plgpu.CompilerParams(num_warps=8, num_stages=stages),
-        "interpret": jax.default_backend() == "cpu",
-    }

@@ -168,6 +168,8 @@ def test_on_a_gpu(monkeypatch, caplog):
     assert backend.backend("products", "auto", lambda: None) == "xla"
     lines = [record.message for record in caplog.records]
     assert lines == ["sums without a kernel: too small", "products without a kernel: there is none for GPUs"]
+    with compiling_for(KINDS["v5p"]):  # a plan, made on a machine with a GPU
+        assert backend.backend("sums", "auto", lambda: None, lambda: None) == "pallas"
 
 
 def test_a_real_tpu_without_tiles(monkeypatch, caplog):

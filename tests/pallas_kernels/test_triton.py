@@ -1,5 +1,9 @@
 """The kernels for NVIDIA GPUs against definitions: interpreted here, and on a GPU (marker gpu) as they run there."""
 
+import subprocess
+import sys
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +13,7 @@ import pallas_kernels.attention_moe.reference as linear_reference
 import pallas_kernels.attention_moe.xla as linear
 import pallas_kernels.expert_mlp.reference as mlp_reference
 import pallas_kernels.expert_mlp.xla as mlp
+from pallas_kernels import gpu as shared
 from pallas_kernels.attention_moe.tape import LinearTape
 from pallas_kernels.depth_attention import DepthAttention, DepthCache, empty_cache, gpu, xla
 from pallas_kernels.depth_attention.window import WHOLE, Window
@@ -249,6 +254,25 @@ def test_what_the_kernels_do_not_take():
         "a head size of 80 isn't a power of two from 16 to 128": ((8, 4096, 16, 80), half),
     }
     assert {sequence.unsupported(shape, 8, dtype): (shape, dtype) for shape, dtype in reasons.values()} == reasons
+
+
+def test_where_there_is_no_triton(monkeypatch):
+    """A jax without it, or another maker's GPU: the plain forms, with the reason; nothing fails before."""
+    with monkeypatch.context() as change:
+        change.setattr("pallas_kernels.gpu.plgpu", None)
+        assert shared.unsupported(1) == f"jax {jax.__version__} has no Pallas for Triton"
+        assert triton.unsupported(64, (4, 16, 16), jnp.bfloat16) == shared.unsupported(1)
+    device = types.SimpleNamespace(client=types.SimpleNamespace(platform_version="PJRT C API\nrocm 70200"))
+    monkeypatch.setattr("jax.devices", lambda: [device])
+    assert shared.unsupported(1) == "the kernels are for NVIDIA GPUs"
+
+
+def test_an_import_without_triton():
+    """Everything still loads."""
+    lines = "import sys; sys.modules['jax.experimental.pallas.triton'] = None; import pallas_kernels.gpu as gpu"
+    command = f"{lines}; import dreamer_jax.blocks.operations; print(gpu.unsupported(1))"
+    told = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout
+    assert told.strip() == f"jax {jax.__version__} has no Pallas for Triton"
 
 
 @GPU
