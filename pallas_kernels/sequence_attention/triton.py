@@ -51,7 +51,7 @@ def _forward(q, k, v, segment_ids):
 
 def _backward(residuals, d_out):
     q, k, v, segment_ids, out, logs = residuals
-    products = jnp.sum((out * d_out).astype(F32), axis=-1).swapaxes(1, 2)  # [B, n, S]
+    products = jnp.sum(out.astype(F32) * d_out.astype(F32), axis=-1).swapaxes(1, 2)  # [B, n, S]
     d_q = _query_gradient(q, k, v, d_out, logs, products, segment_ids)
     return d_q, *_key_gradients(q, k, v, d_out, logs, products, segment_ids), None
 
