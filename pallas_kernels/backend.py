@@ -37,7 +37,7 @@ def backend(
         unsupported: why no kernel takes the shapes at hand, or None; asked only where kernels are wanted.
         unsupported_on_gpu: the same of the operation's form for NVIDIA GPUs, on one.
     """
-    if implementation != "xla" and jax.default_backend() == "gpu" and tiles.generation() is None:
+    if implementation != "xla" and on_gpu():
         reason = unsupported_on_gpu()
         if reason is None:
             return "gpu"
@@ -59,6 +59,11 @@ def target() -> tiles.Generation:
 def on_cpu() -> bool:
     """Whether the code being traced is for a CPU."""
     return jax.default_backend() == "cpu" and tiles.generation() is None
+
+
+def on_gpu() -> bool:
+    """Whether it is for a GPU."""
+    return jax.default_backend() == "gpu" and tiles.generation() is None
 
 
 def in_place(implementation: Implementation) -> bool:

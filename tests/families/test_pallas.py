@@ -1,4 +1,4 @@
-"""The model with the attentions' kernels (interpreted) against the one without: loss and every gradient."""
+"""The model with kernels (interpreted) against the one without: loss and every gradient."""
 
 import dataclasses
 import functools
@@ -153,6 +153,39 @@ def test_experts_of_several_depths_at_once(remat, recompute):
         return jax.jit(jax.value_and_grad(loss))(params)
 
     (loss, gradient), (wanted_loss, wanted) = found(kernels, remat), found(XLA, "full")
+    assert float(loss) == pytest.approx(float(wanted_loss), rel=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=TOLERANCE * float(jnp.abs(b).max())), gradient, wanted
+    )
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_a_gpu_takes(monkeypatch, caplog, shared):
+    """All of its kernels in one model, in float32, which a GPU's matrix units wouldn't take; gradients on the tape."""
+    backend._say_once.cache_clear()
+    monkeypatch.setattr(backend, "on_gpu", lambda: True)
+    monkeypatch.setattr(backend, "in_place", lambda implementation: False)
+    monkeypatch.setattr("pallas_kernels.gpu.unsupported_products", lambda *sizes, dtype: None)
+    monkeypatch.setattr("pallas_kernels.sequence_attention.triton.WIDE", 64)
+    monkeypatch.setattr("pallas_kernels.sequence_attention.triton.NARROW", 32)
+    sizes = {"depth": 3, "hidden_size": 32, "expert_size": 16, "da_heads": 2, "da_kv_heads": 1, "da_head_size": 16}
+    config = small_config("DR+DA", sa_heads=2, sa_kv_heads=1, sa_head_size=16, shared_expert=shared, **sizes)
+    params, bias = random_weights(config)
+    tokens = random_tokens(config, shape=SHAPE)
+    real = jnp.asarray(SEGMENT_IDS > 0)
+
+    def found(operations):
+        def loss(params):
+            logits = apply(config, params, bias, tokens, SEGMENT_IDS, operations=operations).logits
+            return cross_entropy(logits, jnp.roll(tokens, -1, axis=1), real)
+
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    kernels = operations_of("auto")
+    tape = build(config, kernels).start_tape(build(config, kernels).weights(params), SHAPE[1], 3)
+    assert "projections" in tape["sequence_attention"] and "projections" in tape["depth_attention"]
+    (loss, gradient), (wanted_loss, wanted) = found(kernels), found(XLA)
+    assert not caplog.records
     assert float(loss) == pytest.approx(float(wanted_loss), rel=1e-6)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=TOLERANCE * float(jnp.abs(b).max())), gradient, wanted
