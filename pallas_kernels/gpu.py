@@ -32,7 +32,7 @@ def unsupported_products(*sizes: int, dtype: Any) -> str | None:
     return unsupported(*sizes)
 
 
-def how(warps: int, stages: int | None = None) -> dict[str, Any]:
+def compile_for(warps: int, stages: int | None = None) -> dict[str, Any]:
     """The other arguments of `pallas_call`: warps of a program, and loads in flight. Interpreted on a CPU."""
     parameters = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
     return {"compiler_params": parameters, "interpret": jax.default_backend() == "cpu"}

@@ -10,7 +10,7 @@ import jax
 
 from dreamer_jax.config.values import Implementation
 from pallas_kernels.backend import backend
-from pallas_kernels.depth_attention import gpu, near_tpu, pull, tpu, windowed, xla
+from pallas_kernels.depth_attention import near_tpu, pull, tpu, triton, windowed, xla
 from pallas_kernels.depth_attention.cache import DepthCache, Ring, write_slot
 from pallas_kernels.depth_attention.layout import head_size
 from pallas_kernels.depth_attention.shapes import unsupported
@@ -59,7 +59,7 @@ class DepthAttention:
         window = _left_out(window, cache)
         form = "xla" if depth.ndim else self._backend(q.shape, q.dtype, cache, window)
         if form == "gpu":
-            return gpu.depth_attention(q, k, v, cache, depth, tape)  # type: ignore[arg-type]
+            return triton.depth_attention(q, k, v, cache, depth, tape)  # type: ignore[arg-type]
         if form != "pallas":
             return _by_xla(q, k, v, cache, depth, window, tape)
         flat = [part.reshape(part.shape[0], -1).astype(q.dtype) for part in (q, k, v)]
@@ -91,7 +91,7 @@ class DepthAttention:
             "depth attention",
             self.implementation,
             lambda: unsupported(shape, dtype, cache, window),
-            lambda: gpu.unsupported(shape, cache, window),
+            lambda: triton.unsupported(shape, cache, window),
         )
 
 

@@ -91,7 +91,7 @@ def outer(
         out_shape=jax.ShapeDtypeStruct((experts, size, hidden), F32),
         input_output_aliases={} if into is None else {4: 0},
         name="expert_outer",
-        **gpu.how(tiles.warps, tiles.stages),
+        **gpu.compile_for(tiles.warps, tiles.stages),
     )(plan.first_block, plan.num_blocks, left.reshape(-1, size), right.reshape(-1, hidden), *added)
 
 
@@ -107,7 +107,7 @@ def _product(rows, weight, plan, tiles, transposed):
         grid=(pl.cdiv(width, columns), block // height, blocks),
         out_shape=jax.ShapeDtypeStruct((blocks, block, width), rows.dtype),
         name="expert_product",
-        **gpu.how(tiles.warps, tiles.stages),
+        **gpu.compile_for(tiles.warps, tiles.stages),
     )(plan.block_expert, plan.used_blocks[None], rows, weight)
 
 

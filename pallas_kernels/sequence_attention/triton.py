@@ -1,4 +1,4 @@
-"""Sequence attention on an NVIDIA GPU: flash attention in Triton kernels (through Pallas) that know documents.
+"""Sequence attention (Eq. 1) on an NVIDIA GPU: flash attention in Triton kernels (through Pallas) that know documents.
 
 cuDNN's, as jax's public interface has it, takes packed documents only as a mask of S x S, which is read for every head.
 These compare the documents' numbers, and walk no pair of blocks that have no document in common.
@@ -67,7 +67,7 @@ def _attend(q, k, v, segment_ids):
         grid=(length // WIDE, heads, batch),
         out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((batch, heads, length), F32)),
         name="sequence_attention_forward",
-        **gpu.how(warps=8, stages=2),
+        **gpu.compile_for(warps=8, stages=2),
     )(*_keys_walked(segment_ids), segment_ids, q, k, v)
 
 
@@ -105,7 +105,7 @@ def _query_gradient(q, k, v, d_out, logs, products, segment_ids):
         grid=(length // WIDE, heads, batch),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         name="sequence_attention_d_q",
-        **gpu.how(warps=8, stages=3),
+        **gpu.compile_for(warps=8, stages=3),
     )(*_keys_walked(segment_ids), segment_ids, q, k, v, d_out, logs, products)
 
 
@@ -140,7 +140,7 @@ def _key_gradients(q, k, v, d_out, logs, products, segment_ids):
         grid=(length // WIDE, kv_heads, batch),
         out_shape=tuple(jax.ShapeDtypeStruct(part.shape, part.dtype) for part in (k, v)),
         name="sequence_attention_d_kv",
-        **gpu.how(warps=8, stages=2),
+        **gpu.compile_for(warps=8, stages=2),
     )(*_queries_walked(segment_ids), segment_ids, q, k, v, d_out, logs, products)
 
 

@@ -114,8 +114,8 @@ def test_the_form_for_gpus():
 
 @pytest.mark.gpu
 def test_cudnn_attention():
-    """cuDNN's flash attention, which takes bfloat16 only."""
-    arrays, segment_ids = inputs(512, 4, 2, 128, jnp.bfloat16)
+    """cuDNN's flash attention, which takes bfloat16 only, at a length that our kernels don't take."""
+    arrays, segment_ids = inputs(500, 4, 2, 128, jnp.bfloat16)
     wide = [part.astype(jnp.float32) for part in arrays]
     expected = value_and_gradients(reference.sequence_attention, wide, segment_ids)
     assert_close(value_and_gradients(gpu.sequence_attention, arrays, segment_ids), expected, BFLOAT16)

@@ -13,9 +13,10 @@ import pallas_kernels.attention_moe.reference as linear_reference
 import pallas_kernels.attention_moe.xla as linear
 import pallas_kernels.expert_mlp.reference as mlp_reference
 import pallas_kernels.expert_mlp.xla as mlp
-from pallas_kernels import gpu as shared
+from pallas_kernels import gpu
 from pallas_kernels.attention_moe.tape import LinearTape
-from pallas_kernels.depth_attention import DepthAttention, DepthCache, empty_cache, gpu, xla
+from pallas_kernels.depth_attention import DepthAttention, DepthCache, empty_cache, xla
+from pallas_kernels.depth_attention import triton as over_depths
 from pallas_kernels.depth_attention.window import WHOLE, Window
 from pallas_kernels.dispatch import plan_dispatch, triton
 from pallas_kernels.expert_mlp.tape import ExpertTape
@@ -90,6 +91,18 @@ def test_products(dtype, tokens, choices, experts, size, hidden, block):
     np.testing.assert_array_equal(total[-1], into[-1])
 
 
+def compared(ours, defined, floats, d_out, start):
+    """Value and all gradients without a tape, checked; then the new tape, and what the gradients should be."""
+    dtype = floats[0].dtype
+    value, vjp = jax.vjp(jax.jit(ours), *floats)
+    expected, wanted_of = jax.vjp(defined, *(part.astype(jnp.float32) for part in floats))
+    wanted = wanted_of(d_out.astype(jnp.float32))
+    close(value, expected, dtype)
+    for got, want in zip(vjp(d_out), wanted, strict=True):
+        close(got, want, dtype)
+    return jax.vjp(lambda tape: jax.jit(ours)(*floats, tape=tape), start)[1](d_out)[0], wanted
+
+
 MLPS = on([(40, 3, 6, 24, 48)], [(300, 4, 9, 480, 1024), (16, 4, 11, 472, 1024)])
 
 
@@ -108,17 +121,11 @@ def test_expert_mlp(dtype, tokens, choices, experts, size, hidden):
     def ours(*floats, tape=None):
         return mlp.expert_mlp(floats[0], indices, *floats[1:], tape, triton.TRITON)
 
-    value, vjp = jax.vjp(jax.jit(ours), *floats)
-    wide = tuple(part.astype(jnp.float32) for part in floats)
-    expected, wanted = jax.vjp(lambda x, *rest: mlp_reference.expert_mlp(x, indices, *rest), *wide)
-    wanted = wanted(d_out.astype(jnp.float32))
-    close(value, expected, dtype)
-    for got, want in zip(vjp(d_out), wanted, strict=True):
-        close(got, want, dtype)
+    def defined(x, *rest):
+        return mlp_reference.expert_mlp(x, indices, *rest)
 
-    start = ExpertTape.of_totals((experts, 2 * size, hidden))
-    start = jax.tree.map(lambda leaf: leaf + 1, start)
-    tape = jax.vjp(lambda tape: jax.jit(ours)(*floats, tape=tape), start)[1](d_out)[0]
+    start = jax.tree.map(lambda leaf: leaf + 1, ExpertTape.of_totals((experts, 2 * size, hidden)))
+    tape, wanted = compared(ours, defined, floats, d_out, start)
     close(tape.gate_up - 1, wanted[2], dtype)
     close(tape.down - 1, wanted[3], dtype)
 
@@ -138,15 +145,10 @@ def test_expert_linear(dtype, tokens, experts, inward, outward):
     def ours(*floats, tape=None):
         return linear.expert_linear(floats[0], index, *floats[1:], tape, triton.TRITON)
 
-    value, vjp = jax.vjp(jax.jit(ours), *floats)
-    wide = tuple(part.astype(jnp.float32) for part in floats)
-    expected, wanted = jax.vjp(lambda x, *rest: linear_reference.expert_linear(x, index, *rest), *wide)
-    wanted = wanted(d_out.astype(jnp.float32))
-    close(value, expected, dtype)
-    for got, want in zip(vjp(d_out), wanted, strict=True):
-        close(got, want, dtype)
-    start = LinearTape(jnp.ones(routed.shape, jnp.float32))
-    tape = jax.vjp(lambda tape: jax.jit(ours)(*floats, tape=tape), start)[1](d_out)[0]
+    def defined(x, *rest):
+        return linear_reference.expert_linear(x, index, *rest)
+
+    tape, wanted = compared(ours, defined, floats, d_out, LinearTape(jnp.ones(routed.shape, jnp.float32)))
     close(tape.totals - 1, wanted[2], dtype)
 
 
@@ -162,13 +164,13 @@ def test_depth_attention(dtype, slots, tokens, heads, kv_heads, size):
     """All depths of a scan against plain autodiff; slots that no depth has written hold NaN and are never read."""
     q, k, v, d_out = arguments = inputs(slots, tokens, heads, kv_heads, size, dtype)
     cache = jax.tree.map(lambda part: part + jnp.nan, empty_cache(slots, tokens, kv_heads, size, dtype))
-    attend = jax.jit(gpu.depth_attention)
+    attend = jax.jit(over_depths.depth_attention)
 
     @jax.jit
     def backward(q, k, v, cache, depth, tape, d_out):
-        return jax.vjp(lambda *floats: gpu.depth_attention(*floats[:3], cache, depth, floats[3])[0], q, k, v, tape)[1](
-            d_out
-        )
+        return jax.vjp(
+            lambda *floats: over_depths.depth_attention(*floats[:3], cache, depth, floats[3])[0], q, k, v, tape
+        )[1](d_out)
 
     outs, gradients = [], []
     for depth in range(slots):
@@ -225,7 +227,7 @@ def test_gradient_without_a_tape():
         return jax.vjp(lambda *floats: form(*floats, jnp.int32(2)), q, k, v, cache)[1]((d_out, cache))
 
     for got, want in zip(
-        *map(jax.tree.leaves, map(gradients, (gpu.depth_attention, xla.depth_attention))), strict=True
+        *map(jax.tree.leaves, map(gradients, (over_depths.depth_attention, xla.depth_attention))), strict=True
     ):
         close(got, want, jnp.float32)
 
@@ -243,10 +245,10 @@ def test_what_the_kernels_do_not_take():
     }
     assert {triton.unsupported(*arguments): arguments for arguments in reasons.values()} == reasons
     cache = empty_cache(2, 4, 2, 64, half)
-    assert gpu.unsupported((4, 4, 64), cache, WHOLE) is None
-    assert gpu.unsupported((4, 4, 64), cache, Window(1, 1)) == "a window is looked at"
-    assert gpu.unsupported((4, 4, 96), cache, WHOLE) == "a head size of 96 isn't a power of two up to 256"
-    assert gpu.unsupported((4, 18, 64), cache, WHOLE) == "more than 8 of 18 heads share a key"
+    assert over_depths.unsupported((4, 4, 64), cache, WHOLE) is None
+    assert over_depths.unsupported((4, 4, 64), cache, Window(1, 1)) == "a window is looked at"
+    assert over_depths.unsupported((4, 4, 96), cache, WHOLE) == "a head size of 96 isn't a power of two up to 256"
+    assert over_depths.unsupported((4, 18, 64), cache, WHOLE) == "more than 8 of 18 heads share a key"
     assert sequence.unsupported((8, 4096, 16, 128), 8, half) is None
     reasons = {
         "the matrix units take 16 bits, not float32": ((8, 4096, 16, 128), jnp.float32),
@@ -260,11 +262,11 @@ def test_where_there_is_no_triton(monkeypatch):
     """A jax without it, or another maker's GPU: the plain forms, with the reason; nothing fails before."""
     with monkeypatch.context() as change:
         change.setattr("pallas_kernels.gpu.plgpu", None)
-        assert shared.unsupported(1) == f"jax {jax.__version__} has no Pallas for Triton"
-        assert triton.unsupported(64, (4, 16, 16), jnp.bfloat16) == shared.unsupported(1)
+        assert gpu.unsupported(1) == f"jax {jax.__version__} has no Pallas for Triton"
+        assert triton.unsupported(64, (4, 16, 16), jnp.bfloat16) == gpu.unsupported(1)
     device = types.SimpleNamespace(client=types.SimpleNamespace(platform_version="PJRT C API\nrocm 70200"))
     monkeypatch.setattr("jax.devices", lambda: [device])
-    assert shared.unsupported(1) == "the kernels are for NVIDIA GPUs"
+    assert gpu.unsupported(1) == "the kernels are for NVIDIA GPUs"
 
 
 def test_an_import_without_triton():

@@ -1,4 +1,4 @@
-"""Depth attention on an NVIDIA GPU: Triton kernels (through Pallas) that read only the slots a depth sees.
+"""Depth attention (Algorithm 1) on an NVIDIA GPU: Triton kernels (through Pallas) that read the slots a depth sees.
 
 A program has some tokens, and the heads of one group; it walks the slots. Backward it adds this depth's share to the
 float32 gradient of those slots where they lie, and what the forward pass leaves for it is a logarithm for each head.
@@ -102,7 +102,7 @@ def _forward(q: jax.Array, cache: DepthCache, depth: jax.Array) -> tuple[jax.Arr
         grid=(pl.cdiv(tokens, rows), kv_heads),
         out_shape=(jax.ShapeDtypeStruct((tokens, heads * size), q.dtype), jax.ShapeDtypeStruct((heads, tokens), F32)),
         name="depth_attention_forward",
-        **gpu.how(warps=4),
+        **gpu.compile_for(warps=4),
     )(depth[None], q.reshape(tokens, -1), *cache)
     return out.reshape(q.shape), logs
 
@@ -144,7 +144,7 @@ def _backward(q, out, logs, d_out, cache, depth, tape):
         ],
         input_output_aliases={7: 1, 8: 2},
         name="depth_attention_backward",
-        **gpu.how(warps=4),
+        **gpu.compile_for(warps=4),
     )(depth[None], *(part.reshape(tokens, -1) for part in (q, out, d_out)), logs, *cache, tape.keys, tape.values)
     return d_q.reshape(q.shape), *totals
 
