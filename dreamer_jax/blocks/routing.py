@@ -187,8 +187,9 @@ def balance(
     rate: float | jax.Array,
     rule: Balancing = "sign_median",
     eligible: np.ndarray | None = None,
+    groups: int = 1,
 ) -> jax.Array:
-    """One update of a balancing bias.
+    """The update of a balancing bias after what depths have counted.
 
     sign_median is Eq. 3, b += rate * sign(median(N) - N). It stalls where half of the experts are idle: the median is
     zero then, and idle ones stay as they are. The others compare with the mean, v = 1 - N / mean(N): sign_mean adds
@@ -206,17 +207,26 @@ def balance(
         rate: of the update.
         rule: see above.
         eligible: [L, E] bool, whether an expert could be selected at a depth; None: all could.
+        groups: of successive depths that share a router, as near to one size as can be; each moves the bias by what
+            it alone counted.
     """
-    table = counts
-    if bias.ndim < counts.ndim:
-        counts = jnp.sum(counts, axis=0)
-    n = counts.astype(jnp.float32)
+    if bias.ndim == counts.ndim:
+        return bias + rate * _moved_by(counts, rule, None)
+    for part in np.array_split(np.arange(len(counts)), min(groups, len(counts))):
+        its = slice(int(part[0]), int(part[-1]) + 1)
+        bias = bias + rate * _moved_by(counts[its], rule, None if eligible is None else eligible[its], together=True)
+    return bias
+
+
+def _moved_by(counts: jax.Array, rule: Balancing, eligible: np.ndarray | None, together: bool = False) -> jax.Array:
+    """By how much counts [L, E] move biases at a rate of one: [L, E], or of all depths `together` [E]."""
+    n = (jnp.sum(counts, axis=0) if together else counts).astype(jnp.float32)
     mean = jnp.mean(n, axis=-1, keepdims=True)
     if eligible is None:
-        return bias + rate * _moved(n, mean, rule, jnp.median, jnp.mean)
-    even = even_share(table.astype(jnp.float32), eligible)
+        return _moved(n, mean, rule, jnp.median, jnp.mean)
+    even = even_share(counts.astype(jnp.float32), eligible)
     moved = _moved(jnp.where(even > 0, n * mean / even, jnp.nan), mean, rule, jnp.nanmedian, jnp.nanmean)
-    return bias + rate * jnp.where(even > 0, moved, 0)
+    return jnp.where(even > 0, moved, 0)
 
 
 def _moved(n: jax.Array, mean: jax.Array, rule: Balancing, median: Any, average: Any) -> jax.Array:

@@ -99,6 +99,14 @@ def require_recurrence(model: DreamerConfig) -> None:
         "model.decoding_size",
         f"{model.decoding_size} is for DR and DR+DA; {model.variant} has layers of its own, so leave the setting out",
     )
+    most = model.depth if model.recurrent else 1
+    require(
+        model.balancing_groups <= most,
+        "model.balancing_groups",
+        f"{model.balancing_groups}, where {most} depths share a router"
+        if model.recurrent
+        else f"{model.balancing_groups} is for DR and DR+DA; every layer of {model.variant} has a bias of its own",
+    )
 
 
 def require_depth_attention(model: DreamerConfig) -> None:

@@ -32,7 +32,7 @@ from dreamer_jax.runs.leaves import StoredModel
 from dreamer_jax.runs.safetensors_files import Stored, Tensor
 
 FORMAT_VERSION = 1
-NOT_DESCRIBED = ("family", "implementation", "dtype", "balancing_boost", "balancing_boost_steps")
+NOT_DESCRIBED = ("family", "implementation", "dtype", "balancing_boost", "balancing_boost_steps", "balancing_groups")
 """Settings that `model_type` says, that say how to compute in JAX, not what, or that are of the first steps only."""
 
 READ_BYTES = 1 << 36

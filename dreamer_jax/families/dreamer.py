@@ -329,6 +329,7 @@ class Dreamer(Family):
                 boost * rates.get(name, config.attention_bias_rate),
                 config.balancing,
                 self._eligible(name, counts[name]),
+                config.balancing_groups,
             )
             for name, b in state["balancing"].items()
         }

@@ -67,13 +67,18 @@ def _band(axes: Any, curves: list[Curve], metric: str, scale: float, look: dict[
 
 
 def _cost_panel(axes: Any, rows: list[dict[str, Any]], looks: Mapping[str, Any]) -> None:
-    """Speed over the memory of a generated sequence."""
-    for row in rows:
-        place = (row["memory_bytes"] / 2**20, row["tokens_per_second"])
-        axes.plot(*place, marker="o", color=looks[row["member"]]["color"])
-        axes.annotate(row["member"], place, textcoords="offset points", xytext=(4, 3), fontsize=7)
-    axes.set(xlabel="memory of weights and caches (MiB)", ylabel="training tokens/s")
+    """Speed over the memory of a generated sequence; names that would overlap stand on both sides of their points."""
     most = [max(row[key] for row in rows) for key in ("memory_bytes", "tokens_per_second")]
+    below, left = -np.inf, False
+    for row in sorted(rows, key=lambda row: row["tokens_per_second"]):
+        speed = row["tokens_per_second"]
+        left = not left and speed - below < 0.04 * most[1]
+        below = speed
+        place = (row["memory_bytes"] / 2**20, speed)
+        axes.plot(*place, marker="o", color=looks[row["member"]]["color"])
+        side = {"xytext": (-5, 0), "ha": "right"} if left else {"xytext": (5, 0), "ha": "left"}
+        axes.annotate(row["member"], place, textcoords="offset points", va="center", fontsize=7, **side)
+    axes.set(xlabel="memory of weights and caches (MiB)", ylabel="training tokens/s")
     axes.set_xlim(0, 1.3 * most[0] / 2**20)  # both from zero, or members of one cost would seem to differ
     axes.set_ylim(0, 1.1 * most[1])
     axes.grid(alpha=0.3)

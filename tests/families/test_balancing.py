@@ -9,6 +9,7 @@ import pytest
 
 from dreamer_jax.blocks.routing import balance, select, usage
 from dreamer_jax.config.values import Balancing
+from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import build
 from tests.families.cases import (
     POSITIONS,
@@ -119,6 +120,21 @@ def test_a_boost_falls_in_a_line_to_the_rates_themselves():
     for step, times in ((0, 5.0), (5, 3.0), (10, 1.0), (99, 1.0)):
         updated = build(config).update({"balancing": bias}, counts, jnp.int32(step))["balancing"]["expert_attention"]
         np.testing.assert_allclose(updated, [-1e-3 * times, 0, 1e-3 * times], rtol=1e-6)
+
+
+def test_groups_of_depths_move_the_biases_one_after_another():
+    """By hand: all depths together have 6 2 11, two groups of them 6 2 2 and 0 0 9."""
+    counts = {"expert_attention": jnp.array([[3, 0, 2], [3, 2, 0], [0, 0, 9]], jnp.int32)}
+    for groups, moved in ((1, [0, 1, -1]), (2, [-1, 0, -1]), (3, [-2, 1, 0])):
+        config = small_config("DR", depth=3, num_experts=3, balancing_groups=groups)
+        updated = update_balancing({"expert_attention": jnp.zeros(3)}, counts, config)["expert_attention"]
+        np.testing.assert_allclose(updated, 1e-3 * np.array(moved), atol=1e-9, err_msg=str(groups))
+
+
+@pytest.mark.parametrize(("variant", "groups"), [("DR+DA", 5), ("LA", 2)])
+def test_groups_that_there_are_not_are_refused(variant, groups):
+    with pytest.raises(ConfigError, match=f"model.balancing_groups: {groups}"):
+        small_config(variant, depth=4, balancing_groups=groups)
 
 
 def test_usage_excludes_padding():

@@ -45,6 +45,17 @@ def test_costs_that_are_nearly_equal_stand_nearly_together(panels):
     """From zero on both axes: a difference of six percent takes six percent of the width."""
     costs = panels[3]
     assert costs.get_xlim()[0] == 0 and costs.get_ylim()[0] == 0
-    (la,), (dr,) = (line.get_xydata() for line in costs.lines)
+    (dr,), (la,) = (line.get_xydata() for line in costs.lines)  # the slowest first
     np.testing.assert_allclose((la, dr), ((1.0, 1000.0), (1.0625, 900.0)))
     assert dr[0] < costs.get_xlim()[1] and la[1] < costs.get_ylim()[1]
+
+
+def test_names_of_members_that_cost_the_same_do_not_overlap():
+    members = {name: member(2**20, speed, [1.0]) for name, speed in (("a", 990.0), ("b", 500.0), ("c", 1000.0))}
+    canvas = Figure()
+    study_figure._panels(canvas, {"baseline": "a", "tasks": {"t": {"metric": "loss", "members": members}}}, "t")
+    assert [(text.get_text(), text.get_ha()) for text in canvas.axes[3].texts] == [
+        ("b", "left"),
+        ("a", "left"),
+        ("c", "right"),
+    ]

@@ -136,6 +136,8 @@ class DreamerConfig:
     """So many times the rates at the start, falling in a line to themselves over balancing_boost_steps."""
     balancing_boost_steps: int = 0
     """Steps of the fall; 0: the rates are constant."""
+    balancing_groups: int = 1
+    """DR: groups of successive depths, each of which moves the biases by what it counted: several updates a step."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute precision; weights, routing, softmax, norm statistics and loss are always float32."""
     implementation: Implementation = "auto"
