@@ -32,14 +32,19 @@ def test_the_comparison_of_the_readme_is_the_recorded_one():
 
 def test_what_the_readme_says_of_more_depth_is_recorded():
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    said = re.search(
-        r"DR\+DA needs ([\d.]+) times fewer tokens than LA, and ([\d.]+) times fewer with its input", readme
+    (fewer,) = re.findall(r"DR\+DA needs ([\d.]+) times fewer tokens than LA", readme)
+    ((la, dr_da),) = re.findall(r"LA \(([\d.]+)\) is ahead of DR\+DA \(([\d.]+)\)", readme)
+    results = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    depth32, scaled = (
+        rows_of(results.partition(f"<!-- from results/{name}.json -->")[2].partition("**text**")[2])
+        for name in ("depth32", "scaled32")
     )
-    results = (ROOT / "docs/results.md").read_text(encoding="utf-8").partition("<!-- from results/depth32.json -->")[2]
-    recorded = rows_of(results.partition("**text**")[2])
-    for number, member in zip(said.groups(), ("dr_da", "dr_da_injected"), strict=True):
-        efficiency = float(recorded[member][-1].split()[0])
-        assert round(efficiency, len(number.partition(".")[2])) == float(number)
+    for said, recorded in (
+        (fewer, depth32["dr_da"][-1]),
+        (la, scaled["la_scaled"][-2]),
+        (dr_da, scaled["dr_da_scaled"][-2]),
+    ):
+        assert round(float(recorded.split()[0]), len(said.partition(".")[2])) == float(said)
 
 
 RANGES = {
