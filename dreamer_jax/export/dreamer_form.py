@@ -33,7 +33,7 @@ from dreamer_jax.runs.safetensors_files import Stored, Tensor
 
 FORMAT_VERSION = 1
 NOT_DESCRIBED = ("family", "implementation", "dtype", "balancing_boost", "balancing_boost_steps", "balancing_groups")
-"""Settings that `model_type` says, that say how to compute in JAX, not what, or that are of the first steps only."""
+"""Settings that `model_type` says, that say how to compute in JAX, not what, or when biases move in training."""
 
 READ_BYTES = 1 << 36
 """Of expert matrices, all that comparing may read on one side: a minute or two."""

@@ -168,6 +168,12 @@ def test_an_expert_is_compared_with_its_own_share(rule, moved):
     np.testing.assert_allclose(balance(jnp.ones(5), USED, 0.5, rule, TABLE), 1 + 0.5 * np.array(moved), atol=1e-6)
 
 
+def test_in_groups_of_depths_it_is_compared_with_its_share_of_the_group():
+    """By hand: 4 3 5 of 4 each at the first depth, 7 and 5 of 6 at the second; nothing at the third."""
+    moved = balance(jnp.zeros(5), USED, 1.0, "proportional", TABLE, groups=3)
+    np.testing.assert_allclose(moved, [-1 / 6, 0.25, -0.25, 1 / 6, 0], atol=1e-6)
+
+
 def test_use_is_told_by_shares():
     even = np.array([[4, 4, 4, 0, 0], [6, 0, 0, 6, 0], [0, 0, 0, 0, 0]])
     told = expert_use({"a": even}, True, {"a": TABLE})
