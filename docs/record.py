@@ -75,7 +75,7 @@ def _with_seeds(recorded: dict[str, Any] | None, new: dict[str, Any], member: st
     if any(new[key] != recorded.get(key) for key in new.keys() - {"seeds", "swept"}):
         raise UserError(f"{member}: what is recorded is another model, so its seeds can't be kept")
     seeds = {**recorded["seeds"], **new["seeds"]}
-    return {**new, "seeds": {seed: seeds[seed] for seed in sorted(seeds, key=int)}}
+    return {**recorded, **new, "seeds": {seed: seeds[seed] for seed in sorted(seeds, key=int)}}
 
 
 def page_of(page: str) -> str:

@@ -17,7 +17,7 @@ def run(arguments: list[str]) -> int:
     """Plan, or train and print; returns the exit code."""
     words, overrides = split_overrides(arguments)
     options = _parser().parse_args(words)
-    from dreamer_jax.studies.study_file import only, quick, read_study
+    from dreamer_jax.studies.study_file import only, quick, read_study, settled
 
     if options.slice and not options.plan:
         raise UserError("study: --slice has a meaning only with --plan")
@@ -25,6 +25,7 @@ def run(arguments: list[str]) -> int:
     if options.quick:
         study = quick(study)
     changes = split_words(overrides)
+    study = settled(study, changes)
     if options.plan:
         from dreamer_jax.studies.study_plan import plan
 
@@ -64,7 +65,8 @@ def _parser() -> Parser:
         description="Trains the members of a study on its tasks, all with the same tokens and, unless the file says "
         "otherwise, at the same cost, and shows the best of each with its data efficiency over the baseline. The same "
         "command goes on with a study that was stopped.",
-        epilog="What a file says: docs/studies.md. A setting on the command line is one of all runs.",
+        epilog="What a file says: docs/studies.md. A setting on the command line is one of all runs; nothing is swept "
+        "that is set there.",
         allow_abbrev=False,
     )
     known = ", ".join(names(["study"]))

@@ -118,7 +118,8 @@ def conduct(
             return {}, code
         for entrant in every:
             ends = swept[entrant.task.name, entrant.member.name] = _sweep_losses(study.sweep, entrant, folder)
-            say(f"{entrant.task.name}/{entrant.member.name}: {study.sweep.key} {_best(ends)} was best")
+            if ends:
+                say(f"{entrant.task.name}/{entrant.member.name}: {study.sweep.key} {_best(study.sweep, ends)} was best")
         every = [_with_value(study, study.sweep, entrant, swept, words) for entrant in every]
     seeds = {}
     if study.tries > 1:
@@ -186,7 +187,7 @@ def _runs(
         asked = sorted({*study.depths, family.depth})  # its own too, which may be another than the others'
         depths = ",".join(str(depth) for depth in asked if takes(family, depth))
     instances = study.instances if generated(entrant.loaded.config) else 0
-    made = {FIRST: f"sweep-{_best(swept)}"} if swept and study.sweep and study.sweep.share == 1 else {}
+    made = {FIRST: f"sweep-{_best(study.sweep, swept)}"} if swept and study.sweep and study.sweep.share == 1 else {}
     jobs = [_job(entrant, folder, made.get(seed, f"seed{seed}"), seed, depths) for seed in seeds]
     return [dataclasses.replace(job, instances=instances) for job in jobs]
 
@@ -207,9 +208,9 @@ def _seeds(study: StudyFile, entrant: Entrant, words: Sequence[Word], folder: Pa
 
 
 def _trials(study: StudyFile, sweep: Sweep, entrant: Entrant, words: Sequence[Word], folder: Path) -> list[Job]:
-    """The short runs that try the values of a sweep."""
+    """The short runs that try the values of a sweep; none where its value is given."""
     found = []
-    for value in sweep.values:
+    for value in sweep.values if sweep.share else ():
         tried = _again(study, entrant, [*words, Word(sweep.key, value, False)], sweep.share)
         found.append(_job(tried, folder, f"sweep-{value}", FIRST, ""))
     return found
@@ -232,18 +233,20 @@ def _with_value(
     swept: dict[tuple[str, str], dict[str, float]],
     words: Sequence[Word],
 ) -> Entrant:
-    value = _best(swept[entrant.task.name, entrant.member.name])
+    value = _best(sweep, swept[entrant.task.name, entrant.member.name])
     return _again(study, entrant, [*words, Word(sweep.key, value, False)])
 
 
-def _best(swept: dict[str, float]) -> str:
-    """The value whose run ended with the lowest held-out loss, which short runs differ in before accuracies do."""
-    return min(swept, key=lambda value: swept[value])
+def _best(sweep: Sweep, swept: dict[str, float]) -> str:
+    """The value whose run ended with the lowest held-out loss, which short runs differ in before accuracies do; where
+    nothing was tried, the only one."""
+    return min(swept, key=lambda value: swept[value]) if swept else sweep.values[0]
 
 
 def _sweep_losses(sweep: Sweep, entrant: Entrant, folder: Path) -> dict[str, float]:
-    """Held-out loss at the end of each run of a sweep."""
-    return {value: _last_loss(_job(entrant, folder, f"sweep-{value}", FIRST, "").run) for value in sweep.values}
+    """Held-out loss at the end of each run of a sweep; empty where its value is given."""
+    tried = sweep.values if sweep.share else ()
+    return {value: _last_loss(_job(entrant, folder, f"sweep-{value}", FIRST, "").run) for value in tried}
 
 
 def _last_loss(run: Path) -> float:
@@ -272,7 +275,8 @@ def collect(
         about = describe(entrant)
         key = (entrant.task.name, entrant.member.name)
         if study.sweep:
-            about |= {"chosen": {study.sweep.key: _best(swept[key])}, "swept": swept[key]}
+            about["chosen"] = {study.sweep.key: _best(study.sweep, swept[key])}
+            about |= {"swept": swept[key]} if swept[key] else {}
         metric = entrant.task.metric
         about["seeds"] = {str(job.loaded.config.run.seed): measured(job.run, metric) for job in jobs if _complete(job)}
         tasks[entrant.task.name]["members"][entrant.member.name] = about

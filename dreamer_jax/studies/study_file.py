@@ -46,7 +46,7 @@ class Sweep:
     Attributes:
         key: the setting, such as training.learning_rate.
         values: what is tried.
-        share: of the tokens.
+        share: of the tokens; 0 where nothing is tried, because the command line gives the value.
     """
 
     key: str
@@ -302,3 +302,12 @@ def only(
                 raise UserError(f"{study.path}: there is no {kind} {name}; the study has {', '.join(have)}")
     kept = tuple(task for task in study.tasks if not tasks or task.name in tasks)
     return replace(study, tasks=kept, asked=tuple(members), asked_seeds=tuple(dict.fromkeys(seeds)))
+
+
+def settled(study: StudyFile, words: Sequence[Word]) -> StudyFile:
+    """The study with nothing tried, where the command line gives the value of the key that it sweeps."""
+    sweep = study.sweep
+    if sweep is None:
+        return study
+    given = [word.written for word in words if word.key == sweep.key and word.written]
+    return replace(study, sweep=replace(sweep, values=tuple(given[-1:]), share=0.0)) if given else study

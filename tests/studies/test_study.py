@@ -25,7 +25,7 @@ from dreamer_jax.studies import comparison, jobs
 from dreamer_jax.studies import study as study_module
 from dreamer_jax.studies.difficulty import difficulties
 from dreamer_jax.studies.study import conduct, describe, entrants
-from dreamer_jax.studies.study_file import only, quick, read_study
+from dreamer_jax.studies.study_file import only, quick, read_study, settled
 from dreamer_jax.studies.study_plan import plan
 
 STUDY = """
@@ -402,6 +402,29 @@ def test_the_best_of_a_sweep_goes_on(share, first, tmp_path, monkeypatch):
     assert swept[0] == "| loss by `training.learning_rate` | 1e-3 | 2e-3 | 4e-3 |"
     assert swept[3] == "| looped | 0.003 | 0.002 | **0.000** |"
     assert f"{4 if share == '1' else 3.5:g} runs of each" in plan(study, [], "v5e:1x1", lambda _: None)
+
+
+def test_the_value_of_a_sweep_can_be_given(tmp_path, monkeypatch):
+    """Nothing is tried then, and further seeds are made as they would be after a sweep that chose it."""
+    made: dict[str, Config] = {}
+
+    def train(jobs, *_) -> int:
+        made.update({job.name: job.loaded.config for job in jobs})
+        return 75 if jobs else 0
+
+    monkeypatch.setattr(study_module, "run_jobs", train)
+    swept = "sweep: {key: training.learning_rate, values: [1e-3, 2e-3, 4e-3], share: 1}"
+    words = split_words(["--training.learning_rate", "3e-3"])
+    study = only(read_study(written(tmp_path, STUDY.replace("seeds: 2", f"seeds: 2\n{swept}"))), ["easy"], seeds=[0, 5])
+    result, _ = conduct(settled(study, words), words, tmp_path, 1, lambda _: None)
+    assert {name: its.training.learning_rate for name, its in made.items()} == {
+        f"easy/{member}/seed{seed}": 3e-3 for member in ("plain", "looped", "as_is") for seed in (0, 5)
+    }
+    its = result["tasks"]["easy"]["members"]["looped"]
+    assert its["chosen"] == {"training.learning_rate": "3e-3"} and "swept" not in its
+    assert "2 runs of each" in plan(settled(study, words), words, "v5e:1x1", lambda _: None)
+    others = split_words(["--training.warmup_steps", "3"])
+    assert settled(study, others) == study
 
 
 def test_a_run_that_fails_ends_the_study_with_its_last_line(tmp_path, stand_in):
