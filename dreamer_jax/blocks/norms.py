@@ -24,8 +24,10 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float = EPSILON) -> jax.Ar
         scale: [c], or what broadcasts against x.
     """
     wide = x.astype(jnp.float32)
+    if scale.ndim == 1:  # without axes of one, such as of a single head: XLA's CPU backend would take single rows
+        wide = wide.reshape(*(size for size in x.shape[:-1] if size > 1), x.shape[-1])
     inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
-    return (wide * inverse * scale.astype(jnp.float32)).astype(x.dtype)
+    return (wide * inverse * scale.astype(jnp.float32)).astype(x.dtype).reshape(x.shape)
 
 
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array | float = 0.0, epsilon: float = 1e-5) -> jax.Array:

@@ -59,7 +59,7 @@ def weighed(q: jax.Array, cache: DepthCache, depth: jax.Array) -> tuple[jax.Arra
     logits = _dot(queries, keys) * q.shape[-1] ** -0.5  # [L, T, kv, n/kv]
     visible = jnp.expand_dims(jnp.arange(keys.shape[0]), tuple(range(1, 1 + depth.ndim))) <= depth  # [L] or [L, T]
     visible = visible.reshape(*visible.shape, *[1] * (4 - visible.ndim))
-    weights = jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), axis=0)
+    weights = jax.nn.softmax(_flat(jnp.where(visible, logits, -jnp.inf)), axis=0).reshape(logits.shape)
     out = _sum_over_depths(weights[..., None], values)
     return out.reshape(q.shape).astype(q.dtype), weights
 
@@ -68,11 +68,11 @@ def gradients(q: jax.Array, cache: DepthCache, weights: jax.Array, d_out: jax.Ar
     """d_q as q, and what this depth adds to the cache's gradient, float32."""
     queries, keys, values = _by_group(q, cache)
     d_out = d_out.reshape(queries.shape).astype(jnp.float32)
-    d_weights = _dot(d_out, values)
-    d_logits = weights * (d_weights - jnp.sum(weights * d_weights, axis=0)) * q.shape[-1] ** -0.5
+    shares, d_shares = _flat(weights), _flat(_dot(d_out, values))
+    d_logits = shares * (d_shares - jnp.sum(shares * d_shares, axis=0)) * q.shape[-1] ** -0.5
+    d_logits = d_logits.reshape(weights.shape)
     d_q = _sum_over_depths(d_logits[..., None], keys)
-    d_k = jnp.sum(d_logits[..., None] * queries, axis=3)
-    d_v = jnp.sum(weights[..., None] * d_out, axis=3)
+    d_k, d_v = _sum_over_group(d_logits, queries), _sum_over_group(weights, d_out)
     d_cache = DepthCache(d_k.reshape(cache.keys.shape), d_v.reshape(cache.values.shape))
     return d_q.reshape(q.shape).astype(q.dtype), d_cache
 
@@ -132,3 +132,14 @@ def _dot(a, b):
 def _sum_over_depths(weights, rows):
     """sum_l weights[l] * rows[l]. Spelt out: a reduction over the leading axis is forty times slower on the CPU."""
     return functools.reduce(jnp.add, (weights[l] * rows[l] for l in range(rows.shape[0])))
+
+
+def _sum_over_group(weights, rows):
+    """sum_g weights[.., g] * rows[.., g, :], spelt out too: up to twenty times faster than a reduction there."""
+    group = range(rows.shape[-2])
+    return functools.reduce(jnp.add, (weights[..., g, None] * rows[..., g, :] for g in group))
+
+
+def _flat(rows):
+    """[L, ...] as [L, N]: XLA's CPU backend computes along the last axis, which with single heads would be one long."""
+    return rows.reshape(rows.shape[0], -1)
