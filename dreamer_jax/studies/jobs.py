@@ -202,9 +202,9 @@ def _stop(running: Sequence[_Running], say: Callable[[str], None]) -> None:
     alive = [each for each in running if each.process.poll() is None]
     if not alive:
         return
-    say(f"stopping {', '.join(each.job.name for each in alive)} ...")
-    for each in alive:
+    for each in alive:  # before a word is said: who was to read it may be gone
         each.process.terminate()
+    say(f"stopping {', '.join(each.job.name for each in alive)} ...")
     end = time.monotonic() + GRACE_SECONDS
     for each in alive:
         try:

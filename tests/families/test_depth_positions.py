@@ -18,13 +18,14 @@ from tests.families.cases import (
     REAL,
     SEGMENT_IDS,
     apply,
+    jitted_forward,
     random_tokens,
     random_weights,
     relative_error,
     small_config,
 )
 from tests.families.numpy_reference import forward
-from tests.families.test_gradients import assert_same, model_loss, unrolled_gradient
+from tests.families.test_gradients import assert_same, static_depth_gradient, unrolled_gradient
 
 WAYS: dict[str, dict[str, Any]] = {
     "interpolated": {"depth_scaling": "interpolated"},
@@ -116,9 +117,9 @@ def test_counting_up_a_pass_is_the_beginning_of_a_deeper_one():
 def test_learned_depths_start_as_none_and_learn():
     """Zeros at first, so that the model is the one that is told nothing; every row of a table gets a gradient."""
     config, plain = (small_config("DR+DA", depth_counters=counters) for counters in ("learned", "none"))
-    learning, bias = jax.tree.map(jnp.asarray, random_weights(config))
+    learning, bias = random_weights(config)
     tokens, packed = random_tokens(config), (SEGMENT_IDS, POSITIONS)
-    fresh = build(config).init(jax.random.key(0))[0]["layer"]
+    fresh = jax.jit(build(config).init)(jax.random.key(0))[0]["layer"]
     assert not fresh["depth_attention"]["depth_signals"].value.any()
     tables = {
         jax.tree_util.keystr(path): leaf
@@ -130,9 +131,9 @@ def test_learned_depths_start_as_none_and_learn():
         lambda path, leaf: 0 * leaf if path[-1].key == "depth_signals" else leaf, learning
     )
     kept = _without_tables(without)
-    found = apply(config, without, bias, tokens, *packed).logits
-    np.testing.assert_allclose(found, apply(plain, kept, bias, tokens, *packed).logits, atol=1e-5)
-    loss, gradient = jax.value_and_grad(model_loss)(learning, bias, config, "full")
+    found = jitted_forward(config)(without, bias, tokens, *packed, 3).logits
+    np.testing.assert_allclose(found, jitted_forward(plain)(kept, bias, tokens, *packed, 3).logits, atol=1e-5)
+    loss, gradient = static_depth_gradient(config, "full")
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
         if path[-1].key == "depth_signals":
             assert (jnp.abs(leaf).max(axis=1) > 0).all(), jax.tree_util.keystr(path)

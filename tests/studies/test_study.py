@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import itertools
 import json
 import os
@@ -328,7 +329,7 @@ print("hello from", name, flush=True)
 if name == "seed7":
     sys.exit("no such data\\n")
 if name == "seed8":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit((here / "saved").touch() or 75))
     (here / "ready").touch()
     time.sleep(60)
 """
@@ -433,7 +434,10 @@ def test_a_run_that_fails_ends_the_study_with_its_last_line(tmp_path, stand_in):
     assert len(notes(tmp_path)) == 1
 
 
-def test_a_study_that_is_asked_to_stop_lets_its_runs_save(tmp_path, stand_in):
+@pytest.fixture
+def asked_to_stop(tmp_path):
+    """As soon as seed8 is at work."""
+
     def ask() -> None:
         while not (tmp_path / "ready").exists():
             pass
@@ -441,10 +445,27 @@ def test_a_study_that_is_asked_to_stop_lets_its_runs_save(tmp_path, stand_in):
 
     asking = threading.Thread(target=ask)
     asking.start()
+    yield
+    asking.join()
+
+
+@pytest.mark.usefixtures("asked_to_stop")
+def test_a_study_that_is_asked_to_stop_lets_its_runs_save(tmp_path, stand_in):
     said: list[str] = []
     assert jobs.run_jobs([stand_in(8), stand_in(0)], tmp_path, 1, said.append) == 75
-    asking.join()
     assert said[-1] == "stopped; start the same command to go on" and len(notes(tmp_path)) == 1
+
+
+@pytest.mark.usefixtures("asked_to_stop")
+def test_no_run_goes_on_where_nobody_reads_what_is_said(tmp_path, stand_in):
+    def say(line: str) -> None:
+        raise BrokenPipeError(line)
+
+    with pytest.raises(BrokenPipeError, match="stopping seed8"):
+        jobs.run_jobs([stand_in(8)], tmp_path, 1, say)
+    with (tmp_path / "logs/seed8.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until its process has ended
+    assert (tmp_path / "saved").exists()
 
 
 def test_no_two_processes_make_one_run(tmp_path, stand_in):
