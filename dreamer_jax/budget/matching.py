@@ -18,6 +18,8 @@ from dreamer_jax.families import Family, Knob, build
 
 Hold = Literal["both", "flops", "params"]
 HOLDS = {"flops": ("flops_per_token",), "params": ("params",), "both": ("flops_per_token", "params")}
+TITLES = {"params": "parameters", "flops_per_token": "FLOPs/token", "memory_bytes": "memory (bytes)"}
+"""Of the quantities, for people."""
 
 
 @dataclass(frozen=True)

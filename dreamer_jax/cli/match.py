@@ -16,7 +16,6 @@ from dreamer_jax.configs import find
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import Family, build
 
-NAMES = {"params": "parameters", "flops_per_token": "FLOPs/token", "memory_bytes": "memory (bytes)"}
 PAPER_BASELINE = "la_16"
 
 
@@ -152,9 +151,9 @@ def _text(found: matching.Match, written: str | None) -> str:
         [each.searched, *(str(each.values[key]) for key in keys), *map(_percent, each.gaps_percent.values())]
         for each in found.iterations
     ]
-    searches = table(["searched", *keys, *(f"{NAMES[name]} gap" for name in gaps)], steps)
+    searches = table(["searched", *keys, *(f"{matching.TITLES[name]} gap" for name in gaps)], steps)
     rows = []
-    for name, title in NAMES.items():
+    for name, title in matching.TITLES.items():
         budget = getattr(found.target, name)
         theirs = ["-", "-"] if budget is None else [f"{budget:,.0f}", _percent(gaps[name])]
         rows.append([title, f"{getattr(found.cost, name):,.0f}", *theirs])
@@ -188,7 +187,7 @@ def _family_table(members: list[members.Member]) -> str:
 
 def _gap_text(found: matching.Match) -> str:
     return ", ".join(
-        f"{NAMES[name]} {_percent(gap)}" for name, gap in found.gaps_percent.items() if "bytes" not in name
+        f"{matching.TITLES[name]} {_percent(gap)}" for name, gap in found.gaps_percent.items() if "bytes" not in name
     )
 
 

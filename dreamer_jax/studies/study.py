@@ -91,13 +91,30 @@ def _match(config: Config, target: Config, hold: matching.Hold) -> matching.Matc
     if config.data.copies > 1 and goal.flops_per_token is not None:
         goal = dataclasses.replace(goal, flops_per_token=goal.flops_per_token / config.data.copies)
     context = config.data.places
-    moved = {knob.moves for knob in model.knobs()}
     found = None
     for granularity in GRANULARITIES:
         found = matching.match(model, goal, context, granularity, hold)
-        if all(abs(gap) <= CLOSE for name, gap in found.gaps_percent.items() if name in moved):
+        if not _far(found):
             break
     assert found is not None
+    return found
+
+
+def _far(found: matching.Match) -> dict[str, float]:
+    """The gaps of more than `CLOSE`, in percent, of what the family's sizes can change."""
+    moved = {knob.moves for knob in found.family.knobs()}
+    return {name: gap for name, gap in found.gaps_percent.items() if name in moved and abs(gap) > CLOSE}
+
+
+def warnings(every: Sequence[Entrant], baseline: str) -> list[str]:
+    """A line for each member that couldn't be given the baseline's cost."""
+    found = []
+    for entrant in every:
+        far = _far(entrant.match) if entrant.match else {}
+        gaps = [f"{gap:+.1f} % {matching.TITLES[name]}" for name, gap in far.items()]
+        if gaps:
+            member = f"{entrant.task.name}/{entrant.member.name}"
+            found.append(f"{member} isn't of {baseline}'s cost: {', '.join(gaps)}, as near as its sizes come")
     return found
 
 
@@ -110,6 +127,8 @@ def conduct(
         UserError: the folder holds another study, or a run fails.
     """
     every = entrants(study, words)
+    for line in warnings(every, study.baseline):
+        say(line)
     swept: dict[tuple[str, str], dict[str, float]] = {}
     if study.sweep:
         trials = [job for entrant in every for job in _trials(study, study.sweep, entrant, words, folder)]

@@ -21,7 +21,7 @@ from dreamer_jax.parallel import batch_spec, make_mesh
 from dreamer_jax.parallel.distributed import place_rows, rows_of_devices
 from dreamer_jax.planning.roofline import roofline
 from dreamer_jax.planning.topology import Topology, parse_topology
-from dreamer_jax.studies.study import FIRST, Entrant, describe, entrants
+from dreamer_jax.studies.study import FIRST, Entrant, describe, entrants, warnings
 from dreamer_jax.studies.study_file import TRIAL_SHARE, StudyFile
 from dreamer_jax.training.state import create_state
 from dreamer_jax.training.train_step import make_train_step
@@ -44,7 +44,8 @@ def plan(study: StudyFile, words: Sequence[Word], slice_name: str | None, say: C
     runs -= study.sweep is not None and study.sweep.share == 1 and FIRST in study.run_seeds  # it is one of the sweep's
     runs += TRIAL_SHARE * study.seeds * study.tries if study.tries > 1 else 0.0
     rows, flops, seconds = [], 0.0, 0.0
-    for entrant in entrants(study, words):
+    every = entrants(study, words)
+    for entrant in every:
         about, config = describe(entrant), entrant.loaded.config
         name = f"{entrant.task.name}/{entrant.member.name}"
         if topology is None:
@@ -67,7 +68,7 @@ def plan(study: StudyFile, words: Sequence[Word], slice_name: str | None, say: C
     where = "this machine, one run at a time" if topology is None else f"{topology.name} at best, by the roofline"
     whole = f"{runs:g} runs of each: {flops:.2e} training FLOPs, {_time(seconds)} of training on {where}"
     titles = ["run", "model", "parameters", "gap", "FLOPs gap", "training FLOPs", "time"]
-    return table(titles, rows) + "\n\n" + whole
+    return "\n".join([table(titles, rows), "", *warnings(every, study.baseline), whole])
 
 
 def _time(seconds: float) -> str:

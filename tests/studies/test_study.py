@@ -165,6 +165,22 @@ def test_members_are_given_the_costs_of_the_baseline(tmp_path):
     )
 
 
+def test_a_member_that_cannot_have_the_cost_is_named(tmp_path, monkeypatch):
+    """Before anything is trained, and in the plan: the smallest feed-forward there is leaves it with too much else."""
+    said: list[str] = []
+    monkeypatch.setattr(study_module, "run_jobs", lambda *_: 75)
+    conduct(read_study(written(tmp_path)), [], tmp_path, 1, said.append)
+    assert not any("cost" in line for line in said)
+    study = read_study(written(tmp_path, STUDY.replace("{family: recursive,", "{family: recursive, hidden_size: 32,")))
+    conduct(study, [], tmp_path, 1, said.append)
+    lines = [line for line in said if "isn't of plain's cost" in line]
+    plain, looped = map(describe, entrants(study, [])[:2])
+    more = 100 * (looped["flops_per_token"] / plain["flops_per_token"] - 1)
+    assert more > 10 and f"easy/looped isn't of plain's cost: +{more:.1f} % FLOPs/token" in lines[0]
+    assert [line.split()[0] for line in lines] == ["easy/looped", "hard/looped"]
+    assert all(line in plan(study, [], "v5e:1x1", lambda _: None) for line in lines)
+
+
 def test_some_members_of_a_study_are_what_they_are_in_all_of_it(tmp_path):
     """The costs of a baseline that isn't trained itself are theirs all the same."""
     study = read_study(written(tmp_path))
