@@ -258,15 +258,19 @@ def difficulty_table(task: Mapping[str, Any]) -> str:
 
 
 def gini_table(task: Mapping[str, Any]) -> str:
-    """Gini coefficients of expert use after training by router, means over seeds; empty without experts."""
+    """Gini coefficients of expert use after training by router, means over seeds; empty without experts.
+
+    Fewer tokens give higher ones: of a member's seeds only those count that were counted in the most.
+    """
     means: dict[str, dict[str, float]] = {}
     tokens: dict[str, int] = {}
     for name, member in task["members"].items():
         values: dict[str, list[float]] = {}
-        for seed in member["seeds"].values():
-            for router, value in seed.get("gini", {}).items():
+        counted = [seed for seed in member["seeds"].values() if seed.get("gini")]
+        for seed in counted:
+            tokens[name] = max(its["gini_tokens"] for its in counted)
+            for router, value in seed["gini"].items() if seed["gini_tokens"] == tokens[name] else ():
                 values.setdefault(router, []).append(value)
-                tokens[name] = seed["gini_tokens"]
         means[name] = {router: math.fsum(its) / len(its) for router, its in values.items()}
     routers = sorted({router for its in means.values() for router in its})
     if not routers:

@@ -330,6 +330,8 @@ def test_lower_losses_are_better_and_shown_as_they_are():
         "| Gini of expert use | `expert_attention` | tokens |\n| --- | --- | --- |\n"
         "| a | 0.50 | 4,096 |\n| b | 0.25 | 65,536 |" in comparison.markdown(result)
     )
+    its["members"]["b"]["seeds"]["1"] = {**its["members"]["b"]["seeds"]["0"], "gini_tokens": 4096, "gini": {"x": 0.9}}
+    assert "| b | 0.25 | 65,536 |" in comparison.gini_table(its)  # a mean over both would be of neither number
 
 
 # Running. What stands for the program notes its words, its cores and how many are at work, and does as it is told.
