@@ -84,7 +84,9 @@ def _parser() -> Parser:
     parser.add_argument(
         "--jobs", type=positive, default=1, help="runs at once; each has its share of the cores, or its device (1)"
     )
-    parser.add_argument("--quick", action="store_true", help="one seed and a sixteenth of the tokens: does it work?")
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed, a sixteenth of the tokens, two values of a sweep"
+    )
     parser.add_argument("--plan", action="store_true", help="train nothing: say what it costs in FLOPs and time")
     parser.add_argument("--slice", metavar="TOPOLOGY", help="with --plan: of a TPU slice such as v5e:2x2, by roofline")
     parser.add_argument("--json", action="store_true", help="print study.json instead of tables")

@@ -278,9 +278,11 @@ def _sweep(path: Path, node: Node) -> Sweep:
 
 
 def quick(study: StudyFile) -> StudyFile:
-    """The study with one seed and `QUICK_SHARE` times fewer tokens, to see whether it works."""
+    """The study with one seed, `QUICK_SHARE` times fewer tokens, and two values of its sweep: does it work?"""
     tasks = tuple(replace(task, tokens=math.ceil(task.tokens / QUICK_SHARE)) for task in study.tasks)
-    return replace(study, seeds=1, tries=1, asked_seeds=study.asked_seeds[:1], tasks=tasks, shortened=QUICK_SHARE)
+    sweep = study.sweep and replace(study.sweep, values=study.sweep.values[:2])
+    asked = study.asked_seeds[:1]
+    return replace(study, seeds=1, tries=1, asked_seeds=asked, tasks=tasks, sweep=sweep, shortened=QUICK_SHARE)
 
 
 def only(

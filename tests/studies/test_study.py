@@ -98,6 +98,9 @@ def test_a_shorter_run_keeps_the_proportions_of_its_schedule(tmp_path):
 @pytest.mark.parametrize("name", names(["study"]))
 def test_studies_of_the_package_can_be_quick_and_their_sweeps_short(name):
     study = read_study(name)
+    if study.sweep:
+        tried = quick(study).sweep
+        assert tried and tried.values == study.sweep.values[:2] and tried.share == study.sweep.share
     for task, member in itertools.product(study.tasks, study.members):
         for share in (1.0, study.sweep.share if study.sweep else 1.0):
             whole = study.configuration(task, member, [], share).config.training.steps
