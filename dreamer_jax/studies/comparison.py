@@ -267,10 +267,12 @@ def gini_table(task: Mapping[str, Any]) -> str:
     for name, member in task["members"].items():
         values: dict[str, list[float]] = {}
         counted = [seed for seed in member["seeds"].values() if seed.get("gini")]
+        most = max((seed["gini_tokens"] for seed in counted), default=0)
         for seed in counted:
-            tokens[name] = max(its["gini_tokens"] for its in counted)
-            for router, value in seed["gini"].items() if seed["gini_tokens"] == tokens[name] else ():
-                values.setdefault(router, []).append(value)
+            if seed["gini_tokens"] == most:
+                tokens[name] = most
+                for router, value in seed["gini"].items():
+                    values.setdefault(router, []).append(value)
         means[name] = {router: math.fsum(its) / len(its) for router, its in values.items()}
     routers = sorted({router for its in means.values() for router in its})
     if not routers:
