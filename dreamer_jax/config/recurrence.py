@@ -7,7 +7,7 @@ from typing import Literal
 
 from dreamer_jax.config.values import require, require_positive
 
-STEPPED_TASKS = ("boolean", "arithmetic", "induction", "problems")
+STEPPED_TASKS = ("boolean", "arithmetic", "induction", "problems", "permutations")
 """Tasks whose steps have results that are known."""
 
 

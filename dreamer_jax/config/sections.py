@@ -24,11 +24,14 @@ class DataConfig:
     source: Literal["task", "jsonl", "prepared", "puzzle"] = "task"
     """task: a built-in generator of reasoning problems. jsonl: a file with one JSON object a line. prepared: a
     directory made by `dreamer data prepare`. puzzle: a classification task of the section data.puzzle."""
-    task: Literal["boolean", "arithmetic", "reachability", "induction", "addition", "problems"] = "boolean"
+    task: Literal["boolean", "arithmetic", "reachability", "induction", "addition", "problems", "permutations"] = (
+        "boolean"
+    )
     """Built-in task: nested boolean expressions, chained modular arithmetic, graph reachability, hops of induction
-    heads, sums of many numbers, or grade-school problems told in sentences."""
+    heads, sums of many numbers, grade-school problems told in sentences, or products of permutations."""
     difficulty: int = 4
-    """Hardest instance of the task seen in training (nesting, operations, hops or steps); drawn from 1 to this."""
+    """Hardest instance of the task seen in training (nesting, operations, hops, steps or products); drawn from 1 to
+    this."""
     path: str = ""
     """Training file of source jsonl, or directory of source prepared."""
     heldout_path: str = ""

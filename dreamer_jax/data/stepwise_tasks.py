@@ -4,10 +4,14 @@ induction  cabdacbdb>2=     a letter   p-hop induction heads (Sanford, Hsu and T
 addition   34+81+70=        185        a sum of many numbers
 problems   sentences        a digit    grade-school problems as graphs of dependencies (in the manner of iGSM; Ye et
                                        al., 2024)
+permutations  knwe=      a letter   products in a group: its word problem (Barrington, 1989)
 """
 
 from __future__ import annotations
 
+import itertools
+import string
+from collections.abc import Iterator
 from random import Random
 
 from dreamer_jax.data.records import Record
@@ -23,6 +27,10 @@ NAMES = (
 """The people of problems."""
 MOST_STEPS = len(NAMES) // 2 - 1
 """Of a problem: two chains of that many steps need all names."""
+ELEMENTS = dict(zip(string.ascii_lowercase[2:], itertools.permutations(range(4)), strict=True))
+"""The permutations of 0 to 3 in order, by their letters. With c to z both sides of the split hold every answer of
+difficulty 1."""
+LETTER_OF = {element: letter for letter, element in ELEMENTS.items()}
 
 
 def induction(difficulty: int, stratum: int, rng: Random) -> Record:
@@ -124,3 +132,17 @@ def problems_longest(difficulty: int) -> int:
     """The most characters: names have up to four."""
     longest_sentence = len("Cleo has as many as Hope and Jack together. ")
     return 2 * (len("Cleo has 3. ") + difficulty * longest_sentence) + len("Count modulo 7. Cleo?3")
+
+
+def permutations(difficulty: int, stratum: int, rng: Random) -> Record:
+    """`difficulty` products of letters that stand for permutations; the last letter is what gives the answer."""
+    letters = rng.choices(tuple(ELEMENTS), k=difficulty)
+    *_, before = products("".join(letters))
+    answer = tuple(ELEMENTS)[stratum]
+    last = tuple(ELEMENTS[before].index(i) for i in ELEMENTS[answer])  # before * last = answer
+    return Record("".join([*letters, LETTER_OF[last]]) + "=", answer)
+
+
+def products(letters: str) -> Iterator[str]:
+    """The product of the first letter, of the first two, and so on; (a * b)(i) is a(b(i))."""
+    return itertools.accumulate(letters, lambda a, b: LETTER_OF[tuple(ELEMENTS[a][i] for i in ELEMENTS[b])])

@@ -118,10 +118,19 @@ def _problems(prompt: str) -> Iterator[Step]:
         yield Step(len(prompt) - 1, step, str(has[name]() % stepwise.MODULUS))
 
 
+def _permutations(prompt: str) -> Iterator[Step]:
+    """The product of the first n + 1 letters, at the last of them."""
+    results = list(stepwise.products(prompt.rstrip("=")))
+    for number, result in enumerate(results[1:], start=1):
+        yield Step(number, number, result)
+    yield Step(len(prompt) - 1, len(results) - 1, results[-1])
+
+
 STEPS: dict[str, Callable[[str], Iterator[Step]]] = {
     "boolean": _boolean,
     "arithmetic": _arithmetic,
     "induction": _induction,
     "problems": _problems,
+    "permutations": _permutations,
 }
 """The tasks whose steps have results of one character. Sums have several, and a way through a graph may go wrong."""

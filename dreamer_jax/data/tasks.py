@@ -4,10 +4,10 @@ boolean       ((T&!F)|T)=            T or F               difficulty: nesting
 arithmetic    ((3+4)*2)%7=           a digit              difficulty: operations
 reachability  ca be df ae cf c>d?    yes or no            difficulty: hops
 
-and those of stepwise_tasks.py: induction, addition, problems.
+and those of stepwise_tasks.py: induction, addition, problems, permutations.
 
-Answers are balanced at every difficulty, so guessing is right once in 2, 7, 2, 8 and 7 times; of a sum, the last digit
-is.
+Answers are balanced at every difficulty, so guessing is right once in 2, 7, 2, 8, 7 and 24 times; of a sum, the last
+digit is.
 
 Training and held-out instances never coincide: a hash of the prompt puts each into one of HELDOUT_SHARE shares, one
 of which is held out for every seed. So even a difficulty with a few dozen different prompts has some that no
@@ -35,8 +35,8 @@ MODULUS = 7
 """Of the arithmetic. A prime: multiplying by 1..6 can be undone, so that no operation hides what came before."""
 
 _SPLIT_SALT = "dreamer split 153 "
-"""Chosen so that both sides of the split hold every answer of difficulty 1, which has only 64 (boolean) and 119
-(arithmetic) different prompts; a test counts them."""
+"""Chosen so that both sides of the split hold every answer of difficulty 1, which has only 64 (boolean), 119
+(arithmetic) and 576 (permutations) different prompts; a test counts them."""
 
 
 @dataclass(frozen=True)
@@ -172,5 +172,6 @@ TASKS: dict[str, Task] = {
     ),
     "addition": Task(10, stepwise.addition, stepwise.addition_longest, 1000),
     "problems": Task(stepwise.MODULUS, stepwise.problems, stepwise.problems_longest, stepwise.MOST_STEPS),
+    "permutations": Task(len(stepwise.ELEMENTS), stepwise.permutations, lambda difficulty: difficulty + 3, 1000),
 }
 """The tasks by the name that data.task gives."""

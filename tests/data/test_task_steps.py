@@ -1,6 +1,7 @@
 """The steps of tasks' problems, each result worked out another way; and where they stand in batches."""
 
 import ast
+import functools
 from random import Random
 
 import numpy as np
@@ -12,7 +13,7 @@ from dreamer_jax.config.sections import Config
 from dreamer_jax.data import generate, open_data
 from dreamer_jax.data.task_steps import STEPS, Step, steps_of
 from dreamer_jax.errors import ConfigError
-from tests.data.test_tasks import arithmetic_value, boolean_tree, boolean_value, hop_back, nesting
+from tests.data.test_tasks import arithmetic_value, boolean_tree, boolean_value, hop_back, matrix_of, nesting
 
 
 def problems_of(task: str, difficulty: int):
@@ -71,6 +72,15 @@ def test_problems_steps():
     )
     text += "Bo has 1. Cy has 5 more than Bo. Count modulo 7. Mia?"
     assert [step.result for step in steps_of("problems", text)] == ["1", "5", "6"]
+
+
+def test_permutations_steps():
+    """Each result is asked for at the letter that completes it, and is the product of all letters so far."""
+    for (prompt, _), steps in problems_of("permutations", 4):
+        for place, number, result in steps[:-1]:
+            assert place == number
+            product = functools.reduce(np.matmul, map(matrix_of, prompt[: place + 1]))
+            np.testing.assert_array_equal(product, matrix_of(result))
 
 
 def config_of(**settings) -> Config:

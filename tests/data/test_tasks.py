@@ -1,12 +1,14 @@
 """Every answer is checked another way, and nothing on the surface gives it away."""
 
 import ast
+import functools
 import itertools
 import operator
 import re
 from collections import Counter, defaultdict, deque
 from random import Random
 
+import numpy as np
 import pytest
 
 from dreamer_jax.data import TASKS, generate
@@ -19,6 +21,7 @@ DIFFICULTIES = {
     "induction": (1, 2, 6),
     "addition": (1, 2, 8),
     "problems": (1, 2, 8),
+    "permutations": (1, 2, 8),
 }
 CASES = [(task, difficulty) for task, difficulties in DIFFICULTIES.items() for difficulty in difficulties]
 GUESSING = {
@@ -28,6 +31,7 @@ GUESSING = {
     "induction": 1 / 8,
     "addition": 1 / 10,  # of the last digit
     "problems": 1 / 7,
+    "permutations": 1 / 24,
 }
 
 
@@ -185,6 +189,32 @@ def test_no_glance_solves_a_problem(difficulty: int = 3) -> None:
     assert all(abs(count / 3000 - 1 / 7) < 0.04 for count in right.values()) and len(right) == 3
 
 
+def matrix_of(letter: str) -> np.ndarray:
+    """Column i has its one where i goes: letters are the permutations of 0 to 3, sorted."""
+    places = list(itertools.permutations(range(4)))["cdefghijklmnopqrstuvwxyz".index(letter)]
+    return np.eye(4)[:, places]
+
+
+@pytest.mark.parametrize("difficulty", DIFFICULTIES["permutations"])
+def test_permutation_answers(difficulty: int) -> None:
+    """By matrices."""
+    for prompt, completion in instances("permutations", difficulty, 100):
+        factors = [matrix_of(letter) for letter in prompt.removesuffix("=")]
+        assert len(factors) == difficulty + 1
+        product = functools.reduce(np.matmul, factors)
+        np.testing.assert_array_equal(product, matrix_of(completion))
+
+
+def test_every_letter_of_a_product_matters() -> None:
+    """Another letter at any place gives another answer, so that no letter hides the ones before."""
+    for prompt, completion in instances("permutations", 3, 20):
+        word = prompt.removesuffix("=")
+        for place, letter in itertools.product(range(4), "cjqz"):
+            changed = word[:place] + letter + word[place + 1 :]
+            product = functools.reduce(np.matmul, map(matrix_of, changed))
+            assert (product == matrix_of(completion)).all() == (changed == word)
+
+
 @pytest.mark.parametrize(("task", "difficulty"), CASES)
 @pytest.mark.parametrize("heldout", [False, True])
 def test_answers_are_balanced_on_both_sides_of_the_split(task: str, difficulty: int, heldout: bool) -> None:
@@ -273,7 +303,7 @@ def test_split_by_prompt(task: str, difficulty: int) -> None:
     assert not any(map(is_heldout, train)) and all(map(is_heldout, heldout))
 
 
-@pytest.mark.parametrize("task", ["boolean", "arithmetic"])
+@pytest.mark.parametrize("task", ["boolean", "arithmetic", "permutations"])
 def test_every_answer_of_difficulty_one_is_on_both_sides_of_the_split(task: str) -> None:
     """Drawing from a side without the answer would never end; the number of prompts pins the salt of the split."""
     sides = defaultdict(set)
@@ -283,8 +313,8 @@ def test_every_answer_of_difficulty_one_is_on_both_sides_of_the_split(task: str)
             prompt = TASKS[task].write(1, stratum, rng).prompt
             sides[stratum, is_heldout(prompt)].add(prompt)
     assert len(sides) == 2 * TASKS[task].strata
-    assert min(map(len, sides.values())) >= 2
-    assert sum(map(len, sides.values())) == {"boolean": 64, "arithmetic": 119}[task]
+    assert min(map(len, sides.values())) >= {"permutations": 1}.get(task, 2)
+    assert sum(map(len, sides.values())) == {"boolean": 64, "arithmetic": 119, "permutations": 576}[task]
 
 
 def test_instances_depend_on_the_generator_alone() -> None:
@@ -304,4 +334,5 @@ PINNED = {
         "Ida has 2 fewer than Gus. Count modulo 7. Wes?",
         "2",
     ),
+    "permutations": ("givq=", "n"),
 }
