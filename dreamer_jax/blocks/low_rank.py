@@ -6,6 +6,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from dreamer_jax.blocks.counting import Reach
 from dreamer_jax.blocks.operations import Operations
@@ -24,7 +25,7 @@ def linear(operations: Operations, x: jax.Array, weight: Any, rows: bool = False
     """
     if not isinstance(weight, Stacked):
         matrix = weight.astype(x.dtype)
-        return x @ (matrix.T if rows else matrix)
+        return jnp.einsum("...a,ba->...b", x, matrix) if rows else x @ matrix
     values = OutputRows(weight.values) if rows else weight.values
     found = operations.expert_linear(x.reshape(-1, x.shape[-1]), weight.row, None, values)
     return found.reshape(*x.shape[:-1], -1)

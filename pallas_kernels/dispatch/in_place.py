@@ -38,7 +38,7 @@ def by_expert(
     mean = indices.size // among
     if mean < BLOCKED:
         return _row_by_row(x, indices, num_experts, size, expert)
-    plan = plan_dispatch(indices, num_experts, min(LARGEST_BLOCK, 1 << (mean - 1).bit_length()))
+    plan = plan_dispatch(indices, num_experts, block_for(mean))
     rows = blocks_of(x, plan)  # [N, b, a]
 
     def block(n: jax.Array, out: jax.Array) -> jax.Array:
@@ -46,6 +46,11 @@ def by_expert(
 
     empty = jnp.zeros((*rows.shape[:2], size), x.dtype)
     return rows_of(jax.lax.fori_loop(0, plan.used_blocks, block, empty), plan).reshape(tokens, active, size)
+
+
+def block_for(mean: int) -> int:
+    """Rows of a block where an expert has so many on average."""
+    return min(LARGEST_BLOCK, 1 << (mean - 1).bit_length())
 
 
 def _row_by_row(x: jax.Array, indices: jax.Array, num_experts: int, size: int, expert: Callable) -> jax.Array:

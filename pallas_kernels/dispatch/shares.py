@@ -96,19 +96,20 @@ def sizes_for(tokens: int, choices: int, num_experts: int) -> tuple[int, int]:
     return share, min(share, block_size_for(pairs, num_experts))
 
 
-def plan_shares(indices: jax.Array, num_experts: int) -> Shares:
+def plan_shares(indices: jax.Array, num_experts: int, sizes: tuple[int, int] | None = None) -> Shares:
     """Sort the (token, choice) pairs by expert into shares and blocks.
 
     Args:
         indices: [T, k] int32, the experts each token selected, different within a token. E stands for no expert here.
         num_experts: E.
+        sizes: (C, b); None for those of `sizes_for`.
 
     Returns:
         The plan, with N = k (T - C + b - 1) // b blocks: as many as there can be, when all tokens choose the same.
     """
     tokens, choices = indices.shape
     pairs = indices.size
-    size, block = sizes_for(tokens, choices, num_experts)
+    size, block = sizes or sizes_for(tokens, choices, num_experts)
     order, expert, bounds = sorted_pairs(indices.reshape(-1), num_experts)
     start, count = bounds[:-1], jnp.diff(bounds)
 

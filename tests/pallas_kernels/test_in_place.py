@@ -1,0 +1,47 @@
+"""The linear map of selected experts as a CPU decodes it, against NumPy: one row, few rows, and many."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention_moe.in_place import linear
+from pallas_kernels.weights import OutputRows
+
+RNG = np.random.default_rng(0)
+COUNT = 4
+MATRICES = RNG.normal(size=(COUNT, 6, 32)).astype(np.float32)  # [G, b, a]
+CHOICES = {
+    "one": [2],
+    "one without an expert": [COUNT],
+    "few": [3, 0, 0, COUNT, 1],
+    "many, evenly": np.arange(64) % COUNT,
+    "many, some without an expert": np.arange(70) % (COUNT + 1),
+    "many for one expert": np.full(75, 1),  # 28 in its share, and the last of its blocks is not full
+}
+
+
+def expected(x: np.ndarray, index: np.ndarray, matrices: np.ndarray) -> np.ndarray:
+    rows = [matrices[g] @ row if g < COUNT else np.zeros(6) for row, g in zip(x, index, strict=True)]
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
+def test_each_row_meets_the_matrix_of_its_expert(choice: str, form: str):
+    index = np.asarray(CHOICES[choice], np.int32)
+    x = RNG.normal(size=(len(index), 32)).astype(np.float32)
+    weight = OutputRows.of(jnp.asarray(MATRICES, "bfloat16" if form == "bfloat16" else "float32"))
+    kept = np.asarray(jnp.asarray(MATRICES, weight.matrices.dtype if form == "float32" else "bfloat16"), np.float32)
+    if form == "int8":
+        weight = OutputRows.in_int8(jnp.asarray(MATRICES))
+        kept = np.asarray(weight.as_array(jnp.float32))
+    found = jax.jit(linear)(jnp.asarray(x), jnp.asarray(index), weight)
+    np.testing.assert_allclose(found, expected(x, index, kept), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_one_expert_for_all_rows(rows: int):
+    x = RNG.normal(size=(rows, 32)).astype(np.float32)
+    found = jax.jit(linear)(jnp.asarray(x), jnp.int32(3), OutputRows.of(jnp.asarray(MATRICES)))
+    np.testing.assert_allclose(found, x @ MATRICES[3].T, rtol=1e-4, atol=1e-5)
