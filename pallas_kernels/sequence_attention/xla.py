@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -24,11 +26,37 @@ def sequence_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: ja
     # Heads before positions, so that every product below is a plain batch of matrices.
     q, k, v = (jnp.swapaxes(t, 1, 2) for t in (q * q.shape[-1] ** -0.5, k, v))  # [B, n or kv, S, d]
     step = max(64, -(-length // 8))
+    starts = range(0, length, step)
+    ends = (*starts[1:], length)
     chunks = [
-        _attend(q[:, :, start:end], k[:, :, :end], v[:, :, :end], segment_ids[:, start:end], segment_ids[:, :end])
-        for start, end in ((start, min(start + step, length)) for start in range(0, length, step))
+        _attend(q[:, :, start:end], keys, values, segment_ids[:, start:end], segment_ids[:, :end])
+        for start, end, keys, values in zip(starts, ends, _beginnings(k, ends), _beginnings(v, ends), strict=True)
     ]
     return jnp.swapaxes(jnp.concatenate(chunks, axis=2), 1, 2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _beginnings(x: jax.Array, ends: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """x [B, kv, S, d] up to each end, the last of which is S.
+
+    The gradients of shorter ones are added to the longest where they belong. Left to itself, autodiff fills each up
+    with zeros to all S, which XLA does again in everything that its sum is fused into.
+    """
+    return tuple(x[:, :, :end] for end in ends)
+
+
+def _beginnings_forward(x, ends):
+    return _beginnings(x, ends), None
+
+
+def _beginnings_backward(ends, _, d_beginnings):
+    *shorter, total = d_beginnings
+    for end, d_beginning in zip(ends[-2::-1], reversed(shorter), strict=True):
+        total = jax.lax.dynamic_update_slice(total, total[:, :, :end] + d_beginning, (0, 0, 0, 0))
+    return (total,)
+
+
+_beginnings.defvjp(_beginnings_forward, _beginnings_backward)
 
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, q_segment: jax.Array, k_segment: jax.Array) -> jax.Array:
