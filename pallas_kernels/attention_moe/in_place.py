@@ -25,26 +25,12 @@ def linear(x: jax.Array, index: jax.Array, weight: Any) -> jax.Array:
     """
     if not isinstance(weight, OutputRows):
         return x @ at(weight, index)
-    if len(x) == 1:
-        return _one_row(x, index.reshape(()), weight)
-    if index.ndim == 0:
+    if index.ndim == 0 and len(x) > 1:
         return weight.product(x, index)
     count, size = weight.shape[:2]
     if len(x) >= BLOCKED * count and weight.matrices.dtype == x.dtype == jnp.float32:
         return _in_shares(x, index, weight)
-    return by_expert(x, index[:, None], count, count, size, weight.product)[:, 0]
-
-
-def _one_row(x: jax.Array, index: jax.Array, weight: OutputRows) -> jax.Array:
-    """`linear` of [1, a].
-
-    In a loop that is taken once: XLA's CPU backend would fuse whatever made the row into the product, and then multiply
-    number by number, up to ten times slower (docs/benchmarks.md). That the matrix is the loop's own number keeps the
-    product in it.
-    """
-    count, size = weight.shape[:2]
-    end = jnp.minimum(index + 1, count)
-    return jax.lax.fori_loop(index, end, lambda i, _: weight.product(x, i), jnp.zeros((1, size), x.dtype))
+    return by_expert(x, index.reshape(-1, 1), count, count, size, weight.product)[:, 0]
 
 
 def _in_shares(x: jax.Array, index: jax.Array, weight: OutputRows) -> jax.Array:

@@ -57,6 +57,8 @@ def _row_by_row(x: jax.Array, indices: jax.Array, num_experts: int, size: int, e
     """`by_expert` for few rows. Those of one expert come one after the other: its weights stay in the cache."""
     tokens, active = indices.shape
     flat = indices.reshape(-1)
+    if flat.size == 1:
+        return _one_row(x, flat[0], num_experts, size, expert)[None]
     order = jnp.argsort(flat)  # pairs without an expert come last
 
     def pair(n: jax.Array, out: jax.Array) -> jax.Array:
@@ -66,3 +68,14 @@ def _row_by_row(x: jax.Array, indices: jax.Array, num_experts: int, size: int, e
 
     out = jax.lax.fori_loop(0, jnp.sum(flat < num_experts), pair, jnp.zeros((flat.size, size), x.dtype))
     return out.reshape(tokens, active, size)
+
+
+def _one_row(x: jax.Array, index: jax.Array, num_experts: int, size: int, expert: Callable) -> jax.Array:
+    """What an expert makes of a row [1, a]: [1, size]; zero without an expert.
+
+    In a loop that is taken once: XLA's CPU backend would fuse whatever made the row into the product, and then multiply
+    number by number, up to ten times slower (docs/benchmarks.md). The expert is the loop's own number, for else XLA
+    would take the product out of it.
+    """
+    end = jnp.minimum(index + 1, num_experts)
+    return jax.lax.fori_loop(index, end, lambda e, _: expert(x, e), jnp.zeros((1, size), x.dtype))

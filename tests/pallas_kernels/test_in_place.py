@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention_moe.in_place import linear
+from pallas_kernels.dispatch.in_place import by_expert
 from pallas_kernels.weights import OutputRows
 
 RNG = np.random.default_rng(0)
@@ -38,6 +39,21 @@ def test_each_row_meets_the_matrix_of_its_expert(choice: str, form: str):
         kept = np.asarray(weight.as_array(jnp.float32))
     found = jax.jit(linear)(jnp.asarray(x), jnp.asarray(index), weight)
     np.testing.assert_allclose(found, expected(x, index, kept), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("choices", [[[1]], [[COUNT]], [[2, 0]], [[3], [COUNT], [3]]])
+def test_an_expert_is_asked_for_its_own_rows(choices: list[list[int]]):
+    """Also where a single row has a single choice, which has a loop of its own; without an expert zero."""
+    x = RNG.normal(size=(len(choices), 32)).astype(np.float32)
+    matrices = jnp.asarray(MATRICES)
+    found = jax.jit(lambda x, i: by_expert(x, i, COUNT, COUNT, 6, lambda rows, e: jnp.tanh(rows @ matrices[e].T)))(
+        jnp.asarray(x), jnp.asarray(choices, jnp.int32)
+    )
+    wanted = [
+        [np.tanh(MATRICES[e] @ row) if e < COUNT else np.zeros(6) for e in its]
+        for row, its in zip(x, choices, strict=True)
+    ]
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
