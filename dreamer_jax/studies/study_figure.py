@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,39 +19,88 @@ def draw(result: Mapping[str, Any], folder: Path) -> list[Path]:
     paths = []
     for name, task in result["tasks"].items():
         if any(member["seeds"] for member in task["members"].values()):
-            figure = Figure(
-                f"study_{name}", "", "", (11, 7.5), lambda canvas, _, name=name: _panels(canvas, result, name)
-            )
-            paths += figure.save(folder)
+            panels = _panels(result, name)
+            size = (11, 3.75 * ((len(panels) + 1) // 2))
+            drawn = Figure(f"study_{name}", "", "", size, lambda canvas, _, panels=panels: _lay_out(canvas, panels))
+            paths += drawn.save(folder)
     return [Path(path) for path in paths]
 
 
-def _panels(canvas: Any, result: Mapping[str, Any], name: str) -> None:
+def _panels(result: Mapping[str, Any], name: str) -> list[Callable[[Any], None]]:
+    """Of a task: curves over tokens and FLOPs; loss by depth and by swept value, where there are several; costs."""
     task = result["tasks"][name]
     members = {its: member for its, member in task["members"].items() if member["seeds"]}
     # Tableau's ten colours, then the same dashed: a study of more than ten stays readable.
     looks = {its: {"color": f"C{i % 10}", "linestyle": "-" if i < 10 else "--"} for i, its in enumerate(members)}
+    rows = [row for row in rows_of(result, name) if row["member"] in members]
     metric = task["metric"]
-    label = "held-out loss (nats per token)" if metric == LOSS else f"{metric} accuracy"
-    tokens, flops, depths, costs = canvas.subplots(2, 2).flat
-    for its, member in members.items():
-        curves = [run.curve for run in seeds_of(member, metric)]
-        _band(tokens, curves, metric, 1.0, looks[its], its)
-        _band(flops, curves, metric, member["training_flops_per_token"], looks[its], its)
-        means = dict(sorted(depth_means(member).items()))
-        if means:
-            depths.plot(list(means), list(means.values()), marker="o", markersize=3, **looks[its])
-            if member["depth"] in means:
-                depths.plot(member["depth"], means[member["depth"]], marker="s", color=looks[its]["color"])
-    tokens.set(xlabel="training tokens", ylabel=label)
-    flops.set(xlabel="training FLOPs", ylabel=label)
-    depths.set_xscale("log", base=2)
-    depths.xaxis.set_major_formatter("{x:.0f}")
-    depths.set(xlabel="depth at evaluation (square: trained)", ylabel="held-out loss")
-    _cost_panel(costs, [row for row in rows_of(result, name) if row["member"] in members], looks)
-    for axes in (tokens, flops, depths):
+    panels: list[Callable[[Any], None]] = [
+        lambda axes: _curve_panel(axes, members, looks, metric, by_flops=False),
+        lambda axes: _curve_panel(axes, members, looks, metric, by_flops=True),
+    ]
+    if any(len(depth_means(member)) > 1 for member in members.values()):
+        panels.append(lambda axes: _depth_panel(axes, members, looks))
+    if any(len(member.get("swept", ())) > 1 for member in members.values()):
+        panels.append(lambda axes: _sweep_panel(axes, members, looks))
+    return [*panels, lambda axes: _cost_panel(axes, rows, looks)]
+
+
+def _lay_out(canvas: Any, panels: list[Callable[[Any], None]]) -> None:
+    """Two panels a row; the names stand in the last place where it is empty, else in the first panel."""
+    places = canvas.subplots((len(panels) + 1) // 2, 2).flat
+    for axes, draw_panel in zip(places, panels, strict=False):
+        draw_panel(axes)
         axes.grid(alpha=0.3)
-    tokens.legend(frameon=False, fontsize=7, ncol=2)
+    names = {"handles": places[0].lines, "frameon": False, "fontsize": 7, "ncol": 2}
+    if len(panels) % 2:
+        places[-1].axis("off")
+        places[-1].legend(loc="center", **names)
+    else:
+        places[0].legend(**names)
+
+
+def _curve_panel(axes: Any, members: Mapping[str, Any], looks: Mapping[str, Any], metric: str, by_flops: bool) -> None:
+    """The metric over tokens, or over FLOPs."""
+    for name, member in members.items():
+        curves = [run.curve for run in seeds_of(member, metric)]
+        _band(axes, curves, metric, member["training_flops_per_token"] if by_flops else 1.0, looks[name], name)
+    label = "held-out loss (nats per token)" if metric == LOSS else f"{metric} accuracy"
+    axes.set(xlabel="training FLOPs" if by_flops else "training tokens", ylabel=label)
+
+
+def _depth_panel(axes: Any, members: Mapping[str, Any], looks: Mapping[str, Any]) -> None:
+    """Held-out loss by depth, the trained depth marked."""
+    for name, member in members.items():
+        means = dict(sorted(depth_means(member).items()))
+        _marked(axes, list(means), list(means.values()), member["depth"], looks[name])
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.set(xlabel="depth at evaluation (square: trained)", ylabel="held-out loss")
+
+
+def _sweep_panel(axes: Any, members: Mapping[str, Any], looks: Mapping[str, Any]) -> None:
+    """Held-out loss at the end of a sweep's runs, the value that went on marked; values as far apart as their order."""
+    swept = {name: member for name, member in members.items() if member.get("swept")}
+    values = list(dict.fromkeys(value for member in swept.values() for value in member["swept"]))
+    for name, member in swept.items():
+        ((_, chosen),) = member["chosen"].items()
+        _marked(
+            axes,
+            [values.index(its) for its in member["swept"]],
+            [*member["swept"].values()],
+            values.index(chosen),
+            looks[name],
+        )
+    axes.set_xticks(range(len(values)), values)
+    keys = dict.fromkeys(key for member in swept.values() for key in member["chosen"])
+    axes.set(xlabel=f"{', '.join(keys)} (square: chosen)", ylabel="held-out loss at the end of its run")
+
+
+def _marked(axes: Any, x: list[int], y: list[float], mark: int, look: dict[str, Any]) -> None:
+    """A line through points, with a square at one of them."""
+    axes.plot(x, y, marker="o", markersize=3, **look)
+    if mark in x:
+        axes.plot(mark, y[x.index(mark)], marker="s", color=look["color"])
 
 
 def _band(axes: Any, curves: list[Curve], metric: str, scale: float, look: dict[str, Any], name: str) -> None:
@@ -81,4 +130,3 @@ def _cost_panel(axes: Any, rows: list[dict[str, Any]], looks: Mapping[str, Any])
     axes.set(xlabel="memory of weights and caches (MiB)", ylabel="training tokens/s")
     axes.set_xlim(0, 1.3 * most[0] / 2**20)  # both from zero, or members of one cost would seem to differ
     axes.set_ylim(0, 1.1 * most[1])
-    axes.grid(alpha=0.3)
