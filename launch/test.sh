@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
 # Checks everything: formatting, lint, scripts, types, import direction, tests. Needs only python3 (3.11-3.13) and PyPI.
 #   bash launch/test.sh                     everything that runs on a CPU in minutes
-#   bash launch/test.sh tests/model -x      further words go to pytest
-#   bash launch/test.sh -m slow             the tests of another marker (slow, aot, gpu; see setup.cfg)
+#   bash launch/test.sh tests/config -x     further words go to pytest
+#   bash launch/test.sh -m slow             the tests of another marker (slow, aot, gpu, llama3; see setup.cfg)
 #   bash launch/test.sh --newest            with the newest packages that there are in place of the locked ones
-# PYTHON chooses the interpreter, DREAMER_VENV the folder of the virtual environment (default .venv, or .venv-newest).
+# PYTHON chooses the interpreter, DREAMER_VENV the folder of the virtual environment (default .venv-test, or .venv-newest).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 newest=
 if [[ "${1:-}" == --newest ]]; then
-    newest=yes
+    newest=newest
     shift
 fi
 python=${PYTHON:-python3}
-venv=${DREAMER_VENV:-.venv${newest:+-newest}}
+venv=${DREAMER_VENV:-.venv-${newest:-test}}
 if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'; then
     echo "test.sh: needs Python 3.11 to 3.13, but $python is $("$python" --version 2>&1 || true); set PYTHON" >&2
     exit 2

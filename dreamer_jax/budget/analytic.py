@@ -1,4 +1,4 @@
-"""Parameters and FLOPs per token of any model: sums over the blocks it is made of, which count themselves (SPEC.md 4).
+"""Parameters and FLOPs per token of any model: sums over its blocks, which count themselves (docs/budget.md).
 
 Every count is a dict from part to number, over the family's `parts`. FLOPs are 2 per multiply-add of a matrix product;
 elementwise work is counted apart, as blocks/counting.py says and docs/budget.md lists.
@@ -25,7 +25,7 @@ def parameters(family: Family, folded: bool = False) -> dict[str, int]:
 
     Args:
         family: the model.
-        folded: False counts what training stores (SPEC.md 4); True what inference stores after the shared
+        folded: False counts what training stores (docs/budget.md); True what inference stores after the shared
             experts are added into the routed ones (Eq. 8).
     """
     return _by_part(family, lambda share: share.copies * share.block.parameters(folded))

@@ -124,4 +124,4 @@ def _expert_linear(
 
 
 COUNTING = Operations(*map(Plain, (_sequence_attention, _depth_attention, _expert_mlp, _expert_linear)))
-"""Same values as the shipped operations, by the products that SPEC.md 4 counts and no others."""
+"""Same values as the shipped operations, by the products that docs/budget.md counts and no others."""

@@ -67,12 +67,13 @@ def _row(directory: Path) -> dict[str, Any]:
     config = load_config(directory / "config.yaml").config
     last = json.loads(summary.read_text(encoding="utf-8"))
     model = build(config.model)
+    context = analytic.average_context(config.data.places, model.flags.causal)
     return {
         "run": str(directory),
         "variant": getattr(config.model, "variant", config.model.family),
         "depth": model.depth,
         "parameters": int(analytic.total(analytic.parameters(model))),
-        "flops_per_token": config.data.copies * int(analytic.total(analytic.matmul_flops(model, config.data.places))),
+        "flops_per_token": config.data.copies * int(analytic.total(analytic.matmul_flops(model, context))),
         "steps": int(last["step"]),
         "tokens": int(last["tokens"]),
         "heldout_loss": last.get("heldout/loss"),

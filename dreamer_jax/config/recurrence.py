@@ -47,7 +47,7 @@ class RecurrenceConfig:
     the targets (a terminal fixed-point loss)."""
     steps: float = 0.0
     """Weight of a loss that asks the depths of a pass for the results of a task's steps, one after the other (RELAY).
-    The tasks boolean, arithmetic, induction and problems, as bytes."""
+    The tasks boolean, arithmetic, induction, problems and permutations, as bytes."""
     depths_per_step: int = 1
     """With steps: depths that each of them has; step n is asked for after n times as many."""
     jacobian: float = 0.0

@@ -1,7 +1,7 @@
 """The sections of a configuration: frozen dataclasses whose docstrings are the command line's help.
 
 The section `model` is the dataclass of the model's family, see models/. Touches nothing but the standard library, so
-that every room may import it and `dreamer --help` stays quick. Letters in brackets are SPEC.md's: L depth, h hidden
+that every room may import it and `dreamer --help` stays quick. Letters in brackets: L depth, h hidden
 size, V vocabulary, E experts, F expert size, k active experts, d head size, r router size, B batch, S sequence.
 """
 
@@ -187,7 +187,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How the devices are used. The product of all three must be the number of devices."""
+    """How the devices are used. The product of all three is the number of devices, or 1: the first only."""
 
     slices: int = 1
     """TPU slices, connected by the data-centre network; each has a copy of the state's layout."""

@@ -92,6 +92,10 @@ def train(loaded: LoadedConfig, extras: Extras = Extras()) -> int:
             data = open_data(config)
             folder = open_run(loaded, recorded_config, check_beginning)
         console.say(f"run {folder.place}: {build(config.model).headline()}; {data.summary}")
+        if mesh.size < jax.device_count():
+            console.say(
+                f"one of {jax.device_count()} devices is used; --mesh.data {jax.device_count()} takes all of them"
+            )
         recovery = Recovery(loaded, data, mesh, console.say)
         try:
             with heartbeat.suspended():

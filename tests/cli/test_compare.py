@@ -34,6 +34,9 @@ def test_rows_hold_cost_and_results(runs, capsys):
     assert [(row["variant"], row["heldout_loss"], row["tokens"]) for row in rows] == [("LA", 2.0, 50), ("DR", 1.5, 50)]
     assert rows[0]["parameters"] > rows[1]["parameters"]  # eight layers of 64 experts against one
     assert rows[0]["heldout_exact_match"] is None
+    for row in rows:  # what `dreamer budget` says of rows of the same length: a token meets half of them on average
+        assert main(["budget", f"{row['run']}/config.yaml", "--context", "5", "--json"]) == 0
+        assert row["flops_per_token"] == json.loads(capsys.readouterr().out)["flops_per_token"]["total"]
 
 
 def test_table_and_figure(runs, tmp_path, capsys):

@@ -22,6 +22,7 @@ from dreamer_jax.config.models import VARIABLE
 from dreamer_jax.data import open_data
 from dreamer_jax.families import build, initialise
 from dreamer_jax.families.puzzles import labels
+from dreamer_jax.runs.folders import open_run
 from tests.end_to_end.cases import programs_kept
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,6 +164,17 @@ def test_documented_settings_exist(workplace):
         load_config(words[2], words[3:])
 
 
+@pytest.mark.parametrize("page", sorted({page for page, command in COMMANDS if command.startswith("dreamer train ")}))
+def test_documented_trainings_follow_each_other(page, workplace):
+    """In a page's order, by a reader who has the quick start's run: none is refused as another run of its folder."""
+    open_run(load_config("quickstart"))
+    for words in (
+        shlex.split(command)[2:] for its, command in COMMANDS if its == page and command.startswith("dreamer train ")
+    ):
+        if ".yaml" not in words[0] and EXAMPLE not in words:
+            open_run(load_config(words[0], words[1:]))
+
+
 @pytest.mark.parametrize("command", map(slow_if_costly, DREAMER))
 def test_documented_command(command, workplace, trained, capsys):
     words = shlex.split(command)[1:]
@@ -181,6 +193,8 @@ def test_documented_command(command, workplace, trained, capsys):
             small |= {"evaluation.harder": "0", "training.warmup_steps": "1", "training.cooldown_steps": "0"}
         elif words[0] == "train":
             small["evaluation.harder"] = "3"
+        if "trapezoid" in words:
+            small |= {"training.warmup_steps": "1", "training.cooldown_steps": "1"}
         if "LA" in words:
             small["model.num_experts"] = "4"
         if "--data.knowledge" in words:

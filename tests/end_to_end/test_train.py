@@ -152,6 +152,7 @@ def test_a_complete_run_says_so(config, finished, capsys):
     assert main(["train", config, "--run.dir", str(finished)]) == 0
     output = capsys.readouterr().out
     assert "the run is complete: 12 steps of 12" in output and "compiling" not in output
+    assert "one of 8 devices is used; --mesh.data 8 takes all of them" in output
     after = files(finished)
     assert set(after) == set(before)
     assert after["metrics.jsonl"] == before["metrics.jsonl"] and after["summary.json"] == before["summary.json"]

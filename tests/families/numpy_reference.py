@@ -1,4 +1,4 @@
-"""The forward pass of SPEC.md in plain float64 NumPy: loops over tokens, heads and experts, no JAX.
+"""The forward pass of docs/model.md in plain float64 NumPy: loops over tokens, heads and experts, no JAX.
 
 Written from the specification alone, so that an error in the model cannot hide in a shared line of code. Only the
 layout of the weights is the model's: fused q/k/v with the heads of q first, gate before up, one leading axis of
