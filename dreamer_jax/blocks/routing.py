@@ -203,7 +203,7 @@ def balance(
     Args:
         bias: [E], of depths that share one router; or [L, E], one of each layer.
         counts: N of every depth, [L, E] int32, summed over the global batch and all microbatches. Depths that share a
-            router are summed first.
+            router are summed first. There may be fewer than layers: the biases of those that counted nothing rest.
         rate: of the update.
         rule: see above.
         eligible: [L, E] bool, whether an expert could be selected at a depth; None: all could.
@@ -211,6 +211,7 @@ def balance(
             it alone counted.
     """
     if bias.ndim == counts.ndim:
+        counts = jnp.pad(counts, ((0, len(bias) - len(counts)), (0, 0)))
         return bias + rate * _moved_by(counts, rule, None)
     for part in np.array_split(np.arange(len(counts)), min(groups, len(counts))):
         its = slice(int(part[0]), int(part[-1]) + 1)

@@ -100,7 +100,7 @@ _either.defvjp(_forward, _backward)
 
 
 def _acts(module: Any, depth: Depth) -> jax.Array:
-    return jax.lax.rem(depth.index, module.every) == 0
+    return depth.index % module.every == 0
 
 
 def _position_by_position(attention, x, depth, memory, bias, context, tape):

@@ -111,7 +111,7 @@ class Algoformer(Family):
 
     # A pass.
 
-    def draw(self, key: jax.Array, step: jax.Array, rows: int) -> Drawn:
+    def draw(self, key: jax.Array, step: jax.Array, rows: jax.Array) -> Drawn:
         """T loops; or with one sampled loss, as many as lead to it, uniform over the scored ones."""
         c = self.config
         last = c.scored if c.truncate else None

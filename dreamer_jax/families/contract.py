@@ -105,14 +105,16 @@ class Drawn(NamedTuple):
             families whose loss doesn't weigh depths (`Flags.weighs_depths`).
         slots: static bound on it.
         gradient_depths: depths that are differentiated, the last ones; None for all.
-        groups: rows with depths of their own are computed in so many groups, one after the other, each as deep as its
-            deepest row; they should come in order of depth.
+        groups: rows with depths of their own are sorted into so many groups of like depth, which are computed one after
+            the other, each as deep as its deepest row.
+        group_depths: [groups], how deep they go where that is more.
     """
 
     depth: int | jax.Array
     slots: int
     gradient_depths: int | None = None
     groups: int = 1
+    group_depths: jax.Array | None = None
 
 
 class Pass(NamedTuple):
@@ -249,9 +251,9 @@ class Family(abc.ABC):
 
     # A pass.
 
-    def draw(self, key: jax.Array, step: jax.Array, rows: int) -> Drawn:
-        """How deep a train step goes: a pure function of seed and step, the same on all devices, of which each computes
-        so many rows at once."""
+    def draw(self, key: jax.Array, step: jax.Array, rows: jax.Array) -> Drawn:
+        """How deep a train step goes: a pure function of seed and step, the same on all devices; or, for rows with a
+        depth each, of their numbers [B] in the global batch."""
         return Drawn(self.depth, self.depth)
 
     @abc.abstractmethod

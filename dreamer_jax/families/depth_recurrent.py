@@ -161,7 +161,7 @@ class DepthRecurrent(PuzzleFamily):
 
     # A pass.
 
-    def draw(self, key: jax.Array, step: jax.Array, rows: int) -> Drawn:
+    def draw(self, key: jax.Array, step: jax.Array, rows: jax.Array) -> Drawn:
         """T, uniform over the range of training (section 3.1, Table 2), one for the whole batch."""
         c = self.config
         return Drawn(jax.random.randint(key, (), c.depth_min, c.depth + 1), c.depth)

@@ -102,10 +102,10 @@ def _showing_states(step: Callable[..., Stepped]) -> Callable[..., Stepped]:
 def _row_by_row(family, scan, weights, state, inputs, context, drawn):
     """The state after the last depth, of rows with depths [B] of their own, and the counts of all.
 
-    Rows of a group go through the depths together, as many as its deepest has. Where a step counts its depths, rows
-    begin together, each on its way to its own L, and stay as they are once they are there. Where it doesn't, they end
-    together, and a row with fewer depths begins later: so the last k depths, which truncated backpropagation
-    differentiates, are every row's own last k.
+    Rows are sorted by depth. Those of a group go through the depths together, as many as its deepest has. Where a step
+    counts its depths, rows begin together, each on its way to its own L, and stay as they are once they are there.
+    Where it doesn't, they end together, and a row with fewer depths begins later: so the last k depths, which truncated
+    backpropagation differentiates, are every row's own last k.
     """
     rows, together = len(drawn.depth), family.flags.counts_depths
     if rows % drawn.groups:
@@ -132,8 +132,7 @@ def _row_by_row(family, scan, weights, state, inputs, context, drawn):
         return stepped._replace(state=jax.tree.map(chosen, stepped.state, state))
 
     def group(its):
-        state, inputs, rows_of, depths = its
-        deepest = jnp.max(depths)
+        state, inputs, rows_of, depths, deepest = its
         its_context = (context._replace(**rows_of), depths)
         shape = rows_of["segment_ids"].shape
         its_scan = dataclasses.replace(
@@ -145,8 +144,12 @@ def _row_by_row(family, scan, weights, state, inputs, context, drawn):
 
     by_row = {name: getattr(context, name) for name in ("segment_ids", "positions", "keys", "visible", "read")}
     by_row = {name: rows for name, rows in by_row.items() if rows is not None}
-    states, counts = jax.lax.map(group, grouped((state, inputs, by_row, jnp.asarray(drawn.depth))))
-    states = jax.tree.map(lambda leaf: leaf.reshape(rows, *leaf.shape[2:]), states)
+    order = jnp.argsort(drawn.depth)
+    its = jax.tree.map(lambda leaf: leaf[order], (state, inputs, by_row, jnp.asarray(drawn.depth)))
+    *its, depths = grouped(its)
+    deepest = jnp.max(depths, axis=1) if drawn.group_depths is None else drawn.group_depths
+    states, counts = jax.lax.map(group, (*its, depths, deepest))
+    states = jax.tree.map(lambda leaf: leaf.reshape(rows, *leaf.shape[2:])[jnp.argsort(order)], states)
     return states, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), counts)
 
 

@@ -27,7 +27,7 @@ from dreamer_jax.blocks.shared_slots import SharedSlots
 from dreamer_jax.config.models.huginn import ring
 from dreamer_jax.families.contract import Drawn, Family, Flags, Knob, Pass, depth_of
 from dreamer_jax.recurrence import Stepped, Weights
-from dreamer_jax.recurrence.draws import exponential, grown, poisson_lognormal
+from dreamer_jax.recurrence.draws import exponential, grown, keys_of_rows, poisson_lognormal
 
 DEEPEST = 16
 """Times the mean: recurrences that training draws at most."""
@@ -130,7 +130,7 @@ class Huginn(Family):
 
     # A pass.
 
-    def draw(self, key: jax.Array, step: jax.Array, rows: int) -> Drawn:
+    def draw(self, key: jax.Array, step: jax.Array, rows: jax.Array) -> Drawn:
         """r of a train step (section 3.3): 1 + Poisson(rate), rate log-normal with the configured mean and spread; or
         1 + an exponential's whole part, whose mean is then the same. A curriculum lets the mean grow."""
         c, mean = self.config, mean_depth(self.config, step)
@@ -138,8 +138,8 @@ class Huginn(Family):
             return Drawn(mean, c.depth, c.gradient_recurrences)
         if c.draw_by == "step":
             return Drawn(recurrences(c, key, mean=mean), DEEPEST * c.depth, c.gradient_recurrences)
-        depths = jnp.sort(recurrences(c, key, (rows,), mean))
-        return Drawn(depths, DEEPEST * c.depth, c.gradient_recurrences, min(c.row_groups, rows))
+        depths = jax.vmap(lambda key: recurrences(c, key, mean=mean))(keys_of_rows(key, rows))
+        return Drawn(depths, DEEPEST * c.depth, c.gradient_recurrences, min(c.row_groups, len(rows)))
 
     def enter(self, params: Any, batch: Any, memory: Memory, context: Context) -> tuple[Any, Memory]:
         """e = P(x), what every recurrence gets."""

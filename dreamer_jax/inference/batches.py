@@ -141,7 +141,7 @@ class RowBatch:
 
     def _prefill(self) -> Any:
         size, longest = len(self._lengths), int(self._lengths.max())
-        width = chunk(size, longest)
+        width = chunk(size, longest, self._model.family.flags.depths_apart)
         tokens = padded(self._prompts, size, -(-longest // width) * width)
         slots = self._programs.empty_slots(self._model, size, self._capacity)
         hidden = jnp.zeros((size, self._model.family.readout_size), self._model.config.dtype)
@@ -184,9 +184,10 @@ def bucket(count: int, smallest: int = SHORTEST) -> int:
     return size
 
 
-def chunk(rows: int, longest: int) -> int:
-    """Prompt positions to compute at once: a bucket, or the power of two that `CHUNK_TOKENS` allows."""
-    return min(bucket(longest), 1 << max(SHORTEST, CHUNK_TOKENS // rows).bit_length() - 1)
+def chunk(rows: int, longest: int, apart: bool = True) -> int:
+    """Prompt positions to compute at once: a bucket, or the power of two that `CHUNK_TOKENS` allows. Where depths share
+    keys, `apart` False, what a chunk sees depends on where it begins; so there it doesn't depend on the rows."""
+    return min(bucket(longest), 1 << max(SHORTEST, CHUNK_TOKENS // (rows if apart else 1)).bit_length() - 1)
 
 
 def padded(rows: Sequence[Sequence[int]], size: int, length: int) -> np.ndarray:

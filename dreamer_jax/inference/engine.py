@@ -170,7 +170,7 @@ class Engine:
 
     def _score(self, rows: Sequence[Sequence[int]], size: int) -> list[Scores]:
         longest = max(len(row) for row in rows)
-        width = chunk(size, longest)
+        width = chunk(size, longest, self.model.family.flags.depths_apart)
         tokens = padded(rows, size, -(-longest // width) * width + 1)
         slots = self._programs.empty_slots(self.model, size, bucket(longest))
         pieces = []

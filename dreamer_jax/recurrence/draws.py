@@ -7,6 +7,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+DEPTHS = 3
+"""What the key of a step is folded with for these; see `training/train_step.py` for 1 and 2."""
 Curriculum = Literal["linear", "one_minus_sqrt"]
 
 
@@ -15,6 +17,12 @@ def poisson_lognormal(key: jax.Array, mean: Any, sigma: float, shape: tuple[int,
     rate_key, key = jax.random.split(key)
     rate = jnp.exp(jnp.log(mean) - sigma**2 / 2 + sigma * jax.random.normal(rate_key, shape))
     return 1 + jax.random.poisson(key, rate, shape, jnp.int32)
+
+
+def keys_of_rows(key: jax.Array, rows: jax.Array) -> jax.Array:
+    """[B], a key for what is drawn of each row's depths, by its number in the global batch: whichever device and
+    microbatch a row is in, it goes as deep."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, DEPTHS), rows)
 
 
 def exponential(key: jax.Array, mean: Any, shape: tuple[int, ...] = ()) -> jax.Array:

@@ -204,7 +204,7 @@ def _go_together(program: Sampler, sampler: Sampler) -> bool:
 
 
 def takes_static(program: Sampler) -> bool:
-    """Whether a program is one for static rows: no criterion, or one whose value is never below 0."""
+    """Whether a program is one for static rows: no criterion, or one that reads no logits and whose value falls."""
     if not isinstance(program, OneByOne):
         return False
     its = None if program.criterion is None else CRITERIA[program.criterion]

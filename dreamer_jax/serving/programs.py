@@ -54,7 +54,7 @@ class OneByOne(Sampler):
 
     def numbers(self) -> Any:
         """Of a static row."""
-        return () if self.criterion is None else (np.float32(0), np.int32(1), np.int32(1))
+        return () if self.criterion is None else (np.float32(-np.inf), np.int32(1), np.int32(1))
 
     def carry(self, model: FoldedModel, rows: int) -> Carried:
         """Nothing is on its way."""

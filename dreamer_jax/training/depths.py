@@ -11,7 +11,7 @@ from dreamer_jax.config.recurrence import RecurrenceConfig
 from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import Family
 from dreamer_jax.families.contract import Batch, Drawn, Pass
-from dreamer_jax.recurrence.draws import exponential, grown, poisson_lognormal, uniform
+from dreamer_jax.recurrence.draws import exponential, grown, keys_of_rows, poisson_lognormal, uniform
 from dreamer_jax.training.penalties import jacobian, last_change
 
 LONG_TAIL = 4
@@ -67,35 +67,47 @@ def deepest(config: RecurrenceConfig, family: Family) -> int:
     return config.most or config.mean or family.depth
 
 
-def draw(config: RecurrenceConfig, family: Family, key: jax.Array, step: jax.Array, rows: int) -> Drawn:
-    """How deep a train step goes: a pure function of seed and step, the same on all devices.
+def draw(config: RecurrenceConfig, family: Family, key: jax.Array, step: jax.Array, rows: jax.Array) -> Drawn:
+    """How deep a train step goes: a pure function of seed and step; of rows with depths of their own, of their numbers.
 
     Args:
         config: says how it is drawn.
         family: what is trained.
         key: of the step.
         step: int32, from 0.
-        rows: that a device computes at once.
+        rows: [B] that a device computes at once, their numbers in the global batch.
     """
     if config.draw == "model":
         return family.draw(key, step, rows)
     most = deepest(config, family)
     end = most if config.draw == "uniform" else config.mean or family.depth
+    if config.draw == "fixed":
+        end = min(end, most)
     if config.curriculum_steps:
         share = grown(config.curriculum, step, config.curriculum_steps)
         end = jnp.maximum(jnp.ceil(share * (end - config.least)).astype(jnp.int32) + config.least, config.least)
     differentiated = config.differentiated or None
     if config.draw == "fixed":
-        return Drawn(end if config.curriculum_steps else min(int(end), most), most, differentiated)
-    shape = () if config.by == "step" else (rows,)
-    if config.draw == "uniform":
-        depth = uniform(key, config.least, end, shape)
-    else:
-        around = poisson_lognormal(key, end, config.sigma, shape) if config.draw == "poisson_lognormal" else None
-        depth = jnp.clip(exponential(key, end, shape) if around is None else around, config.least, most)
+        return Drawn(end, most, differentiated)
+
+    def one(key: jax.Array) -> jax.Array:
+        if config.draw == "uniform":
+            return uniform(key, config.least, end)
+        around = poisson_lognormal(key, end, config.sigma) if config.draw == "poisson_lognormal" else None
+        return jnp.clip(exponential(key, end) if around is None else around, config.least, most)
+
     if config.by == "step":
-        return Drawn(depth, most, differentiated)
-    return Drawn(jnp.sort(depth), most, differentiated, min(config.groups, rows))
+        return Drawn(one(key), most, differentiated)
+    return Drawn(jax.vmap(one)(keys_of_rows(key, rows)), most, differentiated, min(config.groups, len(rows)))
+
+
+def as_deep_together(drawn: Drawn, axis: str) -> Drawn:
+    """The same where devices along an axis of the mesh compute every depth together: groups of rows go as deep as the
+    deepest of theirs on any of them."""
+    if jnp.ndim(drawn.depth) == 0:
+        return drawn
+    deepest = jnp.max(jnp.sort(drawn.depth).reshape(drawn.groups, -1), axis=1)
+    return drawn._replace(group_depths=jax.lax.pmax(deepest, axis))
 
 
 def kept_states(config: RecurrenceConfig, family: Family) -> int:

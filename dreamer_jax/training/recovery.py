@@ -167,20 +167,23 @@ class Recovery:
         text = self.checkpoints.folders.meta(step).get("config")
         saved = config_of_text(text) if text else self._config
         before, now = build(saved.model), build(self._config.model)
-        if before.depth == now.depth:
+        old_depth, new_depth = (getattr(model, "depth", None) for model in (saved.model, self._config.model))
+        if old_depth == new_depth:
             return self.checkpoints.restore(like, step)
-        model = dataclasses.replace(self._config.model, depth=before.depth)
+        model = dataclasses.replace(self._config.model, depth=old_depth)
         old = self.checkpoints.restore(abstract_state(dataclasses.replace(self._config, model=model), self._mesh), step)
-        self._say(f"depth {before.depth} of checkpoint {step} becomes {now.depth}")
+        self._say(f"depth {old_depth} of checkpoint {step} becomes {new_depth}")
         fresh = create_state(self._config, self._mesh)
-        return with_other_depth(old, fresh) if now.flags.recurrent else with_more_layers(old, fresh)
+        layers = not now.flags.recurrent and before.depth != now.depth
+        return with_more_layers(old, fresh) if layers else with_other_depth(old, fresh)
 
 
 def with_other_depth(old: TrainState, fresh: TrainState) -> TrainState:
     """The state of a depth-recurrent model at another depth.
 
-    Depth decides how long some first axes are (Dreamer's attention MoEs have an expert a depth), and nothing else. What
-    both have keeps what it learned; the rest comes from `fresh`, with empty moments.
+    Depth decides how long some axes are (Dreamer's attention MoEs have an expert a depth, a recursive model's layers a
+    relaxation a loop), and nothing else. What both have keeps what it learned; the rest comes from `fresh`, with empty
+    moments.
 
     Args:
         old: at its own depth.
@@ -190,8 +193,8 @@ def with_other_depth(old: TrainState, fresh: TrainState) -> TrainState:
     def fit(ours: jax.Array, new: jax.Array) -> jax.Array:
         if ours.shape == new.shape:
             return ours
-        both = min(ours.shape[0], new.shape[0])
-        put = jax.jit(lambda ours, new: new.at[:both].set(ours[:both]), out_shardings=new.sharding)
+        both = tuple(slice(min(sizes)) for sizes in zip(ours.shape, new.shape, strict=True))
+        put = jax.jit(lambda ours, new: new.at[both].set(ours[both]), out_shardings=new.sharding)
         return put(ours, new)
 
     return jax.tree.map(fit, old, fresh)

@@ -66,9 +66,8 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[TrainState, Batch],
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         weights = gather(state.params, layouts, family.cast)
-        numbered = family.flags.random or config.recurrence.jacobian
-        rows = {"rows": _numbers(batch, mesh)} if numbered else {}
-        sums, gradients, model_state = loss_and_gradient(weights, state.model_state, {**batch, **rows}, state.step)
+        numbered = {**batch, "rows": _numbers(batch, mesh)}
+        sums, gradients, model_state = loss_and_gradient(weights, state.model_state, numbered, state.step)
         (loss, (counts, logged)), targets = sums, jnp.sum(batch["loss_mask"])
         loss, counts, logged, targets = sum_over(mesh, (loss, counts, logged, targets))
         targets = jnp.maximum(targets, 1).astype(jnp.float32)
@@ -121,7 +120,9 @@ def make_loss_and_gradient(
     def loss_sum(params, model_state, batch, step):
         key = jax.random.fold_in(jax.random.key(config.run.seed), step)
         own = jax.random.fold_in(key, 1) if family.flags.random else None
-        drawn = depths.draw(config.recurrence, family, key, step, len(batch["tokens"]))
+        drawn = depths.draw(config.recurrence, family, key, step, batch["rows"])
+        if config.mesh.expert > 1:
+            drawn = depths.as_deep_together(drawn, EXPERT)
         kept = depths.kept_states(config.recurrence, family)
         passed = forward(family, params, model_state, batch, drawn, config.training.remat, own, kept_states=kept)
         keys = None

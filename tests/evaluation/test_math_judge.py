@@ -79,7 +79,7 @@ def test_hostile_answers_are_wrong_and_end(impatient, answer):
     began = time.perf_counter()
     assert impatient.boxed_is(f"\\boxed{{{answer}}}", "17") is False
     assert impatient.text_has(answer, "17") is False
-    assert time.perf_counter() - began < 20  # twice 1.5 s, and starting a process twice
+    assert time.perf_counter() - began < 90  # twice 1.5 s, and starting a process twice, on a busy machine
     assert impatient.boxed_is("\\boxed{17.0}", "17")  # and the next one is judged again
 
 

@@ -113,6 +113,19 @@ def test_no_selections_move_nothing_that_is_not_finite(rule):
     assert np.isfinite(balance(jnp.zeros(3), jnp.zeros((2, 3), jnp.int32), 1.0, rule)).all()
 
 
+@pytest.mark.parametrize("rule", get_args(Balancing))
+def test_layers_that_a_shallow_step_did_not_reach_rest(rule):
+    """Of four layers that go two deep each of the two moves by what it counted itself."""
+    counts, start = jnp.array([[12, 0, 3], [1, 7, 2]], jnp.int32), jnp.arange(12.0).reshape(4, 3)
+    moved = np.asarray(balance(start, counts, 0.5, rule))
+    np.testing.assert_array_equal(moved[2:], start[2:])
+    for layer in (0, 1):
+        alone = balance(start[layer : layer + 1], counts[layer : layer + 1], 0.5, rule)[0]
+        np.testing.assert_array_equal(moved[layer], alone)
+    assert (moved[0] != start[0]).any() and (moved[0] - start[0] != moved[1] - start[1]).any()
+    np.testing.assert_array_equal(balance(start, counts[:1], 0.5, rule)[1:], start[1:])
+
+
 def test_a_boost_falls_in_a_line_to_the_rates_themselves():
     config = small_config("DR", num_experts=3, balancing_boost=5.0, balancing_boost_steps=10)
     counts = {"expert_attention": jnp.array([[9, 4, 1]], jnp.int32)}

@@ -12,7 +12,7 @@ import pytest
 
 from dreamer_jax.budget import memory, program
 from dreamer_jax.families import build
-from dreamer_jax.inference import Engine, fold
+from dreamer_jax.inference import Engine, batches, fold
 from tests.families.cases import drawn_params, logits_in_flight
 from tests.families.plain_ouro import PlainOuro, wide
 from tests.families.test_ouro import TINY
@@ -82,6 +82,19 @@ def generated(config):
     engine = Engine(fold(config, drawn_params(config), {}))
     engine._most_batches = 1  # as on a chip, so that rows wait for one another
     return engine.generate(PROMPTS, 6)
+
+
+def test_prompts_come_in_one_piece_whatever_is_beside_them(monkeypatch):
+    """Where the last loop's keys stand for all, a piece behind another sees less than it would in one."""
+    monkeypatch.setattr(batches, "CHUNK_TOKENS", 64)  # pieces of 16 for four rows whose loops are apart
+    engine, row = Engine(fold(LAST, drawn_params(LAST), {})), list(np.random.default_rng(5).integers(0, 23, 30))
+    states = PlainOuro(LAST, wide(drawn_params(LAST))).row(row, LOOPS, prompt=len(row))[0]
+    logs = np.asarray(jax.nn.log_softmax(logits(LAST, states)[-1]))[np.arange(29), row[1:]]
+    for beside in (0, 3):
+        scores = engine.score([row, *[row[:5]] * beside])[0]
+        np.testing.assert_allclose(scores.logprobs, logs, atol=1e-4)
+    alone = engine.generate([row], 4)[0].tokens
+    assert engine.generate([row, *PROMPTS], 4)[0].tokens == alone
 
 
 @pytest.mark.parametrize("cache", ["loops", "last"])

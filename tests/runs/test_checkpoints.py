@@ -232,6 +232,17 @@ def test_another_depth():
     assert with_other_depth(state(3, 7.0), state(2, 1.0)).params["qkv"].shape == (2, 2, 3)
 
 
+def test_another_number_of_loops():
+    """Of a second axis too: a layer's relaxations, one a loop."""
+
+    def state(loops: int, value: float) -> TrainState:
+        return TrainState(jnp.int32(0), {"down": jnp.full((4, loops, 3), value)}, {}, {})
+
+    more = with_other_depth(state(2, 7.0), state(3, 1.0)).params["down"]
+    np.testing.assert_array_equal(more[:, :, 0], [[7, 7, 1]] * 4)
+    np.testing.assert_array_equal(with_other_depth(state(3, 7.0), state(2, 1.0)).params["down"], np.full((4, 2, 3), 7))
+
+
 def test_more_layers():
     """The middle ones twice, as a block, with their moments and biases; what has no layers stays."""
 

@@ -14,8 +14,10 @@ from dreamer_jax.blocks.memory import in_pages
 from dreamer_jax.inference.programs import Kinds
 from dreamer_jax.inference.samplers import one_by_one
 from dreamer_jax.inference.samplers.contract import Asked, Block, Carried, Choosing, Progress
+from dreamer_jax.inference.samplers.criteria import CRITERIA
 from dreamer_jax.inference.sampling import Sampling
 from dreamer_jax.serving import programs
+from dreamer_jax.serving.groups import takes_static
 from tests.inference.test_samplers import model_of
 from tests.serving.cases import wide
 
@@ -109,3 +111,14 @@ def test_no_memory_is_copied():
     for each in shapes:
         assert re.search(rf"\w\[{each}\]\S* parameter\(", text)  # that is how it is written
         assert not re.search(rf"= \w+\[{each}\]\S* copy\(", text)
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_a_static_row_never_stops_beside_adaptive_ones(name):
+    """Also where a settled stream's cosine is above 1 by a rounding, so that the criterion's value is below 0."""
+    program, criterion = programs.OneByOne(name), CRITERIA[name]
+    if takes_static(program):
+        threshold = program.numbers()[0]
+        assert not criterion.stops(jnp.array([0.0, -1.2e-7, -1.0]), threshold).any()
+    else:
+        assert criterion.reads_logits or criterion.rises

@@ -30,7 +30,8 @@ KEYS = jax.random.split(jax.random.key(3), 4000)
 def drawn(step: int = 0, keys: jax.Array = KEYS, **settings: Any) -> np.ndarray:
     """What many steps draw."""
     config = RecurrenceConfig(**settings)
-    return np.asarray(jax.vmap(lambda key: depths.draw(config, DREAMER, key, jnp.int32(step), 8).depth)(keys))
+    rows = jnp.arange(8)
+    return np.asarray(jax.vmap(lambda key: depths.draw(config, DREAMER, key, jnp.int32(step), rows).depth)(keys))
 
 
 # The draws.
@@ -71,8 +72,31 @@ def test_the_most_of_a_uniform_draw_grows():
 
 def test_a_step_without_the_section_goes_as_deep_as_the_family():
     config = RecurrenceConfig()
-    assert depths.draw(config, DREAMER, jax.random.key(0), jnp.int32(0), 8) == Drawn(5, 5)
-    assert depths.draw(RecurrenceConfig(draw="fixed", mean=3), DREAMER, KEYS[0], jnp.int32(0), 8) == Drawn(3, 3)
+    rows = jnp.arange(8)
+    assert depths.draw(config, DREAMER, jax.random.key(0), jnp.int32(0), rows) == Drawn(5, 5)
+    assert depths.draw(RecurrenceConfig(draw="fixed", mean=3), DREAMER, KEYS[0], jnp.int32(0), rows) == Drawn(3, 3)
+
+
+def test_a_fixed_depth_never_exceeds_the_most():
+    """There is memory for no more, with a curriculum or without."""
+    assert drawn(keys=KEYS[:1], draw="fixed", mean=8, most=4) == 4
+    grown = [
+        int(drawn(step, KEYS[:1], draw="fixed", mean=8, most=4, curriculum_steps=10)[0]) for step in (0, 5, 10, 20)
+    ]
+    assert grown == [1, 3, 4, 4]
+
+
+def test_a_row_goes_as_deep_wherever_it_is():
+    """By its number in the global batch: on whichever device, in whichever microbatch."""
+    config = RecurrenceConfig(draw="uniform", most=100, by="row")
+    whole = depths.draw(config, DREAMER, KEYS[0], jnp.int32(0), jnp.arange(16)).depth
+    assert len(set(whole.tolist())) > 8
+    parts = [depths.draw(config, DREAMER, KEYS[0], jnp.int32(0), jnp.arange(i, i + 4)).depth for i in range(0, 16, 4)]
+    np.testing.assert_array_equal(jnp.concatenate(parts), whole)
+    every = np.concatenate(
+        [depths.draw(config, DREAMER, key, jnp.int32(0), jnp.arange(16)).depth for key in KEYS[:200]]
+    )
+    assert abs(every.mean() - 50.5) < 4 * every.std() / np.sqrt(every.size)
 
 
 def test_what_cannot_be_is_refused():
@@ -144,19 +168,22 @@ def assert_close(found: Any, wanted: Any, tolerance: float) -> None:
 
 @pytest.mark.parametrize("variant", ["DR+DA", pytest.param("DR", marks=pytest.mark.slow)])
 def test_rows_with_depths_of_their_own(variant):
-    """Rows of 1, 2, 4 and 5 depths in two groups: loss, gradients and counts are those of each alone."""
+    """Rows of 4, 1, 5 and 2 depths in two groups: loss, gradients and counts are those of each alone."""
     config = small_config(variant, depth=5)
-    family, (params, bias), own = build(config), random_weights(config), np.array([1, 2, 4, 5])
+    family, (params, bias), own = build(config), random_weights(config), np.array([4, 1, 5, 2])
     batch = {name: jnp.asarray(its[:4]) for name, its in random_batch(1).items()}
 
     @functools.partial(jax.jit, static_argnames="groups")
     @functools.partial(jax.value_and_grad, has_aux=True)
-    def of_rows(params, rows, depth, groups):
+    def of_rows(params, rows, depth, groups, group_depths=None):
         its = {name: each[rows] for name, each in batch.items()}
-        passed = forward(family, params, {"balancing": bias}, its, Drawn(depth, 6, None, groups))
+        passed = forward(family, params, {"balancing": bias}, its, Drawn(depth, 6, None, groups, group_depths))
         return family.loss(params, passed, its)[0], passed.counts
 
     found = of_rows(params, jnp.arange(4), jnp.asarray(own), groups=2)
+    deeper = of_rows(params, jnp.arange(4), jnp.asarray(own), groups=2, group_depths=jnp.array([3, 6]))
+    jax.tree.map(np.testing.assert_array_equal, found[0], deeper[0])  # going on with nobody changes nothing
+    assert_close(deeper[1], found[1], 1e-6)
     alone = [of_rows(params, jnp.arange(i, i + 1), jnp.int32(depth), groups=1) for i, depth in enumerate(own)]
     (loss, counts), gradients = jax.tree.map(lambda *rows: sum(rows), *alone)
     np.testing.assert_allclose(found[0][0], loss, rtol=1e-6)
@@ -298,10 +325,16 @@ def test_a_settling_loss():
 
 
 @functools.cache
-def trained(by: str, devices: int = 1) -> list[tuple[float, ...]]:
+def trained(by: str, devices: int = 1, expert: int = 1, microbatches: int = 1) -> list[tuple[float, ...]]:
     """(loss, depth, norm of the gradient) of three steps."""
     config = tiny_config(
-        model__depth=3, recurrence__draw="uniform", recurrence__by=by, recurrence__groups=2, mesh__data=(devices,)
+        model__depth=3,
+        recurrence__draw="uniform",
+        recurrence__by=by,
+        recurrence__groups=2,
+        mesh__data=(devices,),
+        mesh__expert=expert,
+        training__microbatches=microbatches,
     )
     mesh = make_mesh(config.mesh)
     step, state, found = make_train_step(config, mesh), create_state(config, mesh), []
@@ -323,3 +356,10 @@ def test_a_train_step_at_drawn_depths(by):
 @pytest.mark.slow
 def test_devices_draw_the_same_depth():
     np.testing.assert_allclose(trained("step", 8), trained("step"), rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"devices": 8}, {"devices": 2, "expert": 4}, {"microbatches": 2}])
+def test_rows_go_as_deep_on_any_mesh(mesh):
+    """Also where devices exchange tokens in every depth, whose deepest rows differ."""
+    np.testing.assert_allclose(trained("row", **mesh), trained("row"), rtol=1e-4)
