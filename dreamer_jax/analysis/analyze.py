@@ -17,6 +17,7 @@ from dreamer_jax.analysis.figures import make_figures
 from dreamer_jax.analysis.report import write_report
 from dreamer_jax.analysis.summary import Summary, summarise
 from dreamer_jax.analysis.trajectories import trajectories
+from dreamer_jax.config.recurrence import RecurrenceConfig
 from dreamer_jax.config.sections import Config, MeshConfig
 from dreamer_jax.data import open_data
 from dreamer_jax.errors import UserError
@@ -140,4 +141,6 @@ def _with_data(config: Config, path: str) -> Config:
         raise UserError(f"{path}: there is no such file or directory")
     changes: dict[str, Any] = {"path": path, "heldout_path": path}
     changes["source"] = "prepared" if Path(path).is_dir() else "jsonl"
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))
+    unknown = RecurrenceConfig()  # nobody knows the results of steps there
+    recurrence = dataclasses.replace(config.recurrence, steps=unknown.steps, depths_per_step=unknown.depths_per_step)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **changes), recurrence=recurrence)

@@ -61,6 +61,10 @@ def file_stem(variant: str, depth: int) -> str:
     return f"{variant.lower().replace('+', '_')}_{depth}"
 
 
+MARKS = (b"by `dreamer match`", b", matched to ", b"the baseline of its family.")
+"""By which the first line of a file of `dreamer match` is known."""
+
+
 def write(model: Any, base: Path, out: Path, comment: str) -> None:
     """Write a configuration that is `base` but for the values in which `model` differs.
 
@@ -68,15 +72,18 @@ def write(model: Any, base: Path, out: Path, comment: str) -> None:
         model: the model the file shall describe.
         base: an existing configuration; the file refers to it by a relative `base:`. A file outside of the package
             holds all values instead of referring into the package, which may be replaced or lie elsewhere tomorrow.
-        out: the file; its folder is made, an old file is replaced.
+        out: the file; its folder is made, an old file that `dreamer match` wrote is replaced.
         comment: first line of the file.
     Raises:
-        UserError: `out` is a file that `base` itself is made of, or can't be written.
+        UserError: `out` is a file that `base` itself is made of, or another than `dreamer match` writes, or can't be
+            written.
     """
     loaded = load_config(base)
     made_of = {base.resolve()} | {Path(origin.rpartition(":")[0]).resolve() for origin in loaded.origins.values()}
     if out.resolve() in made_of:
         raise UserError(f"{out}: {base} is made of this file, so it can't be written on top of it; name another")
+    if out.is_file() and not any(mark in out.read_bytes().partition(b"\n")[0] for mark in MARKS):
+        raise UserError(f"{out}: exists, and isn't a file of `dreamer match`; name another, or remove it first")
     if base.resolve().is_relative_to(FOLDER) and not out.resolve().is_relative_to(FOLDER):
         text = to_yaml(replace(loaded.config, model=model))
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dreamer_jax.cli.arguments import Parser
+from dreamer_jax.cli.arguments import Parser, natural
 from dreamer_jax.errors import UserError
 
 
@@ -34,7 +34,7 @@ def _parser() -> Parser:
         "--data", default="", help="a JSONL file with the run's fields, or prepared data (the run's held-out data)"
     )
     parser.add_argument("--sequences", type=int, default=1000, help="sequences, chosen at random (1000)")
-    parser.add_argument("--seed", type=int, default=0, help="of that choice (0)")
+    parser.add_argument("--seed", type=natural, default=0, help="of that choice (0)")
     parser.add_argument("--compare", metavar="RUN", help="an LA run to draw beside this one in Fig. 6")
     parser.add_argument("--out", metavar="DIR", help="the folder to write (RUN/analysis)")
     return parser

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from dreamer_jax.config import Config, LoadedConfig, load_config
@@ -14,6 +15,9 @@ from dreamer_jax.config.keys import FAMILY
 from dreamer_jax.config.loading import read_overrides
 from dreamer_jax.config.models import find, known
 from dreamer_jax.errors import UserError
+
+LARGEST = 2**31 - 1
+"""Of what commands count; so many are an int32."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,14 +70,29 @@ def positive(text: str) -> int:
     """An argument that is an integer of one or more."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not an integer of 1 or more")
-    return int(text)
+    return natural(text)
 
 
 def natural(text: str) -> int:
     """An argument that is an integer of 0 or more."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"'{text}' is not an integer of 0 or more")
+    if int(text) > LARGEST:
+        raise argparse.ArgumentTypeError(f"'{text}' is more than {LARGEST:,}")
     return int(text)
+
+
+def figure_file(option: str, path: str, kinds: Sequence[str] = (".png", ".svg")) -> Path:
+    """Where a picture goes.
+
+    Raises:
+        UserError: it can't be written, or is of another kind.
+    """
+    if Path(path).suffix not in kinds:
+        raise UserError(f"{option} {path}: must end in {' or '.join(kinds)}")
+    if not Path(path).parent.is_dir():
+        raise UserError(f"{option} {path}: there is no folder {Path(path).parent}")
+    return Path(path)
 
 
 def say(line: str) -> None:

@@ -8,6 +8,7 @@ import sys
 from dreamer_jax.cli.arguments import Parser, say
 from dreamer_jax.cli.inference_options import RUN, add_options, open_model, prompt_template, sampling_of
 from dreamer_jax.cli.sampler_options import parse
+from dreamer_jax.data.jsonl import Broken
 from dreamer_jax.errors import UserError
 
 
@@ -40,7 +41,12 @@ def run(arguments: list[str]) -> int:
             if interactive:
                 break
             continue
-        prompt = template.fill({template.fields[0]: line}) if template.fields else line
+        try:
+            prompt = template.fill({template.fields[0]: line}) if template.fields else line
+            prompt.encode()
+        except (Broken, UnicodeEncodeError):
+            say("that line isn't text in UTF-8; it is left out")
+            continue
         shown = ""
         try:
             for texts in model.stream([history + prompt], options.max_tokens, sampling, options.stop):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 
-from dreamer_jax.cli.arguments import Parser, positive
+from dreamer_jax.cli.arguments import Parser, natural, positive
 from dreamer_jax.config import load_config
 from dreamer_jax.errors import UserError
 
@@ -83,6 +83,6 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--step", type=int, metavar="N", help="only this one")
     prune.add_argument("--keep", type=positive, metavar="N", help="newest that stay (the run's checkpoint.keep)")
     prune.add_argument(
-        "--keep-every", type=int, metavar="N", help="multiples of this stay too (the run's checkpoint.keep_every)"
+        "--keep-every", type=natural, metavar="N", help="multiples of this stay too (the run's checkpoint.keep_every)"
     )
     return parser

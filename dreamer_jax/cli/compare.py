@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from dreamer_jax.budget import analytic
-from dreamer_jax.cli.arguments import Parser
+from dreamer_jax.cli.arguments import Parser, figure_file
 from dreamer_jax.config import load_config
 from dreamer_jax.errors import UserError
 from dreamer_jax.evaluation.comparison import Curve, accuracies, best, data_efficiency, draw
 from dreamer_jax.families import build
+from dreamer_jax.json_files import read_object
 from dreamer_jax.runs.metrics import read_metrics
 from dreamer_jax.training.figures import heldout_curve
 
@@ -21,6 +22,7 @@ LOSS = "held-out loss (nats per token)"
 def run(arguments: list[str]) -> int:
     """Print the table, and draw the figure that is asked for; returns the exit code."""
     options = _parser().parse_args(arguments)
+    figure = options.figure and figure_file("--figure", options.figure)
     directories = list(dict.fromkeys(options.runs))
     rows = [_row(Path(directory)) for directory in directories]
     configs = {directory: load_config(Path(directory) / "config.yaml").config for directory in directories}
@@ -32,14 +34,14 @@ def run(arguments: list[str]) -> int:
         print(json.dumps(rows, indent=2))
     else:
         _print_table(rows)
-    if options.figure:
+    if figure:
         names = {directory: f"{row['variant']} ({directory})" for row, directory in zip(rows, directories, strict=True)}
         panels = {LOSS: {names[d]: heldout_curve(Path(d), config) for d, config in configs.items()}}
         for label in sorted({label for its in curves.values() for label in its}):
             panels[label] = {names[directory]: its.get(label, []) for directory, its in curves.items()}
-        if not draw(panels, names[baseline], Path(options.figure)):
+        if not draw(panels, names[baseline], figure):
             raise UserError("none of the runs has been evaluated yet; see evaluation.every")
-        print(f"figure {options.figure}")
+        print(f"figure {figure}")
     return 0
 
 
@@ -65,7 +67,7 @@ def _row(directory: Path) -> dict[str, Any]:
     if not summary.is_file():
         raise UserError(f"{directory} is not a finished run: it has no summary.json; finish it with `dreamer train`")
     config = load_config(directory / "config.yaml").config
-    last = json.loads(summary.read_text(encoding="utf-8"))
+    last = read_object(summary, "`dreamer train` with its config.yaml makes it again", ("step", "tokens"))
     model = build(config.model)
     context = analytic.average_context(config.data.places, model.flags.causal)
     return {

@@ -95,8 +95,24 @@ def _check(words: list[str]) -> None:
             find(config.data.mixture, "mixture")
         except ConfigError as error:
             raise ConfigError(f"{loaded.origins['data.mixture']}: data.mixture: {error}", "data.mixture") from None
+    _check_data(config)
     print("ok")
     print(summary(config))
+
+
+def _check_data(config: Config) -> None:
+    """What `dreamer train` would refuse of built-in data, of the tokenizer, and of the names of benchmarks."""
+    from dreamer_jax.data import open_data
+    from dreamer_jax.data.pipeline import require_vocabulary
+    from dreamer_jax.data.tokenizers import load_tokenizer
+    from dreamer_jax.evaluation.runner import choose_tasks
+
+    if config.data.source in ("task", "puzzle"):
+        open_data(config)
+    else:
+        require_vocabulary(config, load_tokenizer(config.data.tokenizer), f"tokenizer {config.data.tokenizer}")
+    if config.evaluation.tasks:
+        choose_tasks(config.evaluation.tasks)
 
 
 def summary(config: Config) -> str:

@@ -98,6 +98,8 @@ def _train_tokenizer(words: list[str]) -> None:
     out = Path(options["--out"])
     if out.suffix != ".json":
         raise UserError(f"--out {out}: must end in .json, by which data.tokenizer knows its kind")
+    if out.exists():  # what was prepared or trained with it goes by its fingerprint
+        raise UserError(f"--out {out}: exists; choose another name, or remove it first")
     tokenizer = train_tokenizer(load_mixture(mixture), _number(options["--size"], "--size"), out)
     print(f"{out}: {tokenizer.vocab_size} ids, fingerprint {tokenizer.fingerprint[:12]}")
 

@@ -21,7 +21,7 @@ def run(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     folder = Path(options.run)
     if options.loss_only:
-        if options.rows or options.seed:
+        if options.rows is not None or options.seed is not None:
             raise UserError("--loss-only looks at all held-out records; leave --rows and --seed out")
         return _loss_only(folder, options)
     if options.experts:

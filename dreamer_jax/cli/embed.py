@@ -22,6 +22,9 @@ def run(arguments: list[str]) -> int:
     beside = knowledge.texts_beside(out)
     if beside.exists() and beside.samefile(source):
         raise UserError(f"--out {out}: the texts go beside it, to {beside}, which is what is read; choose another name")
+    for path, what in ((out, ""), (beside, ", where the texts would go")):
+        if path.exists():
+            raise UserError(f"--out {out}: {path} exists{what}; choose another name, or remove it first")
     texts = read_texts(source, options.field)
     from dreamer_jax.model import load
 

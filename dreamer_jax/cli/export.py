@@ -16,9 +16,12 @@ def run(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     _require("torch", "safetensors")
     from dreamer_jax.export.description import form_of
+    from dreamer_jax.export.writing import refuse_existing
     from dreamer_jax.runs.leaves import open_model
 
     out = Path(options.out)
+    if not options.verify_only:
+        refuse_existing(out)
     model = open_model(options.run, options.step, options.average)
     form = form_of(model.config)
     if options.format not in (None, form.family):

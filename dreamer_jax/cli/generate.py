@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dreamer_jax.cli.arguments import Parser, say
+from dreamer_jax.cli.arguments import Parser, figure_file, say
 from dreamer_jax.cli.inference_options import RUN, add_options, open_model, prompt_template, sampling_of
 from dreamer_jax.cli.sampler_options import parse
 from dreamer_jax.errors import UserError
@@ -30,7 +30,7 @@ def run(arguments: list[str]) -> int:
     if options.prompt is None:
         raise UserError("generate: nothing to continue; give --prompt TEXT or --file prompts.jsonl")
     if options.trace is not None:
-        return _trace(trace_file(options.trace), options, sampler)
+        return _trace(figure_file("--trace", options.trace), options, sampler)
     sampling = sampling_of(options)
     model, _ = open_model(options, sampler)
     shown = ""
@@ -52,19 +52,6 @@ def _trace(path: Path, options: argparse.Namespace, sampler: Sampler) -> int:
     path.write_bytes(figure.render(path.suffix[1:]))
     say(f"figure {path}")
     return 0
-
-
-def trace_file(path: str) -> Path:
-    """Where the picture of a trace goes.
-
-    Raises:
-        UserError: it can't be written, or is of another kind.
-    """
-    if Path(path).suffix not in (".svg", ".png"):
-        raise UserError(f"--trace {path}: must end in .svg or .png")
-    if not Path(path).parent.is_dir():
-        raise UserError(f"--trace {path}: there is no folder {Path(path).parent}")
-    return Path(path)
 
 
 def _answer_file(path: Path, options: argparse.Namespace, sampler: Sampler) -> int:
@@ -95,7 +82,9 @@ def prompt_file(path: str) -> Path:
         UserError: there is none.
     """
     if not Path(path).is_file():
-        raise UserError(f"{path}: there is no such file")
+        raise UserError(
+            f"{path}: is a folder; name a file" if Path(path).is_dir() else f"{path}: there is no such file"
+        )
     return Path(path)
 
 
@@ -116,6 +105,9 @@ def read_prompts(path: Path, template: str) -> list[tuple[dict[str, object], str
             if "prompt" not in record and not filler.fields:
                 raise Broken("no prompt", "it has no field prompt")  # the template would make the same of every record
             prompt = record["prompt"] if "prompt" in record else filler.fill(record)
+            json.dumps(record, ensure_ascii=False).encode()  # as it will be printed
+        except UnicodeEncodeError:
+            raise UserError(f"{path}: line {number}: holds half of a surrogate pair, which is no text") from None
         except Broken as error:
             raise UserError(
                 f"{path}: line {number}: {error}; a record has a field prompt, or those of data.prompt {template!r}"

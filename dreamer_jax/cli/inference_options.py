@@ -25,7 +25,7 @@ KNOWLEDGE = "other texts to attend to than trained with, made by dreamer embed: 
 def add_options(parser: Parser) -> None:
     """The options of sampling, of the model, and of the devices."""
     add = parser.add_argument
-    add("--max-tokens", type=int, default=256, metavar="N", help="most tokens of a text (256)")
+    add("--max-tokens", type=positive, default=256, metavar="N", help="most tokens of a text (256)")
     add_sampling(parser)
     add("--stop", action="append", default=[], metavar="TEXT", help="ends a text; may be given several times")
     add("--depth", type=int, metavar="L", help="depths to apply; a recurrent model takes any (as trained)")
@@ -105,8 +105,6 @@ def open_model(options: argparse.Namespace, sampler: Sampler) -> tuple[LanguageM
     """
     from dreamer_jax.model import load
 
-    if options.max_tokens < 1:
-        raise UserError(f"--max-tokens {options.max_tokens}: must be 1 or more")
     mesh = mesh_of(options.mesh_data, options.mesh_expert)
     names = ("average", "dtype", "int8", "cache", "knowledge", "tokenizer")
     model = load(options.run, **{name: getattr(options, name) for name in names}, mesh=mesh)

@@ -70,6 +70,7 @@ page faults, a third of its CPU time; with huge ones it takes a few hundred. Kee
 saves the kernel from zeroing them, but the compiler leaves the heap full of holes: in a process that had compiled its
 step the threads then waited for the heap, and steps took 1.2 to 1.5 times as long as in one that had found it compiled.
 """
+NO_MEMORY = "there isn't the memory for what is asked; ask for less: fewer rows, tokens or depths, or a smaller model"
 SELDOM = 100_000
 """New objects after which Python looks for cycles among them; with its own 700 a start takes 8 % longer."""
 
@@ -96,6 +97,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         where = f"{error.filename}: " if error.filename else ""
         print(f"dreamer: error: {where}{error.strerror}; {OF_THE_DISK[error.errno]}", file=sys.stderr)
+        return 2
+    except MemoryError:
+        print(f"dreamer: error: {NO_MEMORY}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):  # how jax says it
+            raise
+        print(f"dreamer: error: {NO_MEMORY} ({str(error).splitlines()[0][:200]})", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         hint = _missing_package(error)

@@ -32,8 +32,9 @@ def run(arguments: list[str]) -> int:
         return _explain(with_mesh(loaded, topology), topology, options.json)
     if options.sweep:
         return _sweep(loaded.config, topology, options.compile, options.json)
-    config = with_mesh(loaded, topology)
-    return _serving(config, topology, options) if options.serve else _plan(config, topology, options)
+    if options.serve:
+        return _serving(with_mesh(loaded, topology, serving=True), topology, options)
+    return _plan(with_mesh(loaded, topology), topology, options)
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -51,12 +52,16 @@ def check_options(options: argparse.Namespace) -> None:
         raise UserError("--explain compiles nothing and stands alone; leave --serve, --sweep and --hlo out")
 
 
-def with_mesh(loaded: LoadedConfig, topology: Topology) -> Config:
-    """The configuration, with the torus of the topology as its mesh where it sets none."""
+def with_mesh(loaded: LoadedConfig, topology: Topology, serving: bool = False) -> Config:
+    """The configuration, with the torus of the topology as its mesh where it sets none. A training batch that the mesh
+    doesn't divide is refused, but for serving, where there is none."""
     config, origins = loaded.config, loaded.origins
     if any(origins[f"mesh.{field.name}"] != "default" for field in dataclasses.fields(MeshConfig)):
         return config
-    return dataclasses.replace(config, mesh=MeshConfig(slices=topology.slices, data=topology.shape))
+    mesh, training = MeshConfig(slices=topology.slices, data=topology.shape), config.training
+    if serving:
+        training = dataclasses.replace(training, batch_size=mesh.size, microbatches=1)
+    return dataclasses.replace(config, mesh=mesh, training=training)
 
 
 def _parser() -> Parser:

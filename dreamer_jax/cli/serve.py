@@ -73,8 +73,8 @@ def offered(word: str) -> Sampler:
     if word.startswith("{"):
         try:
             settings = json.loads(word)
-        except ValueError:
-            raise UserError(f"--offer {word}: isn't JSON; as {EXAMPLE}") from None
+        except (ValueError, RecursionError):
+            raise UserError(f"--offer {word[:80]}: isn't JSON; as {EXAMPLE}") from None
     name = settings.pop("name", None)
     if not isinstance(name, str):
         raise UserError(f"--offer {word}: has no name; as {EXAMPLE}")

@@ -101,7 +101,11 @@ def _split_flags(arguments: list[str]) -> tuple[list[str], list[str] | None]:
         name, equals, value = word.partition("=")
         if name not in FLAGS:
             words.append(word)
-        elif equals or remaining:
+        elif name in values:
+            raise UserError(f"train: {name} is given twice")
+        elif not ((equals and value) or (not equals and remaining and not remaining[0].startswith("--"))):
+            raise UserError(f"train: {name} needs a value")
+        else:
             values[name] = value if equals else remaining.pop(0)
     if values and len(values) < len(FLAGS):
         missing = " and ".join(flag for flag in FLAGS if flag not in values)

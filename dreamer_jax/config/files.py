@@ -120,6 +120,8 @@ def parse(path: Path) -> yaml.Node | None:
     try:
         # Nodes instead of values: they know their lines, and nothing is converted before its type is known.
         return yaml.compose(text, Loader=yaml.SafeLoader)
+    except RecursionError:
+        raise ConfigError(f"{path}: not a configuration: it is nested too deeply") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""

@@ -201,10 +201,10 @@ def open_data(config: Config) -> Data:
     """
     if config.data.source == "puzzle":
         puzzles = PuzzleData(config)
-        _require_vocabulary(config, puzzles.tokenizer, f"puzzle {config.data.puzzle.task}")
+        require_vocabulary(config, puzzles.tokenizer, f"puzzle {config.data.puzzle.task}")
         return puzzles
     tokenizer = load_tokenizer(config.data.tokenizer)
-    _require_vocabulary(config, tokenizer, f"tokenizer {config.data.tokenizer}")
+    require_vocabulary(config, tokenizer, f"tokenizer {config.data.tokenizer}")
     sources: dict[str, type[TaskSource] | type[JsonlSource] | type[PreparedSource]] = {
         "task": TaskSource,
         "jsonl": JsonlSource,
@@ -213,8 +213,12 @@ def open_data(config: Config) -> Data:
     return Data(config, tokenizer, sources[config.data.source](config, tokenizer))
 
 
-def _require_vocabulary(config: Config, tokenizer: Tokenizer, name: str) -> None:
-    """The model must have a row for every id of a tokenizer."""
+def require_vocabulary(config: Config, tokenizer: Tokenizer, name: str) -> None:
+    """The model must have a row for every id of a tokenizer.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size: {config.model.vocab_size} is too small for {name}, which has {tokenizer.vocab_size} "

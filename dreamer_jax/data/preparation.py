@@ -35,10 +35,12 @@ from dreamer_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dreamer_jax.data.words import BANDS
 from dreamer_jax.data.workers import Pool
 from dreamer_jax.errors import UserError
+from dreamer_jax.json_files import read_object
 
 SMALLEST_UNIT, LARGEST_UNIT, UNITS = 4_000_000, 256_000_000, 256
 """Sources are cut into about UNITS units, of no fewer and no more bytes than these."""
 
+DAMAGED = "remove the folder and prepare again"
 VERSION = 1
 """Raised when the same mixture would give other data; work of another version is not continued."""
 
@@ -67,11 +69,11 @@ def prepare(path: str | Path, out: str | Path, workers: int, say: Callable[[str]
     out = Path(out)
     with _locked(out):
         if _open_directory(out, plan):
-            say(f"{out} is already prepared")
-            index = json.loads((out / "index.json").read_text(encoding="utf-8"))
+            index, report = (read_object(out / name, DAMAGED) for name in ("index.json", "report.json"))
             _write_index(out, index, mixture)
             _tidy(out)
-            return json.loads((out / "report.json").read_text(encoding="utf-8"))
+            say(f"{out} is already prepared")
+            return report
         return _Preparation(mixture, tokenizer, units, out, say).run(workers)
 
 
@@ -116,7 +118,7 @@ def _open_directory(out: Path, plan: dict[str, Any]) -> bool:
         if [p for p in out.iterdir() if p.name != ".lock" and ".tmp-" not in p.name]:
             raise UserError(f"{out}: is not empty and holds no prepared data; name another directory")
         write_json(out / "plan.json", plan)
-    found = json.loads((out / "plan.json").read_text(encoding="utf-8"))
+    found = read_object(out / "plan.json", DAMAGED)
     if found != plan:
         what = next(part for part in ("identity", "inputs", "units") if found.get(part) != plan[part])
         reason = {"identity": "of other settings or another tokenizer", "inputs": "of input files that have changed"}
@@ -168,7 +170,7 @@ class _Preparation:
                 self._say(f"{verb} {count + len(tasks) - len(todo)} of {len(tasks)}")
 
     def _parts(self) -> tuple[list[dedup.Part], list[dict[str, Any]]]:
-        done = [json.loads(self._unit_done(i).read_text(encoding="utf-8")) for i in range(len(self._units))]
+        done = [read_object(self._unit_done(i), DAMAGED) for i in range(len(self._units))]
         parts = [
             dedup.Part(unit["source"], i, self._unit_done(i).parent, number, part["records"], part["tokens"])
             for i, unit in enumerate(done)
@@ -316,7 +318,7 @@ class _Preparation:
 
 def _marker(stem: str) -> dict[str, Any]:
     """What a finished shard's task has left."""
-    return json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))
+    return read_object(Path(f"{stem}.json"), DAMAGED)
 
 
 def _write_index(out: Path, index: dict[str, Any], mixture: Mixture) -> None:

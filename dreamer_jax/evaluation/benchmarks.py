@@ -12,6 +12,7 @@ import gzip
 import io
 import random
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,7 +186,7 @@ def read(path: Path) -> bytes:
             return file.read()
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; --data names the folder of the benchmarks") from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"can't read {path}: {error}") from None
 
 

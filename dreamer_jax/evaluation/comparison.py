@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dreamer_jax.config.sections import Config
+from dreamer_jax.json_files import read_object
 
 Curve = list[tuple[float, float]]
 """(tokens trained on, value), tokens rising."""
@@ -17,6 +17,15 @@ AVERAGE = "average"
 HELDOUT = "held-out"
 HEADLINES = {"gsm8k": "strict", "math": "boxed", "mmlu_math": "acc", "mathqa": "acc"}
 """Benchmark -> the metric that is compared."""
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """What `dreamer eval` wrote of a checkpoint: `source` and `tasks`.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    return read_object(path, "remove it, and `dreamer eval` makes it again of its records", ("source", "tasks"))
 
 
 def accuracies(directory: Path, config: Config, metrics: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
@@ -42,7 +51,7 @@ def accuracies(directory: Path, config: Config, metrics: Iterable[Mapping[str, A
     for path in directory.glob("evaluation/step-*/results.json"):
         if not path.parent.name.removeprefix("step-").isdigit():
             continue
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_results(path)
         for label, result in content["tasks"].items():
             headline = HEADLINES.get(result["task"])
             if headline:

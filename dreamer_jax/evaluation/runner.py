@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dreamer_jax.errors import UserError
+from dreamer_jax.evaluation.comparison import read_results
 from dreamer_jax.evaluation.records import Records
 from dreamer_jax.evaluation.scoring import Estimate
 from dreamer_jax.evaluation.tasks import TASKS, Settings, Task
@@ -166,8 +167,8 @@ def _write(path: Path, source: dict[str, Any], results: Results) -> None:
     """Add results to those that the file has of the same source."""
     known: Results = {}
     if path.is_file():
-        content = json.loads(path.read_text(encoding="utf-8"))
-        known = content["tasks"] if content.get("source") == source else {}
+        content = read_results(path)
+        known = content["tasks"] if content["source"] == source else {}
     text = json.dumps({"source": source, "tasks": known | results}, indent=1) + "\n"
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")

@@ -297,7 +297,10 @@ def _documents(settings: Settings) -> list[tuple[str, str]]:
         path, written = Path(settings.text), (settings.prompt, settings.template)
     content = benchmarks.read(path)
     if ".jsonl" not in path.name:
-        return [("", content.decode("utf-8", errors="replace"))]
+        try:
+            return [("", content.decode("utf-8"))]
+        except UnicodeDecodeError as error:
+            raise UserError(f"--text {path}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from None
     prompt, template = Template(written[0], "--prompt"), Template(written[1], "--template")
     texts = []
     for number, line in enumerate(content.splitlines(), start=1):

@@ -84,7 +84,7 @@ def written_aside(out: Path) -> Iterator[Path]:
     Raises:
         UserError: something exists at `out`, or the folder can't be written.
     """
-    _refuse_existing(out)
+    refuse_existing(out)
     aside = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def written_aside(out: Path) -> Iterator[Path]:
         for path in (*aside.rglob("*"), aside):
             if path.is_dir():
                 _sync(path)
-        _refuse_existing(out)
+        refuse_existing(out)
         aside.rename(out)
         _sync(out.parent)
     except OSError as error:
@@ -102,7 +102,12 @@ def written_aside(out: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _refuse_existing(out: Path) -> None:
+def refuse_existing(out: Path) -> None:
+    """Nothing may exist where a folder goes.
+
+    Raises:
+        UserError: something does.
+    """
     if out.exists() or out.is_symlink():
         raise UserError(f"{out} exists; name a path that doesn't, or remove it first")
 

@@ -46,7 +46,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
         data = " x ".join(map(str, config.data))
         raise ConfigError(
             f"mesh.data: {config.size} devices asked for ({slices}data {data}{experts}), but there are {len(found)} "
-            f"({found[0].platform}); the product must be {len(found)}" + (", or 1" if devices is None else ""),
+            f"({found[0].platform}); the product must be {len(found)}"
+            + (", or 1" if devices is None and len(found) > 1 else ""),
             key="mesh.data",
         )
     ordered = sorted(found, key=_place)

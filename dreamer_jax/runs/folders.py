@@ -191,7 +191,9 @@ def _refuse_other(place: epath.Path, before: Config, now: Config) -> None:
     if not refused:
         return
     names = [name for name, keys in ALLOWED.items() if any(line.startswith(keys) for line in refused)]
-    hint = f", or add --checkpoint.allow {','.join((*now.checkpoint.allowed, *names))} to change that" if names else ""
+    allowable = tuple(key for name in names for key in ALLOWED[name])
+    hint = f", or add --checkpoint.allow {','.join((*now.checkpoint.allowed, *names))} to change that"
+    hint = hint if names and all(line.startswith(allowable) for line in refused) else ""
     raise UserError(
         f"{place} holds a run with another configuration:\n  "
         + "\n  ".join(refused)

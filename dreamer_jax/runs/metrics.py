@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dreamer_jax.errors import UserError
+from dreamer_jax.json_files import read_lines
 from dreamer_jax.runs.folders import write_atomically
 
 
@@ -160,11 +161,4 @@ def _without_torch() -> Iterator[None]:
 
 def read_metrics(directory: Path) -> list[dict[str, float]]:
     """The records of a run's metrics.jsonl, in order; a line cut short by a kill is left out."""
-    path = directory / "metrics.jsonl"
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return records
+    return list(read_lines(directory / "metrics.jsonl"))

@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from dreamer_jax.errors import UserError
+from dreamer_jax.json_files import read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -154,14 +155,11 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: there is none, or it isn't one.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        return read_object(path, "take a whole copy of the folder")
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} does not exist; is this a folder written by `dreamer export`?") from None
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is not a JSON object")
-    return value
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error.strerror}") from None
 
 
 def open_file(path: Path) -> dict[str, Stored]:

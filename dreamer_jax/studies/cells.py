@@ -16,6 +16,7 @@ from dreamer_jax.data.puzzles import PuzzleSource, longest
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import Family, depth_of, forward, initialise
 from dreamer_jax.families.puzzles import PuzzleFamily, labels, logits_by_depth
+from dreamer_jax.json_files import read_object
 from dreamer_jax.runs.folders import write_atomically
 from dreamer_jax.runs.models import TrainedModel, load_run
 
@@ -41,7 +42,7 @@ def accuracies(run: Path, depths: Sequence[int], steps: int, instances: int, say
     known = {"step": model.step, "steps": steps, "instances": instances, "accuracy": {}}
     file = run / FILE
     if file.is_file():
-        before = json.loads(file.read_text(encoding="utf-8"))
+        before = read_object(file)
         if {**before, "accuracy": {}} == known:
             known = before
     found: dict[str, list[float]] = known["accuracy"]

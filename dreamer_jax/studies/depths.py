@@ -18,6 +18,7 @@ from dreamer_jax.config.sections import Config, MeshConfig
 from dreamer_jax.data import open_data
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import Family
+from dreamer_jax.json_files import AGAIN, read_object
 from dreamer_jax.parallel import batch_spec, make_mesh
 from dreamer_jax.runs.folders import run_and_step, write_atomically
 from dreamer_jax.runs.models import TrainedModel, load_run
@@ -150,11 +151,10 @@ class Kept:
         self._file = file
         self._content: dict[str, Any] = {"step": step}
         if file.is_file():
-            try:
-                before = json.loads(file.read_text(encoding="utf-8"))
-            except json.JSONDecodeError:
-                raise UserError(f"{file}: is not JSON; remove it, and it is made again") from None
-            if isinstance(before, dict) and before.get("step") == step:
+            before = read_object(file)
+            if any(not isinstance(part, dict) for name, part in before.items() if name != "step"):
+                raise UserError(f"{file} is damaged: a part of it isn't an object; {AGAIN}")
+            if before.get("step") == step:
                 self._content = before
 
     def part(self, name: str, settings: Any = None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import numpy as np
 from dreamer_jax.config import Config
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import build
+from dreamer_jax.json_files import read_object
 from dreamer_jax.runs.folders import open_run, write_atomically
 from dreamer_jax.runs.models import locate_run
 from dreamer_jax.studies.cells import accuracies, gradient_norms
@@ -111,7 +112,7 @@ def open_result(folder: Path, task: str, preset: str, instances: int) -> Result:
     file = folder / FILE
     if not file.is_file():
         return {**about, "models": {}}
-    before: Result = json.loads(file.read_text(encoding="utf-8"))
+    before: Result = read_object(file, "remove it; runs that are complete stay, and are measured again", ("models",))
     other = [name for name in about if before.get(name) != about[name]]
     if other:
         said = ", ".join(f"{name} {before.get(name)} instead of {about[name]}" for name in other)

@@ -20,6 +20,7 @@ from dreamer_jax.config.loading import Word
 from dreamer_jax.errors import UserError
 from dreamer_jax.evaluation.comparison import HELDOUT, accuracies
 from dreamer_jax.families import build
+from dreamer_jax.json_files import read_object
 from dreamer_jax.runs.folders import open_run, write_atomically
 from dreamer_jax.runs.metrics import read_metrics
 from dreamer_jax.runs.models import locate_run
@@ -180,7 +181,7 @@ def _complete(job: Job) -> bool:
     steps = job.loaded.config.training.steps
     evaluated = job.run / DEPTHS
     if job.depths:
-        known = json.loads(evaluated.read_text(encoding="utf-8")) if evaluated.is_file() else {}
+        known = read_object(evaluated) if evaluated.is_file() else {}
         settings = {part: known.get(part, {}).get("settings") for part in ("difficulty", "experts")}
         if known.get("step") != steps or settings["experts"] != COUNTED:
             return False
@@ -326,7 +327,7 @@ def measured(run: Path, metric: str) -> Result:
     """What a complete run was measured by; the task's metric also over parts of the held-out rows."""
     metrics = read_metrics(run)
     rates = [its["time/tokens_per_second"] for its in metrics if "time/tokens_per_second" in its]
-    at_depths = json.loads((run / DEPTHS).read_text(encoding="utf-8"))
+    at_depths = read_object(run / DEPTHS)
     by_depth, answered = at_depths["depths"], at_depths.get("difficulty", {}).get("found", {})
     return {
         "curves": {name: [list(point) for point in curve] for name, curve in curves(run).items() if curve},

@@ -12,6 +12,7 @@ import numpy as np
 
 from dreamer_jax.data import Data
 from dreamer_jax.data.records import Batch
+from dreamer_jax.json_files import read_lines
 
 FILE = "heldout.jsonl"
 """What a run keeps of its evaluations beside their means: a line of `Sums` for each, which later lines of its step
@@ -107,11 +108,5 @@ def keep_parts(run: Path, step: int, parts: Sums) -> None:
 
 def kept_parts(run: Path) -> dict[int, Sums]:
     """Step -> what `keep_parts` wrote of it last; a line cut short by a kill is left out."""
-    path, found = run / FILE, {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            parts = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        found[parts.pop("step")] = parts
+    found = {parts.pop("step"): parts for parts in read_lines(run / FILE) if "step" in parts}
     return dict(sorted(found.items()))

@@ -30,6 +30,7 @@ from dreamer_jax.training.console import Console
 from dreamer_jax.training.evaluation import evaluate, keep_parts
 from dreamer_jax.training.figures import draw_figures
 from dreamer_jax.training.heartbeat import Heartbeat
+from dreamer_jax.training.memory import check_memory
 from dreamer_jax.training.preemption import StopRequest
 from dreamer_jax.training.recovery import Recovery, RunCounters, recorded_config
 from dreamer_jax.training.stability import SkipCounter, Unstable
@@ -89,6 +90,7 @@ def train(loaded: LoadedConfig, extras: Extras = Extras()) -> int:
     with StopRequest(console.say) as stop_request, Heartbeat(config.safety.stuck_seconds) as heartbeat:
         with heartbeat.suspended():
             mesh = make_mesh(config.mesh)
+            check_memory(config, mesh)
             data = open_data(config)
             folder = open_run(loaded, recorded_config, check_beginning)
         console.say(f"run {folder.place}: {build(config.model).headline()}; {data.summary}")

@@ -74,6 +74,26 @@ def test_data_efficiency_against_a_baseline(runs, capsys):
     assert "none of the runs" in capsys.readouterr().err
 
 
+def test_damaged_files_are_said_in_one_line(runs, tmp_path, capsys):
+    """And a picture that can't be drawn before anything is printed."""
+    results = tmp_path / "DR/evaluation/step-5/results.json"
+    results.parent.mkdir(parents=True)
+    for path, content, said in (
+        (results, b'{"source": {"step": 5}, "ta', "results.json is damaged: not valid JSON"),
+        (results, b'{"source": {"step": 5}}', "results.json is damaged: it has no 'tasks'"),
+        (tmp_path / "DR/summary.json", b"[]", "summary.json is damaged: not a JSON object"),
+        (tmp_path / "DR/summary.json", b"{}", "summary.json is damaged: it has no 'step'"),
+    ):
+        path.write_bytes(content)
+        assert main(["compare", *runs]) == 2
+        told = capsys.readouterr().err
+        assert said in told and told.count("\n") == 1
+    for figure, said in (("a.txt", "must end in .png or .svg"), (f"{tmp_path}/no/a.png", "there is no folder")):
+        assert main(["compare", *runs, "--figure", figure]) == 2
+        told = capsys.readouterr()
+        assert said in told.err and not told.out
+
+
 def test_unfinished_run_is_refused(runs, tmp_path, capsys):
     (tmp_path / "DR" / "summary.json").unlink()
     assert main(["compare", *runs]) == 2

@@ -45,6 +45,9 @@ def test_train_tokenizer(mixture: Path, tmp_path: Path, capsys: pytest.CaptureFi
     out = tmp_path / "made" / "tokenizer.json"
     assert main(["data", "train-tokenizer", str(mixture), "--size", "300", "--out", str(out)]) == 0
     assert "300 ids" in capsys.readouterr().out and out.is_file()
+    made = out.read_bytes()
+    assert main(["data", "train-tokenizer", str(mixture), "--size", "290", "--out", str(out)]) == 2
+    assert "exists; choose another name, or remove it first" in capsys.readouterr().err and out.read_bytes() == made
 
 
 def test_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,6 +60,13 @@ def test_chat_fills_the_prompt_of_the_run_and_keeps_the_history_when_asked(monke
         assert capsys.readouterr().out == f"<Q: a\nA: >\n\n{second}\n\n"
 
 
+def test_a_line_that_is_no_text_is_left_out(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n\udcff\nb\n"))  # as Python reads the byte ff
+    assert main(["chat", "runs/x"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "<Q: a\nA: >\n\n<Q: b\nA: >\n\n" and "isn't text in UTF-8" in shown.err
+
+
 def test_a_template_without_fields_makes_no_prompts(run, tmp_path, capsys):
     run.data.prompt = ""
     path = tmp_path / "prompts.jsonl"
@@ -108,11 +115,12 @@ def test_a_trace_is_drawn(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["generate", "runs/x", "--prompt", "a", "--trace", "t.pdf"], "must end in .svg or .png"),
+        (["generate", "runs/x", "--prompt", "a", "--trace", "t.pdf"], "must end in .png or .svg"),
         (["generate", "runs/x", "--prompt", "a", "--trace", "no/t.svg"], "there is no folder no"),
         (["generate", "runs/x", "--file", "p.jsonl", "--trace", "t.svg"], "give it with --prompt"),
         (["generate", "runs/x"], "nothing to continue"),
         (["generate", "runs/x", "--file", "missing.jsonl"], "no such file"),
+        (["generate", "runs/x", "--file", "."], "is a folder"),
         (["generate", "runs/x", "--prompt", "a", "--top-p", "2"], "top_p"),
         (["generate", "runs/x", "--prompt", "a", "--batch-size", "0"], "--batch-size"),
         (["generate", "runs/x", "--prompt", "a", "--tempreature", "1"], "--help"),
@@ -125,7 +133,13 @@ def test_mistakes_are_explained(words, message, capsys):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"), [("{", "not JSON"), ('{"id": 1}', "question"), ('{"prompt": 3}', "not a text")]
+    ("line", "message"),
+    [
+        ("{", "not JSON"),
+        ('{"id": 1}', "question"),
+        ('{"prompt": 3}', "not a text"),
+        (r'{"prompt": "a\ud800"}', "half of a surrogate pair"),
+    ],
 )
 def test_broken_records_are_named_by_line(tmp_path, line, message, capsys):
     path = tmp_path / "prompts.jsonl"

@@ -89,6 +89,19 @@ def test_bad_option_through_the_process() -> None:
             ["config", "check", TINY, "--data.source=jsonl", "--data.path=no.jsonl"],
             "command line: data.path: no such file 'no.jsonl'",
         ),
+        (
+            ["config", "check", TINY, "--model.vocab_size", "10"],
+            "model.vocab_size: 10 is too small for tokenizer bytes",
+        ),
+        (["config", "check", TINY, "--evaluation.tasks", "foo"], "'foo' is not a task; choose from gsm8k"),
+        (["config", "check", TINY, "--data.difficulty", "100"], "data.difficulty: 100 is more than"),
+        (["train", TINY, "--coordinator"], "train: --coordinator needs a value"),
+        (["train", TINY, "--coordinator", "--processes", "2"], "train: --coordinator needs a value"),
+        (["train", TINY, "--processes", "2", "--processes=4"], "train: --processes is given twice"),
+        (
+            ["generate", "runs/x", "--prompt", "x", "--max-tokens", "99999999999"],
+            "'99999999999' is more than 2,147,483,647",
+        ),
         (["info", "--all"], "info: unexpected '--all'"),
         (["info", "--family-module"], "--family-module needs a value: toy.py or package.module"),
         (["info", "--family-module="], "--family-module needs a value: toy.py or package.module"),
@@ -288,6 +301,11 @@ def test_user_errors_and_interrupts(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     replace_command(monkeypatch, raising(UserError("the disk is full; free some space")))
     assert main(["info"]) == 2
     assert capsys.readouterr().err == "dreamer: error: the disk is full; free some space\n"
+    for error in (MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")):
+        replace_command(monkeypatch, raising(error))
+        assert main(["info"]) == 2
+        said = capsys.readouterr().err
+        assert "there isn't the memory for what is asked; ask for less" in said and said.count("\n") == 1
     replace_command(monkeypatch, raising(KeyboardInterrupt()))
     assert main(["info"]) == 130
     assert capsys.readouterr().err == "dreamer: interrupted\n"
@@ -303,7 +321,11 @@ def test_a_missing_dependency_says_how_to_install_it(
 
 
 def test_defects_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    for error in (ValueError("a defect"), ModuleNotFoundError("no module", name="dreamer_jax.no_such_room")):
+    for error in (
+        ValueError("a defect"),
+        RuntimeError("INTERNAL: a defect"),
+        ModuleNotFoundError("no module", name="dreamer_jax.no_such_room"),
+    ):
         replace_command(monkeypatch, raising(error))
         with pytest.raises(type(error)):
             main(["info"])

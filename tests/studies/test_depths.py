@@ -296,7 +296,7 @@ def test_wrong_places_are_said_in_one_line(layered, tmp_path, capsys):
         (tmp_path / "none", "none"),
         (layered / "checkpoints/0", "name the run directory; its newest checkpoint is taken"),
         ("gs://bucket/run", "it has to be on a disk"),
-        (broken(tmp_path, layered), "depth.json: is not JSON; remove it"),
+        (broken(tmp_path, layered), "depth.json is damaged: not valid JSON"),
     ):
         assert main(["depth", str(place)]) == 2
         said = capsys.readouterr().err
