@@ -6,7 +6,7 @@ Everything is computed from what study.json holds, so that a table can be made a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -211,7 +211,7 @@ def sweep_table(task: Mapping[str, Any]) -> str:
     swept = {name: its for name, its in task["members"].items() if its.get("swept")}
     if not swept:
         return ""
-    values = list(dict.fromkeys(value for its in swept.values() for value in its["swept"]))
+    values = swept_values(swept.values())
     lines, keys = [], set()
     for name, its in swept.items():
         ((key, best),) = its["chosen"].items()
@@ -219,6 +219,15 @@ def sweep_table(task: Mapping[str, Any]) -> str:
         lines.append([name, *(shown.get(value, "-") for value in values)])
         keys.add(key)
     return markdown_table([f"loss by `{', '.join(sorted(keys))}`", *values], lines)
+
+
+def swept_values(members: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What any of the members tried, as written; numbers in their order."""
+    values = list(dict.fromkeys(value for its in members for value in its["swept"]))
+    try:
+        return sorted(values, key=float)
+    except ValueError:
+        return values
 
 
 def depth_table(task: Mapping[str, Any]) -> str:

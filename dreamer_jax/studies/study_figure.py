@@ -10,7 +10,7 @@ import numpy as np
 
 from dreamer_jax.analysis.drawing import Figure
 from dreamer_jax.evaluation.comparison import Curve, average
-from dreamer_jax.studies.comparison import depth_means, rows_of, seeds_of
+from dreamer_jax.studies.comparison import depth_means, rows_of, seeds_of, swept_values
 from dreamer_jax.studies.study_file import LOSS
 
 
@@ -81,16 +81,12 @@ def _depth_panel(axes: Any, members: Mapping[str, Any], looks: Mapping[str, Any]
 def _sweep_panel(axes: Any, members: Mapping[str, Any], looks: Mapping[str, Any]) -> None:
     """Held-out loss at the end of a sweep's runs, the value that went on marked; values as far apart as their order."""
     swept = {name: member for name, member in members.items() if member.get("swept")}
-    values = list(dict.fromkeys(value for member in swept.values() for value in member["swept"]))
+    values = swept_values(swept.values())
     for name, member in swept.items():
         ((_, chosen),) = member["chosen"].items()
-        _marked(
-            axes,
-            [values.index(its) for its in member["swept"]],
-            [*member["swept"].values()],
-            values.index(chosen),
-            looks[name],
-        )
+        tried = [value for value in values if value in member["swept"]]
+        places = [values.index(value) for value in tried]
+        _marked(axes, places, [member["swept"][value] for value in tried], values.index(chosen), looks[name])
     axes.set_xticks(range(len(values)), values)
     keys = dict.fromkeys(key for member in swept.values() for key in member["chosen"])
     axes.set(xlabel=f"{', '.join(keys)} (square: chosen)", ylabel="held-out loss at the end of its run")

@@ -77,7 +77,7 @@ def test_several_depths_and_what_was_swept_are_shown_with_the_trained_and_the_ch
     la, dr = member(2**20, 1000.0, [4.0, 2.0]), member(2**20, 900.0, [5.0, 1.0])
     la["seeds"]["0"]["by_depth"] = {"4": 2.5, "1": 3.5, "2": 2.0}
     la |= {"swept": {"1e-3": 2.0, "8e-3": 2.25}, "chosen": {"training.learning_rate": "1e-3"}}
-    dr |= {"swept": {"8e-3": 1.0, "1e-1": 7.0}, "chosen": {"training.learning_rate": "8e-3"}}
+    dr |= {"swept": {"1e-1": 7.0, "8e-3": 1.0}, "chosen": {"training.learning_rate": "8e-3"}}
     *_, depths, swept, costs, names = drawn({"la": la, "dr": dr})
     lines = [line.get_xydata().tolist() for line in depths.lines]
     assert lines == [[[1, 3.5], [2, 2.0], [4, 2.5]], [[2, 2.0]], [[2, 1.0]], [[2, 1.0]]]

@@ -21,7 +21,7 @@ def mesh_of(size: int, room: float):
 
 
 def test_weights_moments_and_gradients():
-    """16 bytes a parameter on one device; on eight, which divide all but the gradient, 5.5; 4 where a part is trained."""
+    """16 bytes a number on one device; on eight 5.5, all but the gradient divided; 4 where a part is trained."""
     config = tiny_config()
     count = analytic.total(analytic.parameters(build(config.model)))
     partly = tiny_config(training__trainable="head")
