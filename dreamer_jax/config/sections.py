@@ -326,8 +326,8 @@ class Config:
         require(
             rows % self.mesh.size == 0,
             "mesh.data",
-            f"{self.mesh.size} devices do not divide the {rows} rows of a microbatch "
-            "(training.batch_size / training.microbatches)",
+            f"{self.mesh.size} devices do not divide the {rows} rows of a microbatch (mesh.slices x mesh.data x "
+            "mesh.expert; training.batch_size / training.microbatches)",
         )
         data = self.data
         for key, value, fits in (
