@@ -120,7 +120,8 @@ def make_loss_and_gradient(
     def loss_sum(params, model_state, batch, step):
         key = jax.random.fold_in(jax.random.key(config.run.seed), step)
         own = jax.random.fold_in(key, 1) if family.flags.random else None
-        drawn = depths.draw(config.recurrence, family, key, step, batch["rows"])
+        rows = batch.get("rows", jnp.arange(len(batch["tokens"])))
+        drawn = depths.draw(config.recurrence, family, key, step, rows)
         if config.mesh.expert > 1:
             drawn = depths.as_deep_together(drawn, EXPERT)
         kept = depths.kept_states(config.recurrence, family)
