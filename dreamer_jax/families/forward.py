@@ -145,7 +145,7 @@ def _row_by_row(family, scan, weights, state, inputs, context, drawn):
     by_row = {name: getattr(context, name) for name in ("segment_ids", "positions", "keys", "visible", "read")}
     by_row = {name: rows for name, rows in by_row.items() if rows is not None}
     order = jnp.argsort(drawn.depth)
-    its = jax.tree.map(lambda leaf: leaf[order], (state, inputs, by_row, jnp.asarray(drawn.depth)))
+    its = jax.tree.map(lambda leaf: jnp.take(leaf, order, axis=0), (state, inputs, by_row, drawn.depth))
     *its, depths = grouped(its)
     deepest = jnp.max(depths, axis=1) if drawn.group_depths is None else drawn.group_depths
     states, counts = jax.lax.map(group, (*its, depths, deepest))
