@@ -100,7 +100,8 @@ _either.defvjp(_forward, _backward)
 
 
 def _acts(module: Any, depth: Depth) -> jax.Array:
-    return depth.index % module.every == 0
+    index = jnp.asarray(depth.index)
+    return jax.lax.rem(index, jnp.asarray(module.every, index.dtype)) == 0
 
 
 def _position_by_position(attention, x, depth, memory, bias, context, tape):
