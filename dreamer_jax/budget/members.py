@@ -61,8 +61,8 @@ def file_stem(variant: str, depth: int) -> str:
     return f"{variant.lower().replace('+', '_')}_{depth}"
 
 
-MARKS = (b"by `dreamer match`", b", matched to ", b"the baseline of its family.")
-"""By which the first line of a file of `dreamer match` is known."""
+MARK = "# Written by `dreamer match`: "
+"""How a file of `dreamer match` begins, by which it is known."""
 
 
 def write(model: Any, base: Path, out: Path, comment: str) -> None:
@@ -73,7 +73,7 @@ def write(model: Any, base: Path, out: Path, comment: str) -> None:
         base: an existing configuration; the file refers to it by a relative `base:`. A file outside of the package
             holds all values instead of referring into the package, which may be replaced or lie elsewhere tomorrow.
         out: the file; its folder is made, an old file that `dreamer match` wrote is replaced.
-        comment: first line of the file.
+        comment: of the file's first line, after `MARK`.
     Raises:
         UserError: `out` is a file that `base` itself is made of, or another than `dreamer match` writes, or can't be
             written.
@@ -82,7 +82,7 @@ def write(model: Any, base: Path, out: Path, comment: str) -> None:
     made_of = {base.resolve()} | {Path(origin.rpartition(":")[0]).resolve() for origin in loaded.origins.values()}
     if out.resolve() in made_of:
         raise UserError(f"{out}: {base} is made of this file, so it can't be written on top of it; name another")
-    if out.is_file() and not any(mark in out.read_bytes().partition(b"\n")[0] for mark in MARKS):
+    if out.is_file() and not out.read_bytes().startswith(MARK.encode()):
         raise UserError(f"{out}: exists, and isn't a file of `dreamer match`; name another, or remove it first")
     if base.resolve().is_relative_to(FOLDER) and not out.resolve().is_relative_to(FOLDER):
         text = to_yaml(replace(loaded.config, model=model))
@@ -94,7 +94,7 @@ def write(model: Any, base: Path, out: Path, comment: str) -> None:
         text = "\n".join(lines).rstrip() + "\n"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(f"# {comment}\n{text}", encoding="utf-8")
+        out.write_text(f"{MARK}{comment}\n{text}", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{out}: can't be written ({error.strerror})") from None
 

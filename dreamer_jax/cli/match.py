@@ -70,7 +70,7 @@ def _single(options: argparse.Namespace, overrides: list[str]) -> int:
     found = matching.match(model, _target(options, model), options.context, options.granularity, options.hold)
     if options.write:
         goal = find(options.to, "configuration").name if options.to else "given budgets"
-        comment = f"{_kind(model)} matched to {goal} by `dreamer match`: {_gap_text(found)}."
+        comment = f"{_kind(model)} matched to {goal}: {_gap_text(found)}."
         members.write(found.family.config, find(options.config, "configuration"), Path(options.write), comment)
     print(json.dumps(_json(found), indent=2) if options.json else _text(found, options.write))
     return 0

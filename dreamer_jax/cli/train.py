@@ -101,12 +101,14 @@ def _split_flags(arguments: list[str]) -> tuple[list[str], list[str] | None]:
         name, equals, value = word.partition("=")
         if name not in FLAGS:
             words.append(word)
-        elif name in values:
+            continue
+        if name in values:
             raise UserError(f"train: {name} is given twice")
-        elif not ((equals and value) or (not equals and remaining and not remaining[0].startswith("--"))):
+        if not equals and remaining and not remaining[0].startswith("--"):
+            value = remaining.pop(0)
+        if not value:
             raise UserError(f"train: {name} needs a value")
-        else:
-            values[name] = value if equals else remaining.pop(0)
+        values[name] = value
     if values and len(values) < len(FLAGS):
         missing = " and ".join(flag for flag in FLAGS if flag not in values)
         raise UserError(f"train: several processes need {', '.join(FLAGS)}; {missing} is missing")

@@ -50,7 +50,7 @@ def _memory(mesh: Mesh) -> float | None:
     """Bytes of one device, None where nothing says so; the devices of a CPU share the machine's."""
     device = mesh.local_devices[0]
     if device.platform != "cpu":
-        return (device.memory_stats() or {}).get("bytes_limit")
+        return (device.memory_stats() or {}).get("bytes_limit") or None
     if "SC_PHYS_PAGES" not in os.sysconf_names:
         return None
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / len(mesh.local_devices)

@@ -13,11 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dreamer_jax.analysis import analyze
 from dreamer_jax.analysis.collection import sample_sequences
 from dreamer_jax.analysis.drawing import DARK
 from dreamer_jax.analysis.figures import layered_curve, make_figures
 from dreamer_jax.analysis.report import numbers
 from dreamer_jax.cli.main import main
+from dreamer_jax.config import load_config
 from tests.analysis.cases import draw_without_files, make_run
 
 FIGURES = {
@@ -150,9 +152,18 @@ def test_other_data(runs, tmp_path, capsys, monkeypatch):
     assert "more.jsonl" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
+def test_other_data_of_a_run_that_was_shown_its_steps():
+    """Nobody knows the steps of another file; all else of the recurrence stays."""
+    config = load_config("quickstart", ["--recurrence.settling", "0.5"]).config
+    found = analyze._with_data(config, __file__)
+    assert config.recurrence.steps and not found.recurrence.steps and found.data.source == "jsonl"
+    assert found.recurrence.settling == 0.5
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["RUN", "--seed", "-1"], "not an integer of 0 or more"),
         (["RUN", "--sequences", "0"], "at least one sequence"),
         (["nowhere"], "not a run directory"),
         (["RUN", "--data", "nowhere.jsonl"], "no such file"),

@@ -124,7 +124,7 @@ def test_a_family_is_written_as_configurations_that_load_back(tmp_path: Path) ->
     for member in found:
         for its in (base, own):  # a file refers to another of the same user, and stands alone without the package's
             out = tmp_path / "some" / f"{member.name}.yaml"
-            members.write(member.match.family.config, its, out, "A member, matched to another.")
+            members.write(member.match.family.config, its, out, "A member.")
             assert load_config(out).config.model == member.match.family.config
             assert load_config(out).config.data == load_config(base).config.data
             assert ("base: ../own/la_16.yaml" in out.read_text()) is (its == own) and str(base) not in out.read_text()
@@ -143,20 +143,15 @@ def test_a_file_is_never_written_over_what_it_is_made_of() -> None:
 
 
 def test_only_files_of_its_own_are_replaced(tmp_path: Path) -> None:
-    out = tmp_path / "mine.yaml"
-    out.write_text("# mine\nmodel: {depth: 3}\n")
+    out, mine = tmp_path / "mine.yaml", "# mine, like one of `dreamer match`\nmodel: {depth: 3}\n"
+    out.write_text(mine)
     with pytest.raises(UserError, match="isn't a file of `dreamer match`"):
-        members.write(
-            shipped("dr_16").config, MODELS / "la_16.yaml", out, "DR matched to la_16.yaml by `dreamer match`: 0."
-        )
-    assert out.read_text() == "# mine\nmodel: {depth: 3}\n"
+        members.write(shipped("dr_16").config, MODELS / "la_16.yaml", out, "DR matched to la_16.yaml: 0.")
+    assert out.read_text() == mine
     out.unlink()
-    for comment in ("DR matched to la_16.yaml by `dreamer match`: 0.", "LA at depth 16, the baseline of its family."):
+    for comment in ("DR matched to la_16.yaml: 0.", "LA at depth 16, the baseline of its family."):
         members.write(shipped("dr_16").config, MODELS / "la_16.yaml", out, comment)
-        assert out.read_text().startswith(f"# {comment}\n")
-    members.write(
-        shipped("dr_16").config, MODELS / "la_16.yaml", out, "DR at depth 16, matched to la_16.yaml at this depth: 0."
-    )
+        assert out.read_text().startswith(f"# Written by `dreamer match`: {comment}\n")
 
 
 def test_an_unknown_variant_is_refused() -> None:

@@ -167,7 +167,7 @@ def test_documented_settings_exist(workplace):
 @pytest.mark.parametrize("page", sorted({page for page, command in COMMANDS if command.startswith("dreamer train ")}))
 def test_documented_trainings_follow_each_other(page, workplace):
     """In a page's order, by a reader who has the quick start's run: none is refused as another run of its folder."""
-    open_run(load_config("quickstart"))
+    assert open_run(load_config("quickstart")).local == Path("runs/quickstart")
     for words in (
         shlex.split(command)[2:] for its, command in COMMANDS if its == page and command.startswith("dreamer train ")
     ):

@@ -64,6 +64,16 @@ def test_embeddings_are_means_of_the_last_states(folder: Path) -> None:
     assert [json.loads(line)["text"] for line in (folder / "facts.jsonl").read_text().splitlines()] == TEXTS
 
 
+@pytest.mark.parametrize("taken", ["mine.safetensors", "mine.jsonl"])
+def test_files_that_exist_are_not_replaced(tmp_path: Path, capsys, taken) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / taken).write_text("my only copy")
+    words = ["embed", "runs/none", str(tmp_path / "texts.jsonl"), "--out", str(tmp_path / "mine.safetensors")]
+    assert main(words) == 2
+    assert f"{tmp_path / taken} exists" in capsys.readouterr().err
+    assert (tmp_path / taken).read_text() == "my only copy"
+
+
 def test_training_keeps_the_texts_and_changes_what_reads_them(folder: Path, capsys) -> None:
     """Also in a run that goes on, which doesn't ask for the file; and what is attended to decides what is said."""
     first, bank = load_run(folder / "run"), folder / "facts.safetensors"

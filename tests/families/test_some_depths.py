@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dreamer_jax.blocks import attention_mixture
+from dreamer_jax.blocks import attention_mixture, some_depths
+from dreamer_jax.blocks.positions import Depth
 from dreamer_jax.budget import analytic, memory, program
 from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import build
@@ -82,6 +84,14 @@ def test_gradients_of_slots_are_those_of_a_choice_after_the_fact(monkeypatch, re
 
     monkeypatch.setattr(attention_mixture, "branch_at_some_depths", chosen)
     assert_same(found, unrolled_gradient(SLOTS))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.int64])
+def test_which_depths_act(dtype):
+    """Every third, also where JAX counts in 64 bits."""
+    with jax.enable_x64(True):
+        found = some_depths._acts(SimpleNamespace(every=3), Depth(jnp.arange(7, dtype=dtype), 7))
+    assert found.tolist() == [True, False, False, True, False, False, True]
 
 
 def test_acting_at_every_depth_changes_no_bit():

@@ -64,6 +64,12 @@ def test_roofline_alone_needs_no_compiler(capsys):
     assert {"experts: weight gradients", "head and loss", "sequence attention: scores"} <= named
 
 
+def test_serving_asks_nothing_of_the_training_batch(capsys):
+    """Which 64 chips don't divide."""
+    assert main(["plan", "quickstart", "--topology", "v5p:4x4x4", "--serve"]) == 0
+    assert "It fits." in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
