@@ -270,6 +270,19 @@ def test_sides_share_nothing(task: str) -> None:
 
 
 @pytest.mark.parametrize("task", SETTINGS)
+def test_sides_share_nothing_in_longer_rows(task: str) -> None:
+    """The cells of a study have rows as long as its deepest task needs, training has rows of its own."""
+    config, length = SETTINGS[task]
+    short, long = PuzzleSource(config, length), PuzzleSource(config, length + 12)
+    rows = range(400)
+    for ours, theirs in (
+        (short.cell(2, rows, 400), long.cell(2, rows, 400)),
+        (short.training(0, 3, rows), long.training(0, 3, rows)),
+    ):
+        assert np.array_equal(ours["tokens"], theirs["tokens"][:, :length])
+
+
+@pytest.mark.parametrize("task", SETTINGS)
 def test_rows_are_functions_of_seed_step_and_row(task: str) -> None:
     source = PuzzleSource(*SETTINGS[task])
     whole, part = source.training(1, 7, range(16)), source.training(1, 7, range(5, 9))

@@ -19,8 +19,8 @@ from dreamer_jax.data.records import Batch
 from dreamer_jax.data.tasks import HELDOUT_SHARE
 from dreamer_jax.errors import ConfigError
 
-VERSION = 1
-"""Goes into the fingerprint of the data; raised whenever the same seed would give other instances."""
+VERSIONS = {"graph": 1, "boolean": 2, "family": 1}
+"""Go into the fingerprint of the data; a task's is raised whenever the same seed would give other instances of it."""
 
 TRAINING, HELDOUT, CELL = range(3)
 """The streams of random numbers."""
@@ -94,7 +94,7 @@ class PuzzleSource:
         self.check(config.easiest, "data.puzzle.easiest")
         self.check(config.difficulty, "data.puzzle.difficulty")
         self.tokenizer = WordTokenizer(self._task.vocabulary)
-        self.identity = f"puzzle {config} version {VERSION}"
+        self.identity = f"puzzle {config} version {VERSIONS[config.task]}"
 
     def check(self, difficulty: int, key: str) -> None:
         """Raise unless there are instances of this depth, which a key asks for."""
@@ -179,13 +179,13 @@ def batch_of(instances: Instances, labels: np.ndarray) -> Batch:
 
 
 def _is_heldout(instances: Instances) -> np.ndarray:
-    """[B] bool: instances that are kept out of all training."""
-    parts = (
-        [instances.tokens] if instances.visible is None else [instances.tokens, np.packbits(instances.visible, axis=2)]
-    )
+    """[B] bool: instances that are kept out of all training. Padding doesn't count: rows of every length agree."""
 
     def share(row: int) -> int:
-        content = b"".join(part[row].tobytes() for part in parts)
+        length = instances.lengths[row]
+        content = instances.tokens[row, :length].tobytes()
+        if instances.visible is not None:
+            content += np.packbits(instances.visible[row, :length, :length], axis=1).tobytes()
         return int.from_bytes(hashlib.blake2b(content, digest_size=4).digest(), "little") % HELDOUT_SHARE
 
     return np.array([share(row) == 0 for row in range(len(instances.tokens))], bool)
