@@ -26,6 +26,7 @@ from dreamer_jax.training.batch import batch_entries
 from dreamer_jax.training.metrics import model_flop_utilisation
 from dreamer_jax.training.state import create_state
 from dreamer_jax.training.train_step import make_train_step
+from dreamer_jax.training.work import work_of
 
 TURN = 4
 """Steps of one side before the other's turn."""
@@ -194,7 +195,7 @@ def _summary(config: Config, blocks: Times) -> Measurement:
     """Medians over all steps: wall and CPU seconds, tokens/s, model FLOP/s, and MFU where the chip is known."""
     seconds = _median(blocks, 0)
     tokens = config.training.batch_size * config.data.sequence_length
-    flops = config.data.copies * analytic.training_flops(build(config.model), config.data.places)[0]
+    flops = config.data.copies * analytic.training_flops(build(config.model), config.data.places, work_of(config))[0]
     summary = {
         "steps": sum(len(block) for block in blocks),
         "seconds": seconds,

@@ -130,8 +130,12 @@ class Counted:
         """Of everything else, forward."""
         return 0.0
 
+    def loss_flops(self) -> float:
+        """Of products that a loss of several depths needs in training beyond 3 times the forward's."""
+        return 0.0
+
     def extra_training_flops(self) -> float:
-        """Of products that a train step executes beyond 3 times the forward's."""
+        """Of products that a train step executes beyond those."""
         return 0.0
 
     def cache_elements(self) -> int:

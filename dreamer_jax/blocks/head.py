@@ -57,7 +57,7 @@ class Head(Counted):
         """One product."""
         return 2 * self.hidden_size * self.vocab_size
 
-    def extra_training_flops(self) -> float:
+    def loss_flops(self) -> float:
         """Three products for each state beyond the first that the loss reads out."""
         return (self.losses - 1) * 3 * 2 * self.hidden_size * self.vocab_size
 

@@ -6,13 +6,31 @@ elementwise work is counted apart, as blocks/counting.py says and docs/budget.md
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from dreamer_jax.blocks.counting import Reach, Share
 from dreamer_jax.families import Family
 
 Counts = dict[str, float]
+
+
+class Work(NamedTuple):
+    """What train steps of one depth do.
+
+    Attributes:
+        share: of all steps.
+        depth: how deep they go.
+        differentiated: of those depths, how many have a backward pass.
+        losses: depths after which a loss is taken, each with a head.
+        beside: further products of a depth, as large as its forward pass, that a penalty takes.
+    """
+
+    share: float
+    depth: int
+    differentiated: int
+    losses: int = 1
+    beside: int = 0
 
 
 def average_context(length: int, causal: bool = True) -> float:
@@ -88,37 +106,70 @@ def elementwise_flops(
     return _by_part(family, lambda share: share.depths * share.block.elementwise_flops(reach, folded))
 
 
-def training_flops(family: Family, sequence_length: int) -> tuple[float, float]:
+def whole(family: Family) -> tuple[Work, ...]:
+    """Train steps that go to the family's depth, and take the loss as it says."""
+    return (Work(1.0, family.depth, min(family.differentiated, family.depth)),)
+
+
+def applied(family: Family, share: Share, work: Work) -> tuple[float, float]:
+    """Applications of a block to a token in steps of one depth: (forward, with a backward pass)."""
+    if share.outside:
+        times = work.losses if share.part == "head" else 1
+        return times * share.depths, times * share.differentiated
+    forward, backward = work.depth + work.beside, work.differentiated + work.beside
+    return share.depths * forward / family.depth, share.depths * backward / family.depth
+
+
+def training_flops(family: Family, sequence_length: int, work: Sequence[Work] | None = None) -> tuple[float, float]:
     """Model FLOPs per token of training, what utilisation is measured by: (matrix products, elementwise work).
 
     3 times the forward: the backward pass takes two products for each of the forward, and elementwise work is taken to
-    behave alike. Depths that aren't differentiated count once. Documents are taken to fill the rows of S tokens.
+    behave alike. Depths that aren't differentiated count once, and a loss of several depths has several heads.
+    Documents are taken to fill the rows of S tokens.
+
+    Args:
+        family: the model.
+        sequence_length: S.
+        work: of the steps, see `training.work`; default `whole`.
     """
-    reach = _reach(family, average_context(sequence_length, family.flags.causal), None)
-    passes = [(share.block, share.depths + 2 * share.differentiated) for share in family.blocks()]
-    matmul = sum(count * block.matmul_flops(reach) for block, count in passes)
-    return matmul, sum(count * block.elementwise_flops(reach) for block, count in passes)
+    matmul = elementwise = 0.0
+    for its in work or whole(family):
+        reach = _training_reach(family, sequence_length, its.depth)
+        for share in family.blocks():
+            forward, backward = applied(family, share, its)
+            count = its.share * (forward + 2 * backward)
+            matmul += count * share.block.matmul_flops(reach) + its.share * backward * share.block.loss_flops()
+            elementwise += count * share.block.elementwise_flops(reach)
+    return matmul, elementwise
 
 
-def executed_training_flops(family: Family, sequence_length: int, remat: bool) -> tuple[float, float]:
+def executed_training_flops(
+    family: Family, sequence_length: int, remat: bool, work: Sequence[Work] | None = None
+) -> tuple[float, float]:
     """As training_flops, with what the program does beyond it.
 
     Some blocks take more than two products for each of the forward. `remat` computes the forward of the differentiated
     depths a second time; the head is computed once.
     """
-    reach = _reach(family, average_context(sequence_length, family.flags.causal), None)
-    matmul, elementwise = training_flops(family, sequence_length)
-    for share in family.blocks():
-        matmul += share.differentiated * share.block.extra_training_flops()
-        if remat:
-            matmul += share.differentiated * share.block.matmul_flops(reach) * (share.part != "head")
-            elementwise += share.differentiated * share.block.elementwise_flops(reach)
+    matmul, elementwise = training_flops(family, sequence_length, work)
+    for its in work or whole(family):
+        reach = _training_reach(family, sequence_length, its.depth)
+        for share in family.blocks():
+            count = its.share * applied(family, share, its)[1]
+            matmul += count * share.block.extra_training_flops()
+            if remat:
+                matmul += count * share.block.matmul_flops(reach) * (share.part != "head")
+                elementwise += count * share.block.elementwise_flops(reach)
     return matmul, elementwise
 
 
 def total(counts: dict[str, int] | Counts) -> float:
     """Sum over the parts."""
     return sum(counts.values())
+
+
+def _training_reach(family: Family, sequence_length: int, depth: int) -> Reach:
+    return Reach(average_context(sequence_length, family.flags.causal), average_context(depth), depth)
 
 
 def _reach(family: Family, context: float, depth_context: float | None) -> Reach:

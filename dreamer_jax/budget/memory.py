@@ -7,7 +7,6 @@ buffers of a compiler are its own and are read from the compiled program elsewhe
 
 from __future__ import annotations
 
-from dreamer_jax.blocks.counting import Share
 from dreamer_jax.budget import analytic
 from dreamer_jax.config.values import Remat
 from dreamer_jax.families import Family
@@ -46,11 +45,13 @@ def generation(family: Family, context: int, batch: int = 1, folded: bool = Fals
     return {"weights": weights, **_untrained(family, folded), **caches(family, context, batch)}
 
 
-def training(family: Family, sequence_length: int, batch: int, remat: Remat) -> Bytes:
+def training(
+    family: Family, sequence_length: int, batch: int, remat: Remat, deepest: analytic.Work | None = None
+) -> Bytes:
     """What a training step with microbatches of `batch` rows of S tokens has to hold, if one device does it all.
 
     float32 weights, their gradients and AdamW's two moments; embeddings of texts; the copy of the weights in the
-    compute type; the activations the backward pass needs under `remat`; float32 logits.
+    compute type; the activations the backward pass needs under `remat`, in the deepest step; float32 logits.
     """
     count = int(analytic.total(analytic.parameters(family)))
     dtype = family.config.dtype
@@ -61,8 +62,8 @@ def training(family: Family, sequence_length: int, batch: int, remat: Remat) -> 
         "gradients": count * MASTER,
         "optimizer": 2 * count * MASTER,
         **_untrained(family),
-        "activations": activations(family, sequence_length, batch, remat),
-        "attention scores": scores(family, sequence_length, batch, remat),
+        "activations": activations(family, sequence_length, batch, remat, deepest),
+        "attention scores": scores(family, sequence_length, batch, remat, deepest),
         "logits": batch * sequence_length * logits * MASTER,
     }
 
@@ -72,44 +73,42 @@ def _untrained(family: Family, folded: bool = False) -> Bytes:
     return {"texts": analytic.untrained(family, folded) * SIZE["float32"]} if analytic.untrained(family) else {}
 
 
-def activations(family: Family, sequence_length: int, batch: int, remat: Remat) -> int:
+def activations(
+    family: Family, sequence_length: int, batch: int, remat: Remat, deepest: analytic.Work | None = None
+) -> int:
     """Bytes of the activations kept from the forward for the backward pass of B x S tokens, head and scores excluded.
 
     full: the state of every differentiated depth and the intermediates of the one that is recomputed; with a memory
     along depth also what it keeps of every depth and its gradient (float32). attention: also, of every depth, the
     projections into and the outputs of the attentions and the experts' gate and up. none: the intermediates of every
     depth. What a prelude or coda computes is kept whatever the policy.
+
+    Args:
+        family: the model.
+        sequence_length, batch: S and B.
+        remat: the policy.
+        deepest: the step that goes deepest, see `training.work`; default, one to the family's depth.
     """
-    element, shares = SIZE[family.config.dtype], family.blocks()
-    states = family.state_elements() * min(family.differentiated, family.depth)
-    kept = {
-        "full": 0,
-        "attention": _sum(shares, lambda share: share.block.kept_elements() * share.differentiated),
-        "none": _sum(shares, lambda share: share.block.intermediate_elements() * share.differentiated),
-    }[remat]
-    layer = _sum(shares, lambda share: share.block.intermediate_elements() * share.depths // family.depth)
-    outside = sum(share.block.intermediate_elements() * share.depths for share in shares if share.outside)
-    cache = _sum(shares, lambda share: share.block.gradient_cache_elements() * share.depths)
-    gradient = _sum(
-        shares, lambda share: share.block.gradient_cache_elements() * share.block.gradient_depths(share.depths)
-    )
-    tokens = batch * sequence_length
-    return tokens * ((states + kept + layer + outside + cache) * element + gradient * MASTER)
-
-
-def scores(family: Family, sequence_length: int, batch: int, remat: Remat) -> int:
-    """Bytes of attention scores in float32 where they are written down: of all depths, or of the one at hand."""
-    count = 0
+    element, deepest = SIZE[family.config.dtype], deepest or analytic.whole(family)[0]
+    numbers, gradient = family.state_elements() * deepest.differentiated, 0.0
     for share in family.blocks():
-        applied = share.depths if remat == "none" or share.outside else share.depths // family.depth
+        block = share.block
+        forward, backward = analytic.applied(family, share, deepest)
+        if share.outside:
+            numbers += block.intermediate_elements() * share.depths
+            continue
+        kept = {"full": 0, "attention": block.kept_elements(), "none": block.intermediate_elements()}[remat]
+        numbers += kept * backward + block.intermediate_elements() * share.depths // family.depth
+        numbers += block.gradient_cache_elements() * forward
+        gradient += block.gradient_cache_elements() * block.gradient_depths(round(forward))
+    return batch * sequence_length * round(numbers * element + gradient * MASTER)
+
+
+def scores(family: Family, sequence_length: int, batch: int, remat: Remat, deepest: analytic.Work | None = None) -> int:
+    """Bytes of attention scores in float32 where they are written down: of all depths, or of the one at hand."""
+    count, deepest = 0.0, deepest or analytic.whole(family)[0]
+    for share in family.blocks():
+        every = share.depths if share.outside else analytic.applied(family, share, deepest)[0]
+        applied = every if remat == "none" or share.outside else share.depths // family.depth
         count += share.block.score_elements(sequence_length) * applied
-    return count * batch * sequence_length * SIZE["float32"]
-
-
-def _sum(shares, count) -> int:
-    """Over the blocks of the recurrence."""
-
-    def of(share: Share) -> int:
-        return 0 if share.outside else count(share)
-
-    return sum(map(of, shares))
+    return round(count) * batch * sequence_length * SIZE["float32"]

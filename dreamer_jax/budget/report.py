@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from dreamer_jax.budget import analytic, memory
@@ -11,13 +12,21 @@ from dreamer_jax.families import build
 Report = dict[str, Any]
 
 
-def report(config: Config, context: int = 1024, batch: int = 1) -> Report:
+def report(
+    config: Config,
+    context: int = 1024,
+    batch: int = 1,
+    work: Sequence[analytic.Work] | None = None,
+    deepest: analytic.Work | None = None,
+) -> Report:
     """Everything `dreamer budget` says.
 
     Args:
         config: the model, and the training whose memory and FLOPs are asked for.
         context: tokens of a generated sequence.
         batch: sequences generated at once.
+        work: of the train steps, see `training.work`; default, they go to the model's depth.
+        deepest: the step for whose activations there must be memory; default, one of the model's depth.
     Returns:
         Nested dicts of numbers: parameters, FLOPs per token, bytes.
     """
@@ -35,7 +44,7 @@ def report(config: Config, context: int = 1024, batch: int = 1) -> Report:
         "flops_per_token_unfolded": _with_total(analytic.matmul_flops(model, average, folded=False)),
         "elementwise_flops_per_token": _with_total(analytic.elementwise_flops(model, average)),
         "flops_per_pass": analytic.pass_flops(model),
-        "training": _training(config),
+        "training": _training(config, work, deepest),
         "generation_bytes": _with_total(memory.generation(model, context, batch)),
         "generation_bytes_folded": _with_total(memory.generation(model, context, batch, folded=True)),
     }
@@ -63,17 +72,20 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def _training(config: Config) -> dict[str, Any]:
+def _training(config: Config, work: Sequence[analytic.Work] | None, deepest: analytic.Work | None) -> dict[str, Any]:
     model, length = build(config.model), config.data.places
     rows = config.training.batch_size // config.training.microbatches // config.mesh.size
     remat = config.training.remat
     context = analytic.average_context(length, model.flags.causal)
     forward = analytic.total(analytic.matmul_flops(model, context))
     forward_elementwise = analytic.total(analytic.elementwise_flops(model, context))
-    useful = analytic.training_flops(model, length)
-    executed = analytic.executed_training_flops(model, length, remat=remat == "full")
+    work, deepest = work or analytic.whole(model), deepest or analytic.whole(model)[0]
+    useful = analytic.training_flops(model, length, work)
+    executed = analytic.executed_training_flops(model, length, remat == "full", work)
     return {
         "sequence_length": length,
+        "depth": sum(its.share * its.depth for its in work),
+        "deepest": deepest.depth,
         "rows": rows,
         "remat": remat,
         "forward_flops_per_token": forward,
@@ -84,7 +96,7 @@ def _training(config: Config) -> dict[str, Any]:
         "executed_flops_per_token": executed[0],
         "executed_elementwise_flops_per_token": executed[1],
         "executed_factor": executed[0] / forward,
-        "bytes": {kind: _with_total(memory.training(model, length, rows, kind)) for kind in ("none", "full")},
+        "bytes": {kind: _with_total(memory.training(model, length, rows, kind, deepest)) for kind in ("none", "full")},
     }
 
 
@@ -136,7 +148,8 @@ def _training_text(report: Report) -> str:
     ):
         flops, elementwise = its[f"{prefix}flops_per_token"], its[f"{prefix}elementwise_flops_per_token"]
         rows.append([name, f"{factor:.3f}", _mega(flops), _mega(elementwise), _mega(flops + elementwise)])
-    header = [f"training, S = {its['sequence_length']}", "factor", "MFLOP/token", "elementwise", "both"]
+    drawn = f", {its['depth']:.3g} depths on average" if its["depth"] != report["model"]["depth"] else ""
+    header = [f"training, S = {its['sequence_length']}{drawn}", "factor", "MFLOP/token", "elementwise", "both"]
     return table(header, rows)
 
 
@@ -149,7 +162,8 @@ def _memory_text(report: Report) -> str:
     its = report["training"]
     none, full = its["bytes"]["none"], its["bytes"]["full"]
     rows = [[name, _bytes(none[name]), _bytes(full[name])] for name in none]
-    title = f"training {its['rows']} rows of {its['sequence_length']} at once"
+    deep = f", {its['deepest']} depths" if its["deepest"] != report["model"]["depth"] else ""
+    title = f"training {its['rows']} rows of {its['sequence_length']} at once{deep}"
     return generation + "\n\n" + table([title, "remat none", "remat full"], rows)
 
 

@@ -9,6 +9,7 @@ from dreamer_jax.budget.report import Report, render, report
 from dreamer_jax.cli.arguments import Parser, positive, split_overrides
 from dreamer_jax.config import Config, load_config
 from dreamer_jax.families import build
+from dreamer_jax.training.work import deepest_of, work_of
 
 
 def run(arguments: list[str]) -> int:
@@ -17,7 +18,7 @@ def run(arguments: list[str]) -> int:
     parser = _parser()
     options = parser.parse_args(words)
     config = with_depth(load_config(options.config, overrides).config, options.depth)
-    its = report(config, options.context, options.batch)
+    its = report(config, options.context, options.batch, work_of(config), deepest_of(config))
     if options.program:
         its["program"] = _program(config, options.devices)
     print(json.dumps(its, indent=2) if options.json else _text(its, build(config.model).sentence()))

@@ -237,7 +237,7 @@ class Scored(Counted):
     def __init__(self, blocks: tuple[Any, ...], losses: int):
         self.blocks, self.losses = blocks, losses
 
-    def extra_training_flops(self) -> float:
+    def loss_flops(self) -> float:
         """Three products for each of the forward, for every loss beyond the first; of a token that sees no others."""
         return 3 * (self.losses - 1) * sum(block.matmul_flops(Reach(1, 1)) for block in self.blocks)
 

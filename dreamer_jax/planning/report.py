@@ -13,6 +13,7 @@ from dreamer_jax.planning.compiling import Compiled
 from dreamer_jax.planning.roofline import Roofline
 from dreamer_jax.planning.step_cost import gradient_depths
 from dreamer_jax.planning.topology import Topology
+from dreamer_jax.training.work import work_of
 
 Plan = dict[str, Any]
 GIB, MIB = 1 << 30, 1 << 20
@@ -30,7 +31,7 @@ def describe(config: Config, topology: Topology, compiled: Compiled | None, boun
         "settings": settings_of(config, topology),
         "tokens": {"step": tokens, "chip": tokens // topology.chips, "row": config.data.places},
         "parameters": int(analytic.total(analytic.parameters(model))),
-        "model_flops_per_token": analytic.training_flops(model, config.data.places)[0],
+        "model_flops_per_token": analytic.training_flops(model, config.data.places, work_of(config))[0],
         "rows_per_expert": bound.rows_per_expert,
         "filled_share_of_expert_tiles": bound.tile_share,
         "roofline": _roofline(bound),

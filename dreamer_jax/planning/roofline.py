@@ -19,9 +19,17 @@ from dreamer_jax.families import build
 from dreamer_jax.parallel.gather import SCATTER
 from dreamer_jax.parallel.mesh import EXPERT, RING, SLICE, collective_axes
 from dreamer_jax.planning.collectives import Collective
-from dreamer_jax.planning.step_cost import experts_on, neurons_on, operations, rows_per_expert, share_of_tiles
+from dreamer_jax.planning.step_cost import (
+    applications,
+    experts_on,
+    neurons_on,
+    operations,
+    rows_per_expert,
+    share_of_tiles,
+)
 from dreamer_jax.planning.topology import Topology
 from dreamer_jax.planning.torus import Wires
+from dreamer_jax.training.work import work_of
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,7 @@ def roofline(config: Config, topology: Topology, collectives: Sequence[Collectiv
     exchanges = _expected(config, wires) if collectives is None else _compiled(config, collectives, wires)
     seconds = sum(term.seconds for term in terms) + sum(e.seconds for e in exchanges if not e.hidden)
     tokens = config.training.batch_size * config.data.places / topology.chips
-    useful = analytic.training_flops(build(config.model), config.data.places)[0] * tokens
+    useful = analytic.training_flops(build(config.model), config.data.places, work_of(config))[0] * tokens
     return Roofline(
         terms,
         exchanges,
@@ -187,12 +195,13 @@ def _expert_exchange(config: Config, wires: Wires) -> Exchange:
         ragged = config.mesh.exchange == "ragged"
         copies, kind = (block.router.selected, "all-to-all") if ragged else (on.group, "all-gather")
         size = copies * on.tokens * config.training.microbatches * block.hidden_size * BFLOAT16_BYTES
-        times = (4 + 2 * on.again.products + (on.again.gate and ragged)) * share.depths
+        times = (4 + 2 * on.again.products + (on.again.gate and ragged)) * applications(config, share)[0]
         moved += size * times
         seconds += wires.seconds(kind, size, [EXPERT]) * times
     for block, on, share in neurons_on(config):
         size = on.group * on.tokens * config.training.microbatches * block.hidden_size * BFLOAT16_BYTES
-        times = 2 * share.depths + (2 + 2 * on.again.cheap) * share.differentiated
+        forward, backward = applications(config, share)
+        times = 2 * forward + (2 + 2 * on.again.cheap) * backward
         moved += size * times
         seconds += wires.seconds("all-gather", size, [EXPERT]) * times
     return Exchange("expert exchange", moved, seconds)

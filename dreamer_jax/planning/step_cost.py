@@ -15,6 +15,7 @@ from dreamer_jax.blocks.feed_forward import FeedForward
 from dreamer_jax.budget import analytic
 from dreamer_jax.config import Config
 from dreamer_jax.families import build
+from dreamer_jax.training.work import work_of
 from pallas_kernels.tiles import GENERATIONS, Generation
 
 
@@ -24,12 +25,20 @@ def operations(config: Config, chip: str) -> list[Operation]:
     for share in build(config.model).blocks():
         on = on_chip(config, chip, share)
         # Depths that aren't differentiated do a pass of the three and what is computed again.
-        times = share.differentiated + (share.depths - share.differentiated) / (3 + on.again.products)
+        forward, backward = applications(config, share)
+        times = backward + (forward - backward) / (3 + on.again.products)
         for one in share.block.step_cost(on) if share.depths else ():
             one = one.times(times * config.training.microbatches)
             before = found.get(one.name, Operation(one.name, 0, 0))
             found[one.name] = Operation(one.name, before.flops + one.flops, before.bytes + one.bytes)
     return [*found.values(), _optimizer(config)]
+
+
+def applications(config: Config, share: Share) -> tuple[float, float]:
+    """Of a block to a token, in a train step on average: (forward, with a backward pass)."""
+    family, work = build(config.model), work_of(config)
+    each = [(its.share, *analytic.applied(family, share, its)) for its in work]
+    return sum(part * forward for part, forward, _ in each), sum(part * backward for part, _, backward in each)
 
 
 def on_chip(config: Config, chip: str, share: Share) -> OnChip:

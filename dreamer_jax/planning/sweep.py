@@ -19,6 +19,7 @@ from dreamer_jax.planning.compiling import Compiled, compile_step
 from dreamer_jax.planning.roofline import Roofline, roofline
 from dreamer_jax.planning.step_cost import scratch_bytes
 from dreamer_jax.planning.topology import Topology
+from dreamer_jax.training.work import deepest_of
 
 GRADIENT_DEPTHS = (1, 4, 6, 8)
 MOST_EXPERTS = 16
@@ -129,7 +130,7 @@ def estimate(config: Config, chip: str) -> float:
     whole = analytic.total(analytic.parameters(model))
     own = whole - analytic.expert_parameters(model) * (1 - 1 / config.mesh.expert)
     rows = training.batch_size // (config.mesh.size * training.microbatches)
-    kept = memory.activations(model, config.data.places, rows, training.remat)
+    kept = memory.activations(model, config.data.places, rows, training.remat, deepest_of(config))
     state = 12 * whole / (config.mesh.size // config.mesh.slices)
     return state + 6 * own + kept + scratch_bytes(config, chip)
 

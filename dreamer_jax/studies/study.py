@@ -32,6 +32,7 @@ from dreamer_jax.studies.jobs import Job, run_jobs
 from dreamer_jax.studies.study_file import LOSS, TRIAL_SHARE, Member, StudyFile, Sweep, Task
 from dreamer_jax.training.evaluation import kept_parts
 from dreamer_jax.training.figures import heldout_curve
+from dreamer_jax.training.work import work_of
 
 FILE = "study.json"
 GRANULARITIES = (8, 4, 2, 1)
@@ -313,7 +314,7 @@ def describe(entrant: Entrant) -> Result:
         "depth": family.depth,
         "parameters": cost.params,
         "flops_per_token": round(copies * cost.flops_per_token),
-        "training_flops_per_token": round(copies * analytic.training_flops(family, length)[0]),
+        "training_flops_per_token": round(copies * analytic.training_flops(family, length, work_of(config))[0]),
         "memory_bytes": cost.memory_bytes,
         "tokens": config.training.steps * config.training.batch_size * config.data.sequence_length,
     }

@@ -1,0 +1,66 @@
+"""What a run's train steps do, for whoever counts it: depths that are drawn or truncated, losses of more than one."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dreamer_jax.budget.analytic import Work, whole
+from dreamer_jax.config.recurrence import RecurrenceConfig
+from dreamer_jax.config.sections import Config
+from dreamer_jax.config.values import ModelConfig
+from dreamer_jax.families import Family, build
+from dreamer_jax.training import depths
+
+DRAWS = 1 << 16
+"""Steps that are drawn, spread over the run: a mean depth is off by less than a hundredth of it."""
+OF_JACOBIAN = 2
+"""Products of a depth, each as large as its forward pass, that the size of a Jacobian takes: the step, and a vector by
+it."""
+
+
+def work_of(config: Config) -> tuple[Work, ...]:
+    """What the train steps of a run do: of each depth that they go to the share, with its work."""
+    results = config.data.difficulty if config.recurrence.steps else 0
+    return _work(config.recurrence, config.model, config.training.steps, results)
+
+
+def deepest_of(config: Config) -> Work:
+    """The deepest step, for whose activations there must be memory; where the family draws depths, one of its own."""
+    recurrence, family = config.recurrence, build(config.model)
+    if recurrence.draw == "model":
+        return whole(family)[0]
+    depth = depths.deepest(recurrence, family)
+    return Work(1.0, depth, min(recurrence.differentiated or depth, depth))
+
+
+@functools.lru_cache(maxsize=64)
+def _work(recurrence: RecurrenceConfig, model: ModelConfig, steps: int, results: int) -> tuple[Work, ...]:
+    family = build(model)
+    depths.check(recurrence, family)
+    truncated = family.differentiated if recurrence.draw == "model" else recurrence.differentiated
+    drawn = Counter(_drawn(recurrence, family, steps).tolist())
+
+    def work(depth: int, count: int) -> Work:
+        losses = min(recurrence.scored, depth)
+        if results:
+            losses += min(results, depth // recurrence.depths_per_step)
+        beside = OF_JACOBIAN if recurrence.jacobian and depth > 1 else 0
+        return Work(count / drawn.total(), depth, min(truncated or depth, depth), losses, beside)
+
+    return tuple(work(depth, count) for depth, count in sorted(drawn.items()))
+
+
+def _drawn(recurrence: RecurrenceConfig, family: Family, steps: int) -> np.ndarray:
+    """[N] depths of so many steps, or of a row of each."""
+
+    def one(key: jax.Array, step: jax.Array) -> jax.Array:
+        return jnp.ravel(jnp.asarray(depths.draw(recurrence, family, key, step, jnp.zeros(1, jnp.int32)).depth))
+
+    numbers = jnp.arange(DRAWS, dtype=jnp.float32) * (steps / DRAWS)
+    keys = jax.random.split(jax.random.key(0), DRAWS)
+    return np.asarray(jax.jit(jax.vmap(one))(keys, numbers.astype(jnp.int32))).reshape(-1)

@@ -1,0 +1,141 @@
+"""What train steps do is counted at the depths that they go to: FLOPs, utilisation, memory and bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from dreamer_jax.budget import analytic, memory
+from dreamer_jax.chips import Chip
+from dreamer_jax.config.models.huginn import HuginnConfig
+from dreamer_jax.config.recurrence import RecurrenceConfig
+from dreamer_jax.config.sections import Config, DataConfig, TrainingConfig
+from dreamer_jax.families import Family, build
+from dreamer_jax.planning.step_cost import applications
+from dreamer_jax.training.metrics import model_flop_utilisation
+from dreamer_jax.training.work import deepest_of, work_of
+from tests.families.cases import TINY_MODELS, small_config
+
+MODEL = small_config(depth=6, attention_experts=False)
+"""With as many parameters at any depth."""
+
+
+def config(model: Any = MODEL, data: Any = None, **recurrence: Any) -> Config:
+    return Config(
+        model=model,
+        recurrence=RecurrenceConfig(**recurrence),
+        data=data or DataConfig(sequence_length=32),
+        training=TrainingConfig(steps=100, batch_size=8),
+    )
+
+
+def mean(found: Config) -> float:
+    work = work_of(found)
+    assert sum(its.share for its in work) == pytest.approx(1)
+    return sum(its.share * its.depth for its in work)
+
+
+def at(depth: int) -> Family:
+    return build(dataclasses.replace(MODEL, depth=depth))
+
+
+@pytest.mark.parametrize(
+    "recurrence, expected",
+    [
+        ({}, 6),
+        ({"draw": "fixed", "mean": 4}, 4),
+        ({"draw": "uniform", "least": 2, "most": 9}, 5.5),
+        ({"draw": "exponential", "most": 1000}, 6.51),  # 1 / (1 - exp(-1 / 6))
+        ({"draw": "poisson_lognormal", "sigma": 0.1, "by": "row"}, 7),  # one more than the Poisson
+        # 2 4 6 6 of five twentieths each, and 6 from then on: ceil(4 t) + 2
+        (
+            {"draw": "fixed", "least": 2, "curriculum_steps": 20},
+            0.8 * 6 + 0.2 * (2 / 20 + (3 + 4 + 5) * 5 / 20 + 6 * 4 / 20),
+        ),
+    ],
+)
+def test_mean_depths(recurrence: dict[str, Any], expected: float) -> None:
+    assert mean(config(**recurrence)) == pytest.approx(expected, rel=0.01)
+
+
+def test_families_that_draw_their_depths() -> None:
+    """1 + Poisson for Huginn, whose `depth` is the Poisson's mean; truncated after the last eight."""
+    huginn = HuginnConfig(
+        vocab_size=64, hidden_size=16, heads=2, kv_heads=2, mlp_size=16, depth=12, gradient_recurrences=8
+    )
+    assert mean(config(huginn)) == pytest.approx(13, rel=0.02)
+    assert all(its.differentiated == min(its.depth, 8) for its in work_of(config(huginn)))
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_what_is_not_drawn_is_counted_as_ever(name: str) -> None:
+    model = TINY_MODELS[name]
+    family, work = build(model), work_of(config(model))
+    if len(work) == 1:
+        assert analytic.training_flops(family, 32, work) == analytic.training_flops(family, 32)
+        assert analytic.executed_training_flops(family, 32, True, work) == analytic.executed_training_flops(
+            family, 32, True
+        )
+    for remat in ("none", "attention", "full"):
+        assert memory.training(family, 32, 2, remat, deepest_of(config(model))) == memory.training(family, 32, 2, remat)
+
+
+def test_flops_are_those_of_models_of_the_depths() -> None:
+    found = config(draw="uniform", least=2, most=9)
+    models = [analytic.training_flops(at(depth), 32) for depth in range(2, 10)]
+    counted = analytic.training_flops(build(MODEL), 32, work_of(found))
+    assert counted == pytest.approx([sum(each) / len(models) for each in zip(*models, strict=True)], rel=0.01)
+    executed = [analytic.executed_training_flops(at(depth), 32, True)[0] for depth in range(2, 10)]
+    counted = analytic.executed_training_flops(build(MODEL), 32, True, work_of(found))
+    assert counted[0] == pytest.approx(sum(executed) / len(executed), rel=0.01)
+
+
+def test_truncated_depths_are_passed_forward_alone() -> None:
+    family = build(MODEL)
+    _, depth = analytic.flops_by_depth(family, 16.5)
+    all_depths, _ = analytic.training_flops(family, 32, work_of(config(draw="fixed")))
+    last_two, _ = analytic.training_flops(family, 32, work_of(config(draw="fixed", differentiated=2)))
+    assert all_depths - last_two == pytest.approx(2 * 4 * depth)
+
+
+def test_every_loss_has_a_head() -> None:
+    family = build(MODEL)
+    head = 3 * analytic.matmul_flops(family, 16.5)["head"]
+    flops = lambda **given: analytic.training_flops(family, 32, work_of(config(**given)))[0]  # noqa: E731
+    once = flops(draw="fixed")
+    assert flops(draw="fixed", scored=3) - once == pytest.approx(2 * head)
+    assert flops(draw="fixed", scored=30) - once == pytest.approx(5 * head)  # there are six depths
+    boolean = DataConfig(source="task", task="boolean", sequence_length=32, difficulty=5)
+    steps = {"data": boolean, "draw": "fixed", "steps": 1.0, "depths_per_step": 2}
+    assert flops(**steps) - once == pytest.approx(3 * head)  # the other two come after the sixth depth
+
+
+def test_the_size_of_a_jacobian_takes_two_products_of_a_depth() -> None:
+    family = build(MODEL)
+    flops = lambda **given: analytic.training_flops(family, 32, work_of(config(**given)))[0]  # noqa: E731
+    _, depth = analytic.flops_by_depth(family, 16.5)
+    assert flops(draw="fixed", jacobian=0.1) - flops(draw="fixed") == pytest.approx(3 * 2 * depth)
+
+
+def test_utilisation_counts_the_depths_of_the_steps() -> None:
+    chip = Chip("test", 1e12, 1e12, 1e9, 1e9)
+    shallow = config(dataclasses.replace(MODEL, depth=2))
+    assert model_flop_utilisation(config(draw="fixed", mean=2), 1e3, chip) == pytest.approx(
+        model_flop_utilisation(shallow, 1e3, chip)
+    )
+
+
+def test_memory_is_that_of_the_deepest_step() -> None:
+    found = config(draw="poisson_lognormal", mean=3, most=9)
+    for remat in ("none", "attention", "full"):
+        its = memory.training(build(MODEL), 32, 2, remat, deepest_of(found))
+        assert its == memory.training(at(9), 32, 2, remat)
+
+
+def test_a_plan_counts_the_depths_of_the_steps() -> None:
+    found = config(draw="fixed", mean=9, differentiated=3)
+    for share in build(MODEL).blocks():
+        expected = (share.depths, share.depths) if share.outside else (share.depths * 9 / 6, share.depths * 3 / 6)
+        assert applications(found, share) == expected
