@@ -38,8 +38,8 @@ def observe_batch(config: Any, params: Any, model_state: Any, batch: Mapping[str
         the stream before, and distance from it relative to the norm before.
         `lens_loss` [L] float32, `lens_correct`, `lens_answers_correct` [L] int32: the head applied after each depth.
         `tokens`, `lens_targets`, `lens_answers`: scalars int32, what those sums are over.
-        Of a family that injects its inputs: `lens_entropy` [L] float32, of the distribution that the head predicts, in
-        nats; `settled` [L+1] and `changes` [L, BINS] int32, see `count_changes`.
+        Of a family that injects its inputs: `settled` [L+1] and `changes` [L, BINS] int32, see `count_changes`; and if
+        it generates, `lens_entropy` [L] float32, of the distribution that the head predicts, in nats.
         Of graphs: `hop_reached`, `hop_nodes`, see `hop_sums`.
         And what the family's blocks saw. Of routers: `counts` and `scores`, router -> [L, E] and [L, BINS] int32,
         selections by expert and by score; `entropy`, router -> [L] float32, of the sigmoid scores of all experts,
@@ -67,9 +67,10 @@ def observe_batch(config: Any, params: Any, model_state: Any, batch: Mapping[str
             sums["lens_loss"] = jnp.sum(losses * lens["counted"])
             sums["lens_correct"] = jnp.sum(correct & lens["counted"])
             sums["lens_answers_correct"] = jnp.sum(correct & lens["answers"])
+            if converges:
+                sums["change"] = change(before, after).reshape(-1)
             if converges and family.flags.generates:
                 sums["lens_entropy"] = jnp.sum(_entropy(family, params, hidden[rows, columns]) * lens["counted"])
-                sums["change"] = change(before, after).reshape(-1)
             return stepped._replace(counts=sums)
 
         return observed

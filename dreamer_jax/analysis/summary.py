@@ -30,9 +30,10 @@ def summarise(config: Any, sums: Sums, model_state: Any) -> Summary:
     Returns:
         `model` (variant, depth L, what it predicts, experts), `tokens`.
         `residual`: `norm`, `cosine`, `distance` [L]. `lens`: `targets`, `answers`; `accuracy`, `answer_accuracy`,
-        `loss` [L]; of a family that injects its inputs `entropy` [L] (nats) too.
-        `convergence`, of such a family: `threshold`; `settled` [L+1], tokens by the steps they need to settle, the last
-        of them those that don't; `edges` [BINS+1] and `changes` [L, BINS] (shares), how far each step moves the state.
+        `loss` [L]; of a family that injects its inputs and generates `entropy` [L] (nats) too.
+        `convergence`, of all that inject theirs: `threshold`; `settled` [L+1], tokens by the steps they need to settle,
+        the last of them those that don't; `edges` [BINS+1] and `changes` [L, BINS] (shares), how far each step moves
+        the state.
         `depth_attention`: `scores` [L, L] and `scores_by_head` [n, L, L], or None.
         `routers`, name -> `counts` [L, E], `entropy` [L] and `largest_entropy` (nats), `score_histogram` [L, BINS]
         (shares), `bias` (quantiles); and `experts`, see `expert_numbers`, of models that have some.

@@ -13,14 +13,16 @@ import pytest
 from dreamer_jax.analysis.collection import collect, make_observer
 from dreamer_jax.analysis.convergence import EDGES, SETTLED, change, count_changes, steps_to_settle
 from dreamer_jax.analysis.figures import make_figures
-from dreamer_jax.analysis.observation import choose_targets
+from dreamer_jax.analysis.observation import choose_targets, observe_batch
 from dreamer_jax.analysis.summary import scalars, summarise
 from dreamer_jax.config.models.huginn import HuginnConfig
 from dreamer_jax.config.sections import MeshConfig
 from dreamer_jax.families import build, forward, initialise
 from dreamer_jax.parallel import make_mesh
 from tests.analysis.test_observation import EIGHT, ONE, assert_equal, make_batch
-from tests.families.cases import REAL, SEGMENT_IDS, random_weights, small_config
+from tests.families.cases import REAL, SEGMENT_IDS, TINY_MODELS, random_weights, small_config
+from tests.families.puzzle_cases import puzzles
+from tests.training.cases import random_batch
 
 TINY = HuginnConfig(
     depth=5,
@@ -145,3 +147,16 @@ def test_other_families_get_nothing_of_it():
     assert not {"lens_entropy", "settled", "changes"} & sums.keys()
     summary = summarise(config, sums, {"balancing": bias})
     assert "convergence" not in summary and "entropy" not in summary["lens"]
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_what_is_seen_of_every_family(name):
+    """Traced only: convergence of all that inject their inputs, entropy of those among them that generate."""
+    config = TINY_MODELS[name]
+    family = build(config)
+    batch = random_batch(0) if family.flags.generates else puzzles(config)
+    weights = jax.eval_shape(lambda: initialise(family, jax.random.key(0)))
+    sums = jax.eval_shape(lambda *arrays: observe_batch(config, *arrays), *weights, batch)
+    assert {"settled", "changes"} & sums.keys() == ({"settled", "changes"} if family.flags.injects_inputs else set())
+    assert ("lens_entropy" in sums) == (family.flags.injects_inputs and family.flags.generates)
+    assert "change" not in sums
