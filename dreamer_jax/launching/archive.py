@@ -7,6 +7,7 @@ import hashlib
 import tarfile
 from pathlib import Path
 
+from dreamer_jax.configs import matching, named
 from dreamer_jax.errors import UserError
 
 PARTS = (
@@ -20,6 +21,26 @@ PARTS = (
     "LICENSE",
 )
 """What a worker needs of the checkout."""
+PACKAGE = "dreamer_jax"
+"""The part that may have configurations: an image for GKE holds it as well."""
+
+
+def check_configuration(root: Path, config: str) -> None:
+    """That a worker finds the configuration: by a name, or as a file of the package in the checkout at `root`.
+
+    Raises:
+        UserError: when it doesn't, because it lies elsewhere or nowhere.
+    """
+    file = root / config
+    packed = not Path(config).is_absolute() and file.resolve().is_relative_to(root / PACKAGE)
+    if packed and file.is_file():
+        return
+    if not matching(config, ("configuration",)) and (file.is_file() or Path(config).is_file()):
+        raise UserError(
+            f"{config}: the workers don't get this file, only those in {PACKAGE}; put it, and what its `base:` names, "
+            f"into {root / PACKAGE / 'configs'} and give its name, {Path(config).stem}"
+        )
+    named(config, "configuration")
 
 
 def pack(root: Path, target: Path) -> str:

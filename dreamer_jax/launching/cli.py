@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dreamer_jax.configs import named
 from dreamer_jax.errors import UserError
+from dreamer_jax.launching.archive import check_configuration
 from dreamer_jax.launching.cloud import Cloud, Runner, run_command
 from dreamer_jax.launching.machine import Asked, Machine, Preempted
 from dreamer_jax.launching.rehearsal import Rehearsal
@@ -189,8 +189,7 @@ class _Command:
         settings = self._settings(state, given)
         if not settings.zone:
             raise UserError("missing zone; give it as --zone ZONE or in the settings")
-        if not (ROOT / settings.config).is_file():
-            named(settings.config, "configuration")  # the workers have the checkout, and nothing of this folder
+        check_configuration(ROOT, settings.config)
         if state is None:
             state = State(settings, token=secrets.token_hex(8))
         else:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dreamer_jax.errors import UserError
-from dreamer_jax.launching.cli import add_settings
+from dreamer_jax.launching.archive import check_configuration
+from dreamer_jax.launching.cli import ROOT, add_settings
 from dreamer_jax.launching.settings import Settings, read_settings
 
 GRACE_SECONDS = 120
@@ -165,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parser.parse_args(words))
     try:
         settings = read_settings(options.pop("settings"), options | {"options": rest})
+        check_configuration(ROOT, settings.config)
         manifest = jobset(settings)
     except UserError as error:
         print(f"launch/gke/jobset: error: {error}", file=sys.stderr)

@@ -23,7 +23,7 @@ class Settings:
     tpu: str
     """Accelerator type, e.g. v4-32, v5litepod-16 (or v5e-16), v5p-128."""
     config: str
-    """Configuration of the run: a path in the checkout, or a name of `dreamer config list`."""
+    """Configuration of the run: a name of `dreamer config list`, or a path in the checkout, below dreamer_jax."""
     run_dir: str
     """Where the run lives: a folder in a bucket, gs://BUCKET/FOLDER, because machines come and go."""
     zone: str = ""

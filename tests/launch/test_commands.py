@@ -15,7 +15,7 @@ import pytest
 from fake_gcloud import World
 
 from dreamer_jax.errors import UserError
-from dreamer_jax.launching.archive import pack
+from dreamer_jax.launching.archive import check_configuration, pack
 from dreamer_jax.launching.cloud import Kind, classify
 from dreamer_jax.launching.settings import read_settings
 from dreamer_jax.launching.slices import all_slices, slice_of
@@ -214,6 +214,30 @@ def test_the_archive_holds_the_checkout_and_is_the_same_for_the_same_files(tmp_p
     assert not any("__pycache__" in name for name in names)
     with pytest.raises(UserError, match="not a checkout"):
         pack(tmp_path, tmp_path / "c.tar.gz")
+
+
+def test_a_configuration_that_the_workers_dont_get_is_refused(terminal, tmp_path, monkeypatch):
+    for found in ("quickstart", "huginn/tiny", "configs/quickstart", "dreamer_jax/configs/quickstart.yaml"):
+        check_configuration(ROOT, found)
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "mine.yaml"
+    mine.touch()
+    (tmp_path / "dreamer_jax").mkdir()
+    for root, lost in (
+        (ROOT, "mine.yaml"),  # in this folder
+        (ROOT, str(mine)),
+        (ROOT, str(ROOT / "dreamer_jax/configs/quickstart.yaml")),  # which the workers don't have at this place
+        (ROOT, "requirements/test.lock"),
+        (tmp_path, "mine.yaml"),  # in the checkout, but not packed
+        (tmp_path, "dreamer_jax/../mine.yaml"),
+    ):
+        with pytest.raises(UserError, match=r"don't get this file.* put it.*dreamer_jax/configs and give its name"):
+            check_configuration(root, lost)
+    with pytest.raises(UserError, match=r"no such file.*did you mean 'quickstart'"):
+        check_configuration(ROOT, "quickstrat")
+    refused = terminal[0]("run", "demo", "--settings", "demo.toml", "--config", str(mine), "--dry-run")
+    out, err = refused.communicate(timeout=120)
+    assert refused.returncode == 2 and not out and "give its name, mine" in err and "Traceback" not in err
 
 
 def test_messages_of_gcloud_are_understood():

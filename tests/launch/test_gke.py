@@ -137,5 +137,9 @@ def test_the_command_prints_it_from_the_same_settings(tmp_path):
     assert "--training.steps" in str(manifest) and "gcloud container node-pools create first" in done.stdout
     refused = run("--settings", "launch/example.toml")
     assert refused.returncode == 2 and "missing image" in refused.stderr
+    refused = run("--settings", "launch/example.toml", "--image", "d:1", "--config", "pyproject.toml")
+    assert refused.returncode == 2 and "don't get this file" in refused.stderr and not refused.stdout
+    refused = run("--settings", "launch/example.toml", "--image", "d:1", "--config", "nosuchthing")
+    assert refused.returncode == 2 and "nosuchthing: no such file" in refused.stderr and not refused.stdout
     with pytest.raises(UserError):
         gke.jobset(settings(image=""))
