@@ -13,15 +13,17 @@ usage() {
     echo "local.sh: $1; usage: bash launch/local.sh [-n PROCESSES] [-d DEVICES] [-r RESTARTS] -- train CONFIG [...]" >&2
     exit 2
 }
-while getopts "n:d:r:" option; do
-    [[ "$OPTARG" =~ ^[0-9]+$ ]] || usage "-$option needs a number"
+while getopts ":n:d:r:" option; do
     case $option in
         n) processes=$OPTARG ;;
         d) devices=$OPTARG ;;
         r) restarts=$OPTARG ;;
-        *) usage "unknown option" ;;
+        :) usage "-$OPTARG needs a number" ;;
+        *) usage "unknown option -$OPTARG" ;;
     esac
 done
+[[ "$processes" =~ ^[1-9][0-9]*$ && "$devices" =~ ^[1-9][0-9]*$ ]] || usage "-n and -d need a number, at least 1"
+[[ "$restarts" =~ ^(0|[1-9][0-9]*)$ ]] || usage "-r needs a number"
 shift $((OPTIND - 1))
 [[ "${1:-}" == train ]] || usage "what is started must be \`train\`"
 

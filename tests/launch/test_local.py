@@ -1,0 +1,56 @@
+"""launch/local.sh with a stand-in for Python: which processes it starts, and what it refuses to start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def local(tmp_path):
+    """The script, run with some words; every process that it starts writes its devices and words to `started`."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$XLA_FLAGS $*" >>{tmp_path}/started\n')
+    python.chmod(0o755)
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"PYTHON": str(python), "XLA_FLAGS": ""}
+        command = ["bash", str(ROOT / "launch/local.sh"), *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+    return run, tmp_path / "started"
+
+
+def test_so_many_processes_with_so_many_devices(local):
+    run, started = local
+    done = run("-n", "2", "-d", "3", "-r", "0", "--", "train", "tiny.yaml")
+    assert done.returncode == 0, done.stderr
+    lines = started.read_text().splitlines()
+    assert sorted(line.split()[-1] for line in lines) == ["0", "1"]
+    assert all("device_count=3 -m dreamer_jax train tiny.yaml " in line and "--processes 2" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-n 0 -- train x", "-n and -d need a number, at least 1"),
+        ("-n 00 -- train x", "-n and -d need a number, at least 1"),
+        ("-n two -- train x", "-n and -d need a number, at least 1"),
+        ("-d 0 -- train x", "-n and -d need a number, at least 1"),
+        ("-r 08 -- train x", "-r needs a number"),
+        ("-r -1 -- train x", "-r needs a number"),
+        ("-x -- train x", "unknown option -x"),
+        ("-n", "-n needs a number"),
+        ("-- eval x", "what is started must be `train`"),
+    ],
+)
+def test_wrong_words_start_nothing_and_get_the_usage(local, words, message):
+    run, started = local
+    done = run(*words.split())
+    assert done.returncode == 2 and done.stderr.startswith(f"local.sh: {message}; usage: "), done.stderr
+    assert not started.exists()
