@@ -69,7 +69,7 @@ class Settings:
             raise UserError(
                 f"run_dir '{self.run_dir}' is not gs://BUCKET/FOLDER; a run in a machine's own folder is lost with it"
             )
-        if "--run.dir" in self.options:
+        if any(word.partition("=")[0] == "--run.dir" for word in self.options):
             raise UserError("give the run directory as run_dir (--run-dir), not among the words for `dreamer train`")
         for field in ("queue_hours", "failures", "restarts"):
             if getattr(self, field) < 1:

@@ -159,6 +159,7 @@ def test_without_gcloud_the_message_says_so(tmp_path):
         ({"queue_hours": 0}, "it must be at least 1"),
         ({"config": None}, "missing config"),
         ({"options": ["--run.dir", "x"]}, "give the run directory as run_dir"),
+        ({"options": ["--run.dir=x"]}, "give the run directory as run_dir"),
     ],
 )
 def test_wrong_settings_are_refused_with_the_fix(tmp_path, change, message):
