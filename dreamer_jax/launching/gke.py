@@ -85,7 +85,7 @@ def _pod(settings: Settings) -> dict[str, Any]:
     words = ["dreamer", *settings.training_words()]
     if settings.prepare:
         words = ["bash", "-euc", f'{settings.prepare}\nexec "$@"', "prepare", *words]
-    words = [word.replace("$(", "$$(") for word in words]  # Kubernetes would look for a variable of that name
+    words = [word.replace("$", "$$") for word in words]  # Kubernetes replaces $(NAME), and makes one $ of two
     return {
         "restartPolicy": "Never",
         "serviceAccountName": settings.kubernetes_account,

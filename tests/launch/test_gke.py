@@ -86,18 +86,39 @@ def test_a_defect_ends_the_set_and_a_preemption_restarts_all_of_it():
     assert job["template"]["spec"]["restartPolicy"] == "Never" and job["backoffLimit"] == 0
 
 
+def expanded(word: str) -> str:
+    """What Kubernetes makes of a word of `command`, as its package expansion does, with HOME=/root."""
+    made, at = "", 0
+    while at < len(word):
+        opened = word.startswith("$(", at) and ")" in word[at:]
+        end = word.index(")", at) + 1 if opened else at + 2 if word[at] == "$" else at + 1
+        read = word[at:end]
+        made += {"$$": "$", "$(HOME)": "/root"}.get(read, read)
+        at = end
+    return made
+
+
+def test_words_are_expanded_as_kubernetes_does():
+    """Some of the cases of its own test."""
+    cases = {"$(HOME)": "/root", "$$(HOME)": "$(HOME)", "$$$(HOME)": "$/root", "$(A)_$(HOME)": "$(A)_/root"}
+    cases |= {"$$$$$$$(HOME)": "$$$/root", "f000-$HOME": "f000-$HOME", "foo\\$(HOME)": "foo\\/root", "$?_x$": "$?_x$"}
+    cases |= {"$(HOME": "$(HOME", "--$(HOME)--$$": "--/root--$", "$)$": "$)$", "a$$$": "a$$"}
+    assert {word: expanded(word) for word in cases} == cases
+
+
 def test_the_container_trains_into_the_bucket():
     def command(**changes):
         job = gke.jobset(settings(**changes))["spec"]["replicatedJobs"][0]["template"]["spec"]
         return job["template"]["spec"]["containers"][0]["command"]
 
     assert command() == ["dreamer", "train", "quickstart", "--run.dir", "gs://bucket/runs/demo"]
-    said = command(prepare="echo $(( 1 + 1 )) 'a  b'", options=("--data.prompt", "x $(HOME)"))
-    assert "$$((" in said[2] and said[-1] == "x $$(HOME)"
-    plain = [word.replace("$$(", "$(") for word in said]
+    prepare, prompt = "echo $(( 1 + 1 )) 'a  b $$ $$(HOME) $'; [[ $$ -gt 0 ]]", "x $(HOME) $$ $$$ ${HOME} $"
+    plain = [expanded(word) for word in command(prepare=prepare, options=("--data.prompt", prompt))]
+    assert plain[2].startswith(prepare) and plain[-1] == prompt
     plain[-len(command()) - 2] = "echo"  # stands for dreamer
     done = subprocess.run(plain, capture_output=True, text=True)
-    assert done.stdout == "2 a  b\ntrain quickstart --run.dir gs://bucket/runs/demo --data.prompt x $(HOME)\n"
+    trained = f"train quickstart --run.dir gs://bucket/runs/demo --data.prompt {prompt}"
+    assert done.stdout == f"2 a  b $$ $$(HOME) $\n{trained}\n"
 
 
 def test_spot_and_the_node_pool():
