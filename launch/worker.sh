@@ -37,7 +37,8 @@ find_python() {
 
 install() {
     local stamp=$1 prepare=$2 python
-    [[ "$(read_file installed)" == "$stamp $prepare" ]] && return
+    # Both through $(...), which leaves out line breaks at the end.
+    [[ "$(read_file installed)" == "$(echo "$stamp $prepare")" ]] && return
     stop # the program is about to be replaced
     rm -rf installed source venv
     mkdir source

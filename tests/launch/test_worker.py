@@ -156,6 +156,8 @@ def test_install_is_done_once_a_stamp(worker):
         ("aaa", "", False),
         ("aaa", "touch here", True),
         ("bbb", "", True),
+        ("bbb", "touch here\n\n", True),
+        ("bbb", "touch here\n\n", False),
     ):
         before = calls.read_text()
         done = install(stamp, prepare)
