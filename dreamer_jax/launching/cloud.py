@@ -50,12 +50,14 @@ class Kind(enum.Enum):
     OTHER = "other"
 
 
+_ALONE = r"(?<!\S)%s(?!\S*\w)"
+"""A word of a sentence: not within quotation marks, brackets or paths, where the names of runs and projects stand."""
 _PATTERNS = (
     (Kind.UNUSABLE, r"This TPU has (terminal )?state"),
     (Kind.LOGIN, r"active account selected|refreshing your current auth tokens|UNAUTHENTICATED|gcloud auth login"),
     (Kind.MISSING, r"NOT_FOUND|was not found|notFound"),
     (Kind.EXISTS, r"ALREADY_EXISTS|already exists"),
-    (Kind.QUOTA, r"RESOURCE_EXHAUSTED|[Qq]uota|no more capacity"),
+    (Kind.QUOTA, r"RESOURCE_EXHAUSTED|Quota|QUOTA|quotaExceeded|no more capacity|" + _ALONE % "quotas?"),
     (Kind.PERMISSION, r"PERMISSION_DENIED|SERVICE_DISABLED|has not been used in project"),
     (Kind.SSH, r"exited with return code \[255\]|Permission denied \(publickey|ssh: |Connection (closed|refused) by"),
     (Kind.INVALID, r"INVALID_ARGUMENT|Invalid value|argument --|unrecognized arguments|Invalid choice"),
@@ -63,7 +65,7 @@ _PATTERNS = (
         Kind.PASSING,
         r"UNAVAILABLE|INTERNAL|DEADLINE_EXCEEDED|ABORTED|FAILED_PRECONDITION|gcloud crashed|"
         r"Connection reset|Connection aborted|Unable to find the server|Max retries exceeded|timed out|TimeoutError|"
-        r"network|SSLError|HTTPError 5\d\d|HTTPError 429|rateLimitExceeded",
+        r"SSLError|HTTPError 5\d\d|HTTPError 429|rateLimitExceeded|" + _ALONE % "network",
     ),
 )
 

@@ -251,6 +251,15 @@ def test_messages_of_gcloud_are_understood():
         "ERROR: (gcloud.x) RESOURCE_EXHAUSTED: Quota limit 'X' has been exceeded. Limit: 0": Kind.QUOTA,
         "ERROR: (gcloud.x) unrecognized arguments: --acceleratr-type=a": Kind.INVALID,
         "ERROR: something new": Kind.OTHER,
+        "ERROR: (gcloud.x) the request exceeds your quota.": Kind.QUOTA,
+        "ERROR: (gcloud.x) HttpError 429 returned \"Quota limit 'X' has been exceeded..\"": Kind.QUOTA,
+        "ERROR: (gcloud.x) gcloud is not reachable; check your network connection": Kind.PASSING,
+        # Names of runs, networks, projects and accounts, which may be any word.
+        "ERROR: (gcloud.x) PERMISSION_DENIED: Permission 'tpu.nodes.create' denied on 'quota'.": Kind.PERMISSION,
+        "ERROR: (gcloud.x) FAILED_PRECONDITION: 'projects/p/queuedResources/quota' has nodes": Kind.PASSING,
+        "ERROR: (gcloud.x) INVALID_ARGUMENT: [quota-2] has a wrong version": Kind.INVALID,
+        "ERROR: (gcloud.x) something new about 'projects/p/queuedResources/network-2'": Kind.OTHER,
+        "ERROR: (gcloud.x) Required 'compute.networks.use' permission, said to network@p.com": Kind.OTHER,
     }
     assert {text: classify(text) for text in said} == said
 
