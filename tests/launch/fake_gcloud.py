@@ -333,6 +333,7 @@ ERRORS = {
     "quota": (1, "RESOURCE_EXHAUSTED: Quota limit 'TPUV5sPreemptibleLitepodPerProjectPerZone' has been exceeded."),
     "permission": (1, f"PERMISSION_DENIED: Permission 'tpu.nodes.create' denied on 'my-project'. {ACCOUNT}"),
     "login": (1, "You do not currently have an active account selected.\nPlease run:\n\n  $ gcloud auth login\n"),
+    "unreadable": (1, f"NOT_FOUND: Resource '{PLACE}/queuedResources/demo' was not found. {ACCOUNT}"),
     "invalid": (1, "INVALID_ARGUMENT: accelerator type v5litepod-16 is not available in zone us-west4-a"),
     "drop": (255, "[/usr/bin/ssh] exited with return code [255]."),
     "broken": (1, "ERROR: No matching distribution found for jax"),

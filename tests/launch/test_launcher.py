@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
 
 import fake_gcloud
@@ -145,8 +147,8 @@ def test_maintenance_is_waited_out(capsys):
     assert len(world.data["attempts"]) == 2 and world.data["made"] == 1
 
 
-@pytest.mark.parametrize("code", [1, 2])
-def test_a_defect_or_a_wrong_setting_is_not_tried_again(code, capsys):
+@pytest.mark.parametrize("code", [1, 2, 130])
+def test_a_defect_or_a_wrong_setting_or_an_interrupt_is_not_tried_again(code, capsys):
     world = World(hosts=HOSTS, faults=[{"on": "tpu-vm ssh status", "skip": 2, "do": f"exit:{code}"}])
     assert launch(world) == 1
     err = capsys.readouterr().err
@@ -161,6 +163,25 @@ def test_attempts_that_end_at_once_are_given_up(capsys):
     err = capsys.readouterr().err
     assert "giving up: 3 attempts in a row" in err and len(world.data["attempts"]) == 3
     check_end(world, 1, err)
+
+
+def test_an_attempt_that_lasts_begins_the_count_anew(capsys, monkeypatch):
+    seconds = itertools.accumulate(itertools.chain.from_iterable((0, each) for each in (1, 1, 600, 1, 1, 1)))
+    monkeypatch.setattr(cli, "Supervisor", functools.partial(cli.Supervisor, clock=lambda: next(seconds)))
+    # Of each attempt two looks: before the workers are started, and after.
+    world = World(hosts=HOSTS, faults=[{"on": "tpu-vm ssh status", "do": "exit:139"} for _ in range(2 * 5)])
+    assert launch(world) == 0, capsys.readouterr().err
+    assert len(world.data["attempts"]) == 6
+    check_end(world, 0, "")
+
+
+def test_a_request_that_cant_be_read_yet_is_waited_for(capsys):
+    """The first look is from before the request."""
+    faults = [{"on": "queued-resources describe", "skip": 1, "do": "unreadable"} for _ in range(3)]
+    world = World(hosts=HOSTS, faults=faults)
+    assert launch(world) == 0, capsys.readouterr().err
+    assert world.data["made"] == 1 and all(fault["done"] for fault in faults)
+    check_end(world, 0, "")
 
 
 @pytest.mark.parametrize(("code", "made"), [(8, 1), (13, 3)], ids=["quota", "internal"])

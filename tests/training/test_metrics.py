@@ -1,5 +1,6 @@
 """Measurements by hand, and the files they are written to."""
 
+import dataclasses
 import json
 import math
 import struct
@@ -88,6 +89,10 @@ def test_utilisation_by_hand():
     chip = Chip("chip", peak_flops=1e6, bandwidth=1.0, memory=1.0)
     assert model_flop_utilisation(config, 50.0, chip) == pytest.approx(3 * forward * 50 / 4e6)
     assert model_flop_utilisation(config, 50.0, None) is None
+    # Two copies of each token: twice the places, and as many more that each of them sees.
+    copied = dataclasses.replace(config, data=DataConfig(sequence_length=7, copies=2))
+    more = forward + 2 * (2 * 2 * 2 * 4) * (14 - 7) / 2
+    assert model_flop_utilisation(copied, 50.0, chip) == pytest.approx(2 * 3 * more * 50 / 4e6)
 
 
 def events(directory) -> dict[tuple[int, str], float]:
