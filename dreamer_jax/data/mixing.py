@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,12 @@ from dreamer_jax.errors import ConfigError, UserError
 
 _KEPT_ORDERS = 8
 
+LARGEST_ROUND = 200_000_000
+"""Documents of a round, unless it is one pass over everything: planning takes time and memory for each."""
+
+_ROUNDED = 0.01
+"""How far, relatively, a whole number of documents may lie from a source's share of a round."""
+
 
 class Rounds:
     """The documents of each round of a mixture.
@@ -27,21 +34,24 @@ class Rounds:
     Every source is an endless stream of epochs, each its documents exactly once in an order of its own. A round
     takes the next `counts[k]` documents of source k's stream, and shuffles what it has taken: so no document comes
     again before all others of its source have come, however the shares are, and a round is a pure function of
-    (seed, round).
+    (seed, round). Of a count that isn't whole, round r takes floor((r + 1) count) - floor(r count).
 
     Args:
         groups: documents of each source, int64 [n_k].
-        counts: documents a round takes of each source.
+        counts: documents a round takes of each source, on average.
         seed: of all orders.
     """
 
-    def __init__(self, groups: Sequence[np.ndarray], counts: Sequence[int], seed: int):
+    def __init__(self, groups: Sequence[np.ndarray], counts: Sequence[float], seed: int):
         self._groups, self._counts, self._seed = groups, counts, seed
         self._orders: OrderedDict[tuple[int, int], np.ndarray] = OrderedDict()
 
     def __call__(self, number: int) -> np.ndarray:
         """Documents of a round, int64 [sum of the counts], in order."""
-        taken = [self._take(k, number * count, (number + 1) * count) for k, count in enumerate(self._counts)]
+        taken = [
+            self._take(k, math.floor(number * count), math.floor((number + 1) * count))
+            for k, count in enumerate(self._counts)
+        ]
         documents = np.concatenate(taken)
         return documents[permutation(len(documents), self._seed, number)]
 
@@ -65,24 +75,32 @@ class Rounds:
         return self._orders[key]
 
 
-def round_counts(shares: Sequence[dict[str, float]], documents: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """Documents that a round takes of each source.
+def round_counts(shares: Sequence[dict[str, float]], documents: Sequence[int], tokens: Sequence[int]) -> list[float]:
+    """Documents that a round takes of each source, on average over the rounds.
+
+    They are whole numbers (int) where rounding changes a share by less than a hundredth. The largest is 1 or more, so
+    that no round is empty.
 
     Args:
         shares: of each source weight, epochs and tokens, at most one of them not zero. With weights, the round's
             tokens are proportional to them, and the source that its weight asks most of is gone through once.
-        documents, tokens: of each source.
+        documents, tokens: of each source. One without documents has no part in a round.
     """
     if any(share["weight"] for share in shares):
         # Passes of a source in proportion to its weight; the largest becomes 1.
-        passes = [share["weight"] / max(1, size) for share, size in zip(shares, tokens, strict=True)]
-        passes = [value / max(passes) for value in passes]
+        passes = [share["weight"] / size if size else 0.0 for share, size in zip(shares, tokens, strict=True)]
+        largest = max(passes, default=0.0) or 1.0
+        passes = [value / largest for value in passes]
     else:
         passes = [
             share["tokens"] / max(1, size) if share["tokens"] else share["epochs"] or 1.0
             for share, size in zip(shares, tokens, strict=True)
         ]
-    return [max(1, round(value * n)) if n else 0 for value, n in zip(passes, documents, strict=True)]
+    counts = [value * n for value, n in zip(passes, documents, strict=True)]
+    largest = max(counts, default=0.0)
+    if 0 < largest < 1:
+        counts = [count / largest for count in counts]
+    return [round(count) if abs(round(count) - count) <= _ROUNDED * count else count for count in counts]
 
 
 class PreparedSource:
@@ -98,7 +116,7 @@ class PreparedSource:
         inputs = self._data.inputs[train]
         record, self._first, self._lengths = cut(inputs, longest, self._data.prompts[train] == 0)
         self._record = train[record]
-        self._too_long = len(train) - len(np.unique(record))
+        self._too_long = len(train) - len(np.unique(record)) + self.heldout.too_long
         if not len(record):
             raise ConfigError(
                 f"data.sequence_length: every training record of {data.path} is longer than a row of "
@@ -110,11 +128,13 @@ class PreparedSource:
         groups = [np.flatnonzero(owner == self._data.names.index(name)) for name in names]
         tokens = [int(self._lengths[group].sum()) for group in groups]
         counts = round_counts(shares, [len(group) for group in groups], tokens)
+        _check_round(config, counts, groups)
         rounds = Rounds(groups, counts, config.run.seed)
         self._rows = EpochRows(self._lengths, data.sequence_length, config.run.seed, rounds, data.packing)
         split = f"heldout {data.heldout_records}" if not data.heldout_path else f"heldout {self._heldout_identity}"
+        split += ", cut" if self.heldout.cut else ""
         self.identity = f"prepared {self._data.identity} {split} {list(zip(names, counts, strict=True))}"
-        self.summary = self._summarize(names, groups, tokens, counts, data.sequence_length)
+        self.summary = self._summarize(names, groups, tokens, counts, rounds, data.sequence_length)
 
     @property
     def harder(self) -> DocumentList:
@@ -141,15 +161,24 @@ class PreparedSource:
         """The round of the step's first row."""
         return self._rows.epoch(step * self._batch_size)
 
-    def _split(self, config: Config, tokenizer: Tokenizer) -> tuple[np.ndarray, DocumentList]:
+    def _split(self, config: Config, tokenizer: Tokenizer) -> tuple[np.ndarray, _PreparedDocuments]:
         """Records to train on, and held-out documents."""
         data = config.data
         if data.heldout_path:
             other = PreparedData(Path(data.heldout_path), tokenizer, "data.heldout_path")
-            self._heldout_identity = other.identity
-            return np.arange(len(self._data)), _PreparedDocuments(other, np.arange(len(other)), data.sequence_length)
-        train, heldout = split_records(len(self._data), data.heldout_records, data.path)
-        return train, _PreparedDocuments(self._data, heldout, data.sequence_length)
+            self._heldout_identity, heldout = other.identity, np.arange(len(other))
+            train = np.arange(len(self._data))
+        else:
+            other = self._data
+            train, heldout = split_records(len(other), data.heldout_records, data.path)
+        documents = _PreparedDocuments(other, heldout, data.sequence_length, data.packing == "concat")
+        if len(heldout) and not len(documents):
+            raise ConfigError(
+                f"data.sequence_length: every held-out record of {data.heldout_path or data.path} is longer than a row "
+                f"of {data.sequence_length} tokens",
+                key="data.sequence_length",
+            )
+        return train, documents
 
     def _shares(self, config: Config) -> tuple[list[str], list[dict[str, float]]]:
         """Names of the sources that take part, and their shares."""
@@ -169,31 +198,61 @@ class PreparedSource:
         return names, [{kind: float(getattr(wanted[name], kind)) for kind in kinds} for name in names]
 
     def _summarize(
-        self, names: list[str], groups: list[np.ndarray], tokens: list[int], counts: list[int], row_length: int
+        self,
+        names: list[str],
+        groups: list[np.ndarray],
+        tokens: list[int],
+        counts: list[float],
+        rounds: Rounds,
+        row_length: int,
     ) -> str:
         each = [
             count * size / len(group) if len(group) else 0.0
             for count, size, group in zip(counts, tokens, groups, strict=True)
         ]
         total, rows = sum(each), self._rows.rows_in_epoch(0)
+        first = int(self._lengths[rounds(0)].sum())  # a round holds about the total, not just that
         parts = ", ".join(
             f"{name} {size / total:.1%} ({count / max(1, len(group)):.2f} epochs)"
             for name, size, count, group in zip(names, each, counts, groups, strict=True)
         )
         return (
-            f"prepared data, {len(self._data):,} records, {len(self.heldout):,} held out; a round: {parts}; "
-            f"about {total:,.0f} tokens in {rows:,} rows ({total / (rows * row_length):.0%} full), "
+            f"prepared data, {len(self._data):,} records, {self.heldout.records:,} held out; a round: {parts}; "
+            f"about {total:,.0f} tokens in {rows:,} rows ({first / (rows * row_length):.0%} full), "
             f"{self._too_long:,} too long for a row"
         )
 
 
-class _PreparedDocuments:
-    """Some records as documents of at most row_length inputs, read when they are asked for."""
+def _check_round(config: Config, counts: list[float], groups: list[np.ndarray]) -> None:
+    """That a round holds something, and no more than can be planned."""
+    where = config.data.mixture or config.data.path
+    if not sum(counts):
+        raise UserError(
+            f"{where}: no source that takes part has a record to train on; name one that has in data.mixture, or "
+            f"raise data.sequence_length ({config.data.sequence_length})"
+        )
+    documents = sum(map(len, groups))
+    if sum(counts) > max(LARGEST_ROUND, documents):
+        raise UserError(
+            f"{where}: a round of these shares holds {sum(counts):.3g} documents ({documents:,} different ones), more "
+            f"than the {LARGEST_ROUND:,} that are planned at once; lower the sources' epochs or tokens"
+        )
 
-    def __init__(self, data: PreparedData, records: np.ndarray, row_length: int):
+
+class _PreparedDocuments:
+    """Some records as documents of at most row_length inputs, read when they are asked for.
+
+    Longer plain text is cut, and with `split` everything else, as packing concat cuts what is trained on; otherwise
+    longer ones of the `records` are left out and counted in `too_long`. `cut`: whether one with a prompt was cut.
+    """
+
+    def __init__(self, data: PreparedData, records: np.ndarray, row_length: int, split: bool):
         self._data = data
-        of_record, self._first, self._lengths = cut(data.inputs[records], row_length, data.prompts[records] == 0)
+        inputs, prompts = data.inputs[records], data.prompts[records]
+        of_record, self._first, self._lengths = cut(inputs, row_length, (prompts == 0) | split)
         self._record = records[of_record]
+        self.records, self.too_long = len(records), len(records) - len(np.unique(of_record))
+        self.cut = split and bool(((inputs > row_length) & (prompts > 0)).any())
 
     def __len__(self) -> int:
         return len(self._record)

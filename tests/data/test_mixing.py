@@ -107,6 +107,44 @@ def test_round_counts(shares: list[dict[str, float]], expected: list[int]) -> No
     assert round_counts(whole, [100, 50], [1000, 10_000]) == expected
 
 
+@pytest.mark.parametrize(
+    ("weights", "documents", "tokens"),
+    [
+        ([0.5, 0.499, 0.001], [10, 1000, 100_000], [1000, 100_000, 10_000_000]),
+        ([0.5, 0.49, 0.01], [20, 10**6, 10**5], [4000, 6 * 10**8, 3 * 10**8]),
+        ([0.5, 0.3, 0.2], [1, 300, 300], [700, 300_000, 135_000]),
+        ([0.5, 0.5], [1000, 0], [1000, 0]),  # nothing of the second fits into a row
+        ([0.6, 0.3, 0.1], [0, 500, 300], [0, 50_000, 24_000]),
+        ([1.0, 1.0], [10, 1000], [1000, 56_179]),  # 17.8 documents a round
+    ],
+)
+def test_weights_are_the_shares_of_the_tokens(weights: list[float], documents: list[int], tokens: list[int]) -> None:
+    counts = round_counts([{"weight": w, "epochs": 0.0, "tokens": 0.0} for w in weights], documents, tokens)
+    taken = [c * size / n if n else 0.0 for c, size, n in zip(counts, tokens, documents, strict=True)]
+    asked = [weight if n else 0.0 for weight, n in zip(weights, documents, strict=True)]
+    assert [t / sum(taken) for t in taken] == pytest.approx([w / sum(asked) for w in asked], rel=0.02)
+    assert sum(counts) >= 1 and all(count == 0 for count, n in zip(counts, documents, strict=True) if not n)
+
+
+def test_a_round_is_not_empty_and_whole_counts_are_rounded() -> None:
+    shares = [{"weight": 0.0, "epochs": epochs, "tokens": 0.0} for epochs in (0.01, 0.002)]
+    assert round_counts(shares, [10, 10], [1000, 1000]) == [1, pytest.approx(0.2)]
+    nearly = [{"weight": 0.0, "epochs": 0.99996, "tokens": 0.0}]  # as always: int where rounding changes little
+    (count,) = round_counts(nearly, [300], [1000])
+    assert count == 300 and isinstance(count, int)
+
+
+def test_counts_that_are_not_whole_are_kept_over_the_rounds() -> None:
+    groups = [np.arange(10), np.arange(10, 1010), np.arange(1010, 2010)]
+    rounds = Rounds(groups, [10, 9.98, 0.25], seed=0)
+    stream = [rounds(number) for number in range(100)]
+    taken = [[int(((d >= g[0]) & (d <= g[-1])).sum()) for d in stream] for g in groups]
+    assert set(taken[0]) == {10} and set(taken[1]) == {9, 10} and sum(taken[1]) == 998
+    assert taken[2] == [0, 0, 0, 1] * 25
+    assert len(np.unique(np.concatenate(stream))) == 10 + 998 + 25, "each document once before any comes again"
+    assert Rounds(groups, [10, 9.98, 0.25], seed=0)(57).tolist() == stream[57].tolist()
+
+
 def test_concat_plan_covers_every_input_once() -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 60, 50)
@@ -186,6 +224,53 @@ def test_heldout_records_are_never_trained_on(prepared: Path) -> None:
     same = open_data(config(prepared / "data", heldout_path=str(prepared / "data")))
     assert len(same.heldout_records(10_000)) >= 400
     assert same.fingerprint != data.fingerprint
+
+
+def long_and_short(folder: Path) -> Path:
+    """60 short problems, and 60 with an answer of over 400 bytes."""
+    records = problems(120, seed=9)
+    for record in records[::2]:
+        record["answer"] = "So it is. " * 40 + record["answer"]
+    write_lines(folder / "a.jsonl", records)
+    write_lines(folder / "long.jsonl", records[::2])
+    sources = f"{{a: {{path: {folder}/a.jsonl}}, long: {{path: {folder}/long.jsonl, prompt: 'Q {{question}}'}}}}"
+    more = "deduplicate: {exact: false, near: false}"
+    run(write_mixture(folder / "m.yaml", f"sources: {sources}\n{more}"), folder / "data")
+    return folder / "data"
+
+
+def test_heldout_documents_are_cut_as_those_of_training_are(tmp_path: Path) -> None:
+    """Left out with best_fit, and counted; cut with concat, every token once."""
+    path = long_and_short(tmp_path)
+    split = open_data(config(path, heldout_records=90))
+    assert "180 records, 90 held out" in split.summary and "120 too long for a row" in split.summary
+    data = open_data(config(path, heldout_records=90, packing="concat"))
+    assert "90 held out" in data.summary and ", 0 too long" in data.summary
+    whole = open_data(config(path, heldout_records=90, packing="concat", sequence_length=1024))
+    for mask in ("loss_mask", "answer_mask"):
+        sums = [sum(int(batch[mask].sum()) for batch in d.heldout_batches()) for d in (split, data, whole)]
+        assert sums[0] < sums[1] == sums[2]
+    records = data.heldout_records(1000)
+    assert [r.prompt for r in records] == [r.prompt for r in whole.heldout_records(1000)], "no later pieces"
+    write_lines(tmp_path / "x.jsonl", [{"question": "1+1?", "answer": "2"}] * 3)
+    more = "deduplicate: {exact: false, near: false}"
+    run(write_mixture(tmp_path / "x.yaml", f"sources: {{x: {{path: {tmp_path}/x.jsonl}}}}\n{more}"), tmp_path / "tiny")
+    with pytest.raises(ConfigError, match=r"every held-out record of .*data is longer than a row of 64"):
+        open_data(config(tmp_path / "tiny", heldout_path=str(path), sequence_length=64))
+
+
+def test_a_weighted_source_that_is_too_long_takes_no_part(tmp_path: Path) -> None:
+    path = long_and_short(tmp_path)
+    text = "sources: {a: {path: x, weight: 0.5}, long: {path: x, weight: 0.5}}"
+    data = open_data(config(path, heldout_records=0, mixture=str(write_mixture(tmp_path / "w.yaml", text))))
+    assert "a 100.0% (1.00 epochs), long 0.0% (0.00 epochs)" in data.summary
+    only = write_mixture(tmp_path / "only.yaml", "sources: {long: {path: x}}")
+    with pytest.raises(UserError, match=r"only\.yaml: no source that takes part has a record to train on"):
+        open_data(config(path, heldout_records=0, mixture=str(only)))
+    for share in ("epochs: 1e9", "tokens: 1e30"):
+        huge = write_mixture(tmp_path / "huge.yaml", f"sources: {{a: {{path: x, {share}}}}}")
+        with pytest.raises(UserError, match=r"a round of these shares holds \S+ documents \(60 different ones\)"):
+            open_data(config(path, heldout_records=0, mixture=str(huge)))
 
 
 def test_a_mixture_file_overrides_the_shares(prepared: Path) -> None:
