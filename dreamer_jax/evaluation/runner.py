@@ -6,7 +6,7 @@ import datetime
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,8 @@ CHUNK = 4
 """Batches of a model between two writings of records."""
 
 Results = dict[str, dict[str, Any]]
-"""Label of a task -> `questions`, `shots`, `metrics` and `subjects`, as results.json holds it."""
+"""Label of a task -> `questions`, `shots`, `cut` (prompts that lost their beginning), `metrics` and `subjects`, as
+results.json holds it."""
 
 
 def choose_tasks(names: str) -> list[Task]:
@@ -80,8 +81,14 @@ def evaluate(
         identity = {**source, "task": label, "max_length": model.max_length, "items": task.identity(items, settings)}
         records = Records(folder / f"{label}.jsonl", identity, fresh, renew)
         wanted = items[:limit]
-        _answer(task, label, wanted, records, settings, model, say)
-        results[label] = _result(task, settings, [records.done[i] for i in range(len(wanted))])
+        cut = {i for i, item in enumerate(wanted) if task.cut(item, settings, model)}
+        if cut:
+            say(
+                f"{label}: {len(cut):,} of {len(wanted):,} prompts are longer than --max-length {model.max_length:,} "
+                "leaves room for, and lose their beginning"
+            )
+        _answer(task, label, wanted, cut, records, settings, model, say)
+        results[label] = _result(task, settings, [records.done[i] for i in range(len(wanted))], len(cut))
         _write(folder / "results.json", dict(source), {label: results[label]})
     return results
 
@@ -97,6 +104,7 @@ def _answer(
     task: Task,
     label: str,
     items: Sequence[Any],
+    cut: Container[int],
     records: Records,
     settings: Settings,
     model: LanguageModel,
@@ -113,7 +121,8 @@ def _answer(
     with task.answerer(settings, model) as answer:
         for first in range(0, len(missing), amount):
             part = missing[first : first + amount]
-            records.add(answer([items[i] for i in part]))
+            found = answer([items[i] for i in part])
+            records.add([record | ({"cut": True} if record["index"] in cut else {}) for record in found])
             progress.done(len(part), last=first + amount >= len(missing))
 
 
@@ -142,10 +151,10 @@ def _clock(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
-def _result(task: Task, settings: Settings, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _result(task: Task, settings: Settings, records: Sequence[dict[str, Any]], cut: int) -> dict[str, Any]:
     result: dict[str, Any] = {"task": task.name, "questions": len(records)}
     if task.name != "ppl":
-        result["shots"] = settings.shots
+        result |= {"shots": settings.shots, "cut": cut}
     result["metrics"] = _numbers(task.estimates(records))
     subjects = sorted({record.get("subject", "") for record in records} - {""})
     if subjects:

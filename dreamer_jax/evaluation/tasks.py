@@ -76,6 +76,10 @@ class Task(Protocol):
         """Changes whenever the records of an earlier evaluation could not be used any more."""
         ...
 
+    def cut(self, item: Any, settings: Settings, model: LanguageModel) -> bool:
+        """Whether the model can't take the whole prompt of an item, which then loses its beginning."""
+        ...
+
     def answerer(
         self, settings: Settings, model: LanguageModel
     ) -> contextlib.AbstractContextManager[Callable[[Sequence[Any]], list[Record]]]:
@@ -136,6 +140,10 @@ class Generation(_Asking):
         drawn = [settings.sampling.label] if settings.sampling is not None and settings.sampling.draws else []
         return _digest([self._limit(settings), *drawn, *([item.prompt, item.gold] for item in items)])
 
+    def cut(self, item: Question, settings: Settings, model: LanguageModel) -> bool:
+        """Whether the prompt doesn't fit together with an answer of full length."""
+        return model.cuts(item.prompt, self._limit(settings))
+
     @contextlib.contextmanager
     def answerer(self, settings: Settings, model: LanguageModel) -> Iterator[Callable]:
         """See `Task`."""
@@ -174,18 +182,26 @@ class Choice(_Asking):
         """Hash of the questions."""
         return _digest([[item.prompt, item.choices, item.right] for item in items])
 
+    def cut(self, item: Question, settings: Settings, model: LanguageModel) -> bool:
+        """Whether the prompt doesn't fit together with the longest choice, whose last token is predicted, not read."""
+        longest = max(len(model.tokenizer.encode(text)) for text in self._texts(item, settings))
+        return model.cuts(item.prompt, longest - 1)
+
     @contextlib.contextmanager
     def answerer(self, settings: Settings, model: LanguageModel) -> Iterator[Callable]:
         """See `Task`."""
 
         def answer(items: Sequence[Question]) -> list[Record]:
-            start = "" if settings.space_in_prompt else " "
-            # A choice without text would be certain: nothing is to be written.
-            pairs = [(item.prompt, f"{start}{choice}" or " ") for item in items for choice in item.choices]
+            pairs = [(item.prompt, text) for item in items for text in self._texts(item, settings)]
             found = iter(model.completion_likelihoods(pairs))
             return [self._record(item, [next(found).logprob for _ in item.choices]) for item in items]
 
         yield answer
+
+    @staticmethod
+    def _texts(item: Question, settings: Settings) -> list[str]:
+        start = "" if settings.space_in_prompt else " "
+        return [f"{start}{choice}" or " " for choice in item.choices]  # without text it would be certain
 
     @staticmethod
     def _record(item: Question, logprobs: list[float]) -> Record:
@@ -232,6 +248,19 @@ class Perplexity:
     def identity(self, items: Sequence[Window], settings: Settings) -> str:
         """Hash of the tokens."""
         return _digest([[item.context, item.tokens] for item in items])
+
+    def cut(self, item: Window, settings: Settings, model: LanguageModel) -> bool:
+        """Never: a window that isn't read to its end would have another perplexity.
+
+        Raises:
+            UserError: the model takes fewer tokens than the window has.
+        """
+        if model.max_length is not None and self.size(item) > model.max_length + 1:
+            raise UserError(
+                f"--max-length {model.max_length} is less than a window of the task ppl ({self.size(item) - 1} "
+                "tokens); raise it, or lower --window"
+            )
+        return False
 
     @contextlib.contextmanager
     def answerer(self, settings: Settings, model: LanguageModel) -> Iterator[Callable]:

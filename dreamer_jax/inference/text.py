@@ -155,9 +155,12 @@ class LanguageModel:
         return self._engine.score([self.encode(row) for row in rows], batch_size=self.batch_size)
 
     def likelihoods(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Likelihood]:
-        """Likelihood of the second part of each pair of token lists after the first, which has one token or more."""
-        keep = slice(None) if self.max_length is None else slice(-(self.max_length + 1), None)
-        scored = self.score([[*context, *following][keep] for context, following in pairs])
+        """Likelihood of the second part of each pair of token lists after the first, which has one token or more.
+
+        What is longer than `max_length` is cut as prompts are: its first token, and the end of the rest, stay; of a
+        second part that doesn't fit by itself, only its end.
+        """
+        scored = self.score([self._row(*pair) for pair in pairs])
         results = []
         for (_, following), scores in zip(pairs, scored, strict=True):
             own = slice(max(0, len(scores.logprobs) - len(following)), None)
@@ -170,6 +173,10 @@ class LanguageModel:
         encoded = (encode_pair(self.tokenizer, prompt, completion) for prompt, completion in pairs)
         return self.likelihoods([([self.tokenizer.bos, *prompt], text) for prompt, text in encoded])
 
+    def cuts(self, prompt: Prompt, room: int) -> bool:
+        """Whether a prompt loses its beginning where `room` tokens are to follow it within `max_length`."""
+        return self.max_length is not None and len(self.encode(prompt)) > self.max_length - room
+
     def encode(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt."""
         if isinstance(prompt, str):
@@ -177,14 +184,22 @@ class LanguageModel:
         return [int(token) for token in prompt]
 
     def _rows(self, prompts: Sequence[Prompt], max_tokens: int) -> list[list[int]]:
-        """Prompts that leave room for `max_tokens`: begin-of-text, or what stands first, and the end of the rest."""
+        """Prompts that leave room for `max_tokens`, see `_shortened`."""
         rows = [self.encode(prompt) for prompt in prompts]
         if self.max_length is None:
             return rows
         room = self.max_length - max_tokens
         if room < 2:
             raise UserError(f"{max_tokens} tokens to generate leave no room for a prompt within {self.max_length}")
-        return [[*row[:1], *row[1:][-(room - 1) :]] for row in rows]
+        return [_shortened(row, room) for row in rows]
+
+    def _row(self, context: list[int], following: list[int]) -> list[int]:
+        """What is read to score `following`; its last token is predicted, not read."""
+        row = [*context, *following]
+        if self.max_length is None:
+            return row
+        room = self.max_length + 1
+        return _shortened(row, room) if len(following) < self.max_length else row[-room:]
 
     def _text(self, row: Generated, stop: Sequence[str]) -> Text:
         text = self.tokenizer.decode(row.tokens)
@@ -192,6 +207,11 @@ class LanguageModel:
         depths = sum(row.depths) / len(row.depths) if row.depths else 0.0
         finish = row.finish if end is None else "stop"
         return Text(text[:end], row.tokens, finish, depths, row.steps, row.drafted, row.accepted)
+
+
+def _shortened(row: list[int], room: int) -> list[int]:
+    """The first token (begin-of-text, or what stands first) and as many of the last as there is room for: 2 or more."""
+    return row if len(row) <= room else [row[0], *row[len(row) - room + 1 :]]
 
 
 def tokenizer_of(trained: TrainedModel, spec: str | None = None) -> Tokenizer:

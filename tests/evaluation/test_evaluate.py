@@ -8,6 +8,7 @@ import math
 import pytest
 
 from dreamer_jax.cli.main import main
+from dreamer_jax.data.tokenizers import ByteTokenizer
 from dreamer_jax.errors import UserError
 from dreamer_jax.evaluation import Settings, evaluate
 from dreamer_jax.evaluation.report import table
@@ -75,6 +76,48 @@ def test_few_shot_prompts_hold_solved_examples(data, tmp_path):
         assert len(examples) == 2 and all("#### " in example for example in examples)
         assert asked.endswith("\nAnswer:") and "#### " not in asked
     assert len({tuple(prompt.split("\n\n")[:2]) for prompt in engine.prompts}) > 1  # drawn anew for each
+
+
+def test_prompts_that_are_too_long_are_counted_and_marked(data, tmp_path):
+    engine, said = Scripted(), []
+    room = len(f"Question: {GSM8K[1][0]}\nAnswer:") + 1 + 256  # the longest but one fits just so, with begin-of-text
+    longer = sum(len(question) > len(GSM8K[1][0]) for question, _ in GSM8K)
+    result = run(model_of(engine, room), "gsm8k", data, tmp_path, said=said)["gsm8k"]
+    assert result["cut"] == longer == 1
+    assert (
+        f"gsm8k: 1 of 6 prompts are longer than --max-length {room} leaves room for, and lose their beginning" in said
+    )
+    _, kept = records(tmp_path, "gsm8k")
+    assert [i for i in kept if kept[i].get("cut")] == [i for i in range(6) if len(GSM8K[i][0]) > len(GSM8K[1][0])]
+    assert max(map(len, engine.prompts)) == room - 256 - 1
+    assert run(model_of(engine), "gsm8k", data, tmp_path / "whole", said=said)["gsm8k"]["cut"] == 0
+    with pytest.raises(UserError, match=r"--max-length 5 is less than a window of the task ppl \(8 tokens\)"):
+        run(model_of(engine, 5), "ppl", data, tmp_path)
+
+
+def test_prompts_before_choices_that_are_too_long(data, tmp_path):
+    class Rows(Scripted):
+        def score(self, rows, batch_size):
+            self.rows = [*getattr(self, "rows", []), *rows]
+            return super().score(rows, batch_size)
+
+    lengths = [len(f"Question: {problem}\nAnswer:") for problem, _, _ in MATHQA]
+    tail = [max(len(c) for c in its["choices"]) for its in benchmark_choices(data, tmp_path)]
+    whole = max(
+        length + longest + 1 for length, longest in zip(lengths, tail, strict=True)
+    )  # and begin-of-text, less one
+    for length, cut in ((whole, 0), (whole - 1, 1), (20, 5)):
+        engine = Rows()
+        result = run(model_of(engine, length), "mathqa", data, tmp_path / str(length))["mathqa"]
+        assert result["cut"] == cut
+        assert all(row[0] == ByteTokenizer().bos for row in engine.rows), "begin-of-text stays"
+        assert max(map(len, engine.rows)) == length + 1
+
+
+def benchmark_choices(data, tmp_path):
+    run(model_of(Scripted()), "mathqa", data, tmp_path / "choices")
+    kept = records(tmp_path / "choices", "mathqa")[1]
+    return [kept[i] for i in sorted(kept)]
 
 
 def test_math(data, tmp_path):
