@@ -10,7 +10,17 @@ from dreamer_jax.budget import analytic
 from dreamer_jax.cli.arguments import Parser, figure_file
 from dreamer_jax.config import load_config
 from dreamer_jax.errors import UserError
-from dreamer_jax.evaluation.comparison import Curve, accuracies, best, data_efficiency, draw
+from dreamer_jax.evaluation.comparison import (
+    AVERAGE,
+    Curve,
+    accuracies,
+    average_of,
+    best,
+    data_efficiency,
+    draw,
+    in_common,
+    questions_of,
+)
 from dreamer_jax.families import build
 from dreamer_jax.json_files import read_object
 from dreamer_jax.runs.metrics import read_metrics
@@ -27,13 +37,20 @@ def run(arguments: list[str]) -> int:
     rows = [_row(Path(directory)) for directory in directories]
     configs = {directory: load_config(Path(directory) / "config.yaml").config for directory in directories}
     curves = {d: accuracies(Path(d), config, read_metrics(Path(d))) for d, config in configs.items()}
+    own = any(AVERAGE in its for its in curves.values())
+    shared = in_common(curves.values())
+    curves = {directory: average_of(its, shared) for directory, its in curves.items()}
     baseline = _baseline(options.baseline, directories, rows)
     for row, directory in zip(rows, directories, strict=True):
         row |= _benchmarks(curves[directory], curves[baseline])
     if options.json:
         print(json.dumps(rows, indent=2))
     else:
-        _print_table(rows)
+        _print_table(rows, own)
+        if own:
+            print(f"average: {_of(shared)}")
+        for line in _other_questions({directory: questions_of(Path(directory)) for directory in directories}):
+            print(line)
     if figure:
         names = {directory: f"{row['variant']} ({directory})" for row, directory in zip(rows, directories, strict=True)}
         panels = {LOSS: {names[d]: heldout_curve(Path(d), config) for d, config in configs.items()}}
@@ -102,11 +119,27 @@ def _benchmarks(curves: dict[str, Curve], baseline: dict[str, Curve]) -> dict[st
     }
 
 
-def _print_table(rows: list[dict[str, Any]]) -> None:
+def _of(labels: list[str]) -> str:
+    return f"of {', '.join(labels)}" if len(labels) > 1 else "none, as the runs have no two benchmarks in common"
+
+
+def _other_questions(runs: dict[str, dict[str, set[int]]]) -> list[str]:
+    """A line for each benchmark of which not all evaluations asked the same number of questions."""
+    lines = []
+    for label in sorted({label for its in runs.values() for label in its}):
+        counts = {directory: its[label] for directory, its in runs.items() if label in its}
+        if len(set.union(*counts.values())) > 1:
+            each = ", ".join(f"{' or '.join(f'{n:,}' for n in sorted(ns))} in {run}" for run, ns in counts.items())
+            lines.append(f"{label}: not all accuracies are of the same questions: {each}")
+    return lines
+
+
+def _print_table(rows: list[dict[str, Any]], average: bool) -> None:
     """A line for each quantity, a column for each run: it stays readable in a narrow terminal."""
     plain = [name for name in rows[0] if name not in ("accuracy", "data_efficiency")]
     lines = [[name.replace("_", " "), *(_cell(row[name]) for row in rows)] for name in plain]
-    for label in sorted({label for row in rows for label in row["accuracy"]}):
+    labels = {label for row in rows for label in row["accuracy"]} | ({AVERAGE} if average else set())
+    for label in sorted(labels):
         shares = (row["accuracy"].get(label) for row in rows)
         lines.append([f"{label} accuracy", *("-" if share is None else f"{share:.2%}" for share in shares)])
         factors = (row["data_efficiency"].get(label) for row in rows)

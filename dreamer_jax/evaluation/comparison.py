@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dreamer_jax.config.sections import Config
+from dreamer_jax.errors import UserError
 from dreamer_jax.json_files import read_object
 
 Curve = list[tuple[float, float]]
@@ -17,6 +18,7 @@ AVERAGE = "average"
 HELDOUT = "held-out"
 HEADLINES = {"gsm8k": "strict", "math": "boxed", "mmlu_math": "acc", "mathqa": "acc"}
 """Benchmark -> the metric that is compared."""
+_MEND = "remove it, and `dreamer eval` makes it again of its records"
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -25,7 +27,7 @@ def read_results(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it is damaged.
     """
-    return read_object(path, "remove it, and `dreamer eval` makes it again of its records", ("source", "tasks"))
+    return read_object(path, _MEND, ("source", "tasks"))
 
 
 def accuracies(directory: Path, config: Config, metrics: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
@@ -48,14 +50,8 @@ def accuracies(directory: Path, config: Config, metrics: Iterable[Mapping[str, A
             label = HELDOUT if name == "heldout/exact_match" else _label(name)
             if label:
                 points.setdefault(label, {})[int(record["step"])] = value
-    for path in directory.glob("evaluation/step-*/results.json"):
-        if not path.parent.name.removeprefix("step-").isdigit():
-            continue
-        content = read_results(path)
-        for label, result in content["tasks"].items():
-            headline = HEADLINES.get(result["task"])
-            if headline:
-                points.setdefault(label, {})[content["source"]["step"]] = result["metrics"][headline]["value"]
+    for label, step, value, _ in _measured(directory):
+        points.setdefault(label, {})[step] = value
     curves: dict[str, Curve] = {
         label: [(float(step * tokens_of_step), value) for step, value in sorted(its.items())]
         for label, its in points.items()
@@ -63,10 +59,47 @@ def accuracies(directory: Path, config: Config, metrics: Iterable[Mapping[str, A
     # Whole solutions of a held-out file are hardly ever matched word by word: a curve of zeros says nothing.
     if HELDOUT in curves and not any(value for _, value in curves[HELDOUT]):
         del curves[HELDOUT]
-    benchmarks = [curve for label, curve in curves.items() if label != HELDOUT]
-    if len(benchmarks) > 1:
-        curves[AVERAGE] = average(benchmarks)
-    return curves
+    return average_of(curves, _benchmarks(curves))
+
+
+def _benchmarks(curves: Mapping[str, Curve]) -> list[str]:
+    return [label for label in curves if label not in (HELDOUT, AVERAGE)]
+
+
+def average_of(curves: Mapping[str, Curve], labels: Sequence[str]) -> dict[str, Curve]:
+    """The curves, with `AVERAGE` over these labels where they are several."""
+    others = {label: curve for label, curve in curves.items() if label != AVERAGE}
+    return others | ({AVERAGE: average([curves[label] for label in labels])} if len(labels) > 1 else {})
+
+
+def in_common(runs: Iterable[Mapping[str, Curve]]) -> list[str]:
+    """The benchmarks that all runs have, in order of their names."""
+    return sorted(set.intersection(*(set(_benchmarks(curves)) for curves in runs)))
+
+
+def questions_of(directory: Path) -> dict[str, set[int]]:
+    """How many questions of each benchmark the evaluations of a run have asked, as far as `dreamer eval` kept them."""
+    counts: dict[str, set[int]] = {}
+    for label, _, _, questions in _measured(directory):
+        counts.setdefault(label, set()).add(questions)
+    return counts
+
+
+def _measured(directory: Path) -> Iterator[tuple[str, int, float, int]]:
+    """(label, step, accuracy, questions) of every benchmark in the results of a run's checkpoints."""
+    for path in directory.glob("evaluation/step-*/results.json"):
+        if not path.parent.name.removeprefix("step-").isdigit():
+            continue
+        content = read_results(path)
+        try:
+            step = int(content["source"]["step"])
+            for label, result in content["tasks"].items():
+                headline = HEADLINES.get(result["task"])
+                if headline:
+                    yield label, step, float(result["metrics"][headline]["value"]), int(result["questions"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise UserError(f"{path} is damaged: {reason}; {_MEND}") from None
 
 
 def _label(name: str) -> str | None:

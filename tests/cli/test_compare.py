@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +75,40 @@ def test_data_efficiency_against_a_baseline(runs, capsys):
     assert "none of the runs" in capsys.readouterr().err
 
 
+def results_of(**measured: tuple[float, int]) -> bytes:
+    """results.json of step 5: accuracy and questions by benchmark."""
+    headlines = {"gsm8k": "strict", "math": "boxed", "mathqa": "acc"}
+    tasks = {
+        name: {"task": name, "questions": questions, "metrics": {headlines[name]: {"value": value}}}
+        for name, (value, questions) in measured.items()
+    }
+    return json.dumps({"source": {"step": 5}, "tasks": tasks}).encode()
+
+
+def write_results(run, **measured):
+    path = Path(run) / "evaluation/step-5/results.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(results_of(**measured))
+
+
+def test_the_average_is_of_the_benchmarks_that_all_runs_have(runs, capsys):
+    write_results(runs[0], gsm8k=(0.2, 100), math=(0.1, 50), mathqa=(0.9, 20))
+    write_results(runs[1], gsm8k=(0.4, 1319), math=(0.2, 50))
+    assert main(["compare", *runs, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["accuracy"]["average"] for row in rows] == [pytest.approx(0.15), pytest.approx(0.3)]
+    assert main(["compare", *runs]) == 0
+    shown = capsys.readouterr().out
+    assert "average: of gsm8k, math\n" in shown
+    assert f"gsm8k: not all accuracies are of the same questions: 100 in {runs[0]}, 1,319 in {runs[1]}\n" in shown
+    assert "math: not all" not in shown
+    write_results(runs[1], math=(0.2, 50))
+    assert main(["compare", *runs]) == 0
+    shown = capsys.readouterr().out
+    assert "average: none, as the runs have no two benchmarks in common" in shown
+    assert shown.split("average accuracy")[1].split()[:2] == ["-", "-"]
+
+
 def test_damaged_files_are_said_in_one_line(runs, tmp_path, capsys):
     """And a picture that can't be drawn before anything is printed."""
     results = tmp_path / "DR/evaluation/step-5/results.json"
@@ -81,6 +116,8 @@ def test_damaged_files_are_said_in_one_line(runs, tmp_path, capsys):
     for path, content, said in (
         (results, b'{"source": {"step": 5}, "ta', "results.json is damaged: not valid JSON"),
         (results, b'{"source": {"step": 5}}', "results.json is damaged: it has no 'tasks'"),
+        (results, results_of(mathqa=(0.5, 9)).replace(b'"acc"', b'"accuracy"'), "damaged: it has no 'acc'"),
+        (results, b'{"source": {"step": 5}, "tasks": []}', "results.json is damaged: 'list' object has no"),
         (tmp_path / "DR/summary.json", b"[]", "summary.json is damaged: not a JSON object"),
         (tmp_path / "DR/summary.json", b"{}", "summary.json is damaged: it has no 'step'"),
     ):

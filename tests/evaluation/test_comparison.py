@@ -35,7 +35,11 @@ def write_results(directory, name, step, **accuracy):
     folder = directory / "evaluation" / name
     folder.mkdir(parents=True)
     tasks = {
-        label: {"task": label.partition("-")[0], "metrics": {metric: {"value": value, "standard_error": None}}}
+        label: {
+            "task": label.partition("-")[0],
+            "questions": 9,
+            "metrics": {metric: {"value": value, "standard_error": None}},
+        }
         for label, (metric, value) in accuracy.items()
     }
     (folder / "results.json").write_text(json.dumps({"source": {"step": step}, "tasks": tasks}))
