@@ -37,7 +37,7 @@ class SourceSpec:
     split: str = "train"
     """Formats tfds and hub: the split."""
     records: int = 0
-    """Format task: how many instances. Other formats: read at most this many (0: all)."""
+    """Format task: how many instances. Other formats: read at most this many, the first of all files (0: all)."""
     difficulty: int = 4
     """Format task: the hardest instance."""
     columns: str = ""
@@ -191,6 +191,11 @@ def _check(path: Path, root: yaml.Node, mixture: Mixture) -> None:
             if not spec.path:
                 fail(f"{group}.{name}.path", "is empty")
     for name, spec in mixture.sources.items():
+        if spec.records < 0:
+            fail(f"sources.{name}.records", f"{spec.records} is negative; 0 reads all")
+        for kind in ("weight", "epochs", "tokens"):
+            if not getattr(spec, kind) and _is_written(root, f"sources.{name}.{kind}"):
+                fail(f"sources.{name}.{kind}", "0 has no meaning; leave the source out, or remove the line")
         if spec.heldout < 0 or spec.heldout == 1:
             fail(f"sources.{name}.heldout", f"{spec.heldout} has no meaning; 0 holds nothing out, 100 one in a hundred")
         if spec.heldout and not (mixture.deduplicate.exact and mixture.deduplicate.near):
@@ -217,6 +222,15 @@ def check_shares(sources: dict[str, SourceSpec], fail: typing.Callable[[str, str
 
 def _where(path: Path, root: yaml.Node, key: str) -> str:
     """file:line of a key, or of the deepest part of it that is written."""
+    return at(path, _deepest(root, key)[0])
+
+
+def _is_written(root: yaml.Node, key: str) -> bool:
+    return not _deepest(root, key)[1]
+
+
+def _deepest(root: yaml.Node, key: str) -> tuple[yaml.Node, list[str]]:
+    """The deepest part of a key that is written, and the parts below it."""
     node, parts, line = root, key.split("."), root
     while parts and isinstance(node, yaml.MappingNode):
         for name_length in range(1, len(parts) + 1):  # a source's name may hold dots
@@ -227,4 +241,4 @@ def _where(path: Path, root: yaml.Node, key: str) -> str:
                 break
         else:
             break
-    return at(path, line)
+    return line, parts

@@ -9,6 +9,7 @@ import gzip
 import importlib
 import io
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -78,7 +79,16 @@ def format_of(spec: Spec, file: str, key: str) -> str:
 
 
 def plan_units(name: str, spec: SourceSpec, unit_bytes: int) -> list[Unit]:
-    """Cut a source into units of about unit_bytes, in order; compressed and CSV files stay whole."""
+    """Cut a source into units of about unit_bytes, in order; compressed and CSV files stay whole.
+
+    A source of which only the first `records` are read is one unit: how many its files hold shows when they are read.
+    """
+    units = _units(name, spec, unit_bytes)
+    limited = spec.records and spec.format not in ("task", "tfds") and len(units) > 1
+    return [Unit(name, spec.path, 0, -1)] if limited else units
+
+
+def _units(name: str, spec: SourceSpec, unit_bytes: int) -> list[Unit]:
     key = f"sources.{name}"
     if spec.format == "hub":
         return [
@@ -91,6 +101,10 @@ def plan_units(name: str, spec: SourceSpec, unit_bytes: int) -> list[Unit]:
             raise ConfigError(f"{key}.path: no task '{spec.path}'; one of {', '.join(tasks.TASKS)}", f"{key}.path")
         if spec.records < 1:
             raise ConfigError(f"{key}.records: say how many instances", f"{key}.records")
+        hardest = tasks.TASKS[spec.path].hardest
+        if not 1 <= spec.difficulty <= hardest:
+            problem = f"{spec.difficulty} is none of the difficulties of {spec.path}, 1 to {hardest}"
+            raise ConfigError(f"{key}.difficulty: {problem}", f"{key}.difficulty")
         return _ranges(name, spec.path, spec.records, ROWS_IN_A_UNIT)
     if spec.format == "tfds":
         rows = len(_tfds(spec))
@@ -108,13 +122,26 @@ def plan_units(name: str, spec: SourceSpec, unit_bytes: int) -> list[Unit]:
 
 
 def read_unit(spec: Spec, unit: Unit, limit: int) -> Iterator[Item]:
-    """The records of a unit.
+    """The records of a unit; of a unit that is a whole source of limited `records`, so many of all its files.
 
     Args:
         limit: bytes of the longest record that is read; a longer one is passed over without holding it in memory.
     Raises:
         UserError: the file can't be read to its end (missing, cut short, not what it should be).
     """
+    if not isinstance(spec, SourceSpec) or not spec.records or spec.format in ("task", "tfds"):
+        return _read(spec, unit, limit)
+    key = f"sources.{unit.source}"
+    parts = _whole(spec, key, unit.source) if unit == Unit(unit.source, spec.path, 0, -1) else [unit]
+    items = (
+        item if part == unit else Item(f"{Path(part.file).name} {item.where}", item.value)
+        for part in parts
+        for item in _read(spec, part, limit)
+    )
+    return islice(items, spec.records)
+
+
+def _read(spec: Spec, unit: Unit, limit: int) -> Iterator[Item]:
     kind = format_of(spec, unit.file, f"sources.{unit.source}")
     readers = {
         "jsonl": _read_jsonl,
@@ -125,19 +152,22 @@ def read_unit(spec: Spec, unit: Unit, limit: int) -> Iterator[Item]:
         "hub": _read_hub,
         "task": _read_task,
     }
-    records = spec.records if isinstance(spec, SourceSpec) and kind not in ("task", "tfds") else 0
-    return islice(readers[kind](spec, unit, limit), records or None)
+    return readers[kind](spec, unit, limit)
 
 
 def read_all(spec: BenchmarkSpec, key: str, limit: int) -> Iterator[Item]:
     """All records of a benchmark."""
+    for unit in _whole(spec, key, key):
+        yield from read_unit(spec, unit, limit)
+
+
+def _whole(spec: Spec, key: str, name: str) -> list[Unit]:
+    """The files of a source or benchmark, each as one unit; of the hub its configurations."""
     if spec.format == "hub":
-        for config in _configs(spec):
-            yield from read_unit(spec, Unit(key, f"{spec.path}:{config}", 0, -1), limit)
+        return [Unit(name, f"{spec.path}:{config}", 0, -1) for config in _configs(spec)]
     if spec.format == "tfds":
-        yield from read_unit(spec, Unit(key, spec.path, 0, -1), limit)
-    for path in files_of(spec, key):
-        yield from read_unit(spec, Unit(key, str(path), 0, -1), limit)
+        return [Unit(name, spec.path, 0, -1)]
+    return [Unit(name, str(path), 0, -1) for path in files_of(spec, key)]
 
 
 def _ranges(name: str, file: str, size: int, step: int) -> list[Unit]:
@@ -231,7 +261,11 @@ def _read_csv(spec: Spec, unit: Unit, limit: int) -> Iterator[Item]:
     with _opened(unit) as binary:
         # Invalid bytes become half surrogates, which no template accepts: the one record is counted.
         rows = csv.reader(io.TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline=""))
-        names = [name.strip() for name in spec.columns.split(",")] if spec.columns else next(rows, [])
+        try:
+            names = [name.strip() for name in spec.columns.split(",")] if spec.columns else []
+            names = names or next(filter(None, rows), [])
+        except csv.Error as error:
+            raise UserError(f"{unit.file}: its header is not CSV ({error}); mend it, or set columns") from None
         while True:
             try:
                 row = next(rows)
@@ -239,6 +273,8 @@ def _read_csv(spec: Spec, unit: Unit, limit: int) -> Iterator[Item]:
                 return
             except csv.Error as error:
                 yield Item(f"line {rows.line_num}", Broken("not CSV", f"is not CSV: {error}"))
+                continue
+            if not row:  # an empty line
                 continue
             if len(row) != len(names):
                 detail = f"has {len(row)} columns instead of {len(names)}"
@@ -274,6 +310,9 @@ def _read_parquet(spec: Spec, unit: Unit, limit: int) -> Iterator[Item]:
     file = _parquet(unit.file)
     groups = list(range(unit.start, file.num_row_groups if unit.stop < 0 else unit.stop))
     row = sum(file.metadata.row_group(group).num_rows for group in range(unit.start))
+    twice = [name for name, count in Counter(file.schema_arrow.names).items() if count > 1]
+    if twice:
+        raise UserError(f"{unit.file}: has several columns of the name {twice[0]!r}; rename them")
     try:
         for batch in file.iter_batches(batch_size=64, row_groups=groups):
             for i in range(batch.num_rows):

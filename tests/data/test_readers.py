@@ -12,7 +12,7 @@ from dreamer_jax.data import readers
 from dreamer_jax.data.catalogue import BENCHMARKS, TRAINING
 from dreamer_jax.data.jsonl import Broken
 from dreamer_jax.data.mixture import BenchmarkSpec, SourceSpec, load_mixture
-from dreamer_jax.data.tasks import is_heldout
+from dreamer_jax.data.tasks import TASKS, is_heldout
 from dreamer_jax.errors import ConfigError, UserError
 from tests.data.preparing import problems, run, texts, write_lines, write_mixture
 
@@ -35,7 +35,13 @@ def test_folders_patterns_and_gzip(tmp_path: Path) -> None:
     expected = RECORDS[10:] + RECORDS[:10]
     assert read(SourceSpec(path=str(tmp_path / "in"))) == expected
     assert read(SourceSpec(path=str(tmp_path / "in" / "*.jsonl*"))) == expected
-    assert read(SourceSpec(path=str(tmp_path / "in"), records=3)) == RECORDS[10:13] + RECORDS[:3]
+    assert read(SourceSpec(path=str(tmp_path / "in"), records=3)) == RECORDS[10:13]
+    assert read(SourceSpec(path=str(tmp_path / "in"), records=42)) == expected[:42]
+    limited = SourceSpec(path=str(tmp_path / "in" / "*.jsonl*"), records=42)
+    (unit,) = readers.plan_units("s", limited, 1 << 30)
+    assert [item.where for item in readers.read_unit(limited, unit, 10_000)][-1] == "b.jsonl line 2"
+    (unit,) = readers.plan_units("s", SourceSpec(path=str(tmp_path / "in" / "b.jsonl"), records=3), 1)
+    assert unit.file == str(tmp_path / "in" / "b.jsonl"), "of one file as always"
     with pytest.raises(ConfigError, match=r"sources\.s\.path: no file"):
         read(SourceSpec(path=str(tmp_path / "none*")))
     with pytest.raises(ConfigError, match=r"sources\.s\.format: .*doesn't end in \.jsonl"):
@@ -62,10 +68,12 @@ def test_text(tmp_path: Path) -> None:
 
 def test_csv(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
-    path.write_bytes(b'question,answer\n"two\nlines, ""quoted""",4\nthree,columns,here\n\xff,x\n')
+    path.write_bytes(b'\nquestion,answer\n"two\nlines, ""quoted""",4\n\nthree,columns,here\n\xff,x\n\r\n')
     rows = read(SourceSpec(path=str(path)))
     assert rows[0] == {"question": 'two\nlines, "quoted"', "answer": "4"}
     assert rows[1] == "broken: with other columns" and len(rows) == 3
+    with pytest.raises(UserError, match=r"a\.csv: its header is not CSV \(field larger than field limit \(5\)\)"):
+        read(SourceSpec(path=str(path)), limit=5)
     named = read(SourceSpec(path=str(path), columns="q, a"))
     assert named[0] == {"q": "question", "a": "answer"}
     report = run(write_mixture(tmp_path / "m.yaml", f"sources: {{a: {{path: {path}}}}}"), tmp_path / "out")
@@ -91,6 +99,13 @@ def test_parquet(tmp_path: Path) -> None:
         assert [row["level"] for row in rows] == list(range(50))
         assert rows[3]["messages"][1]["content"] == RECORDS[3]["answer"]
     assert "broken: over max_record_bytes" in read(spec, limit=20)
+    for size in (1, 1 << 30):
+        limited = read(SourceSpec(path=str(path), records=17), unit_bytes=size)
+        assert [row["level"] for row in limited] == list(range(17))
+    twin = arrow.Table.from_arrays([arrow.array(["x"]), arrow.array(["y"])], names=["question", "question"])
+    parquet.write_table(twin, tmp_path / "twin.parquet")
+    with pytest.raises(UserError, match=r"twin\.parquet: has several columns of the name 'question'"):
+        read(SourceSpec(path=str(tmp_path / "twin.parquet")))
     text = f"sources: {{a: {{path: {path}, fields: {{answer: messages.1.content}}}}}}"
     run(write_mixture(tmp_path / "m.yaml", text), tmp_path / "out")
     assert texts(tmp_path / "out") == [f"{r['question']}\n{r['answer']}" for r in RECORDS]
@@ -113,6 +128,14 @@ def test_tasks(tmp_path: Path) -> None:
         read(SourceSpec(path="chess", format="task", records=3))
     with pytest.raises(ConfigError, match="say how many"):
         read(SourceSpec(path="boolean", format="task"))
+    for path, difficulty, hardest in (
+        ("boolean", 40, 16),
+        ("boolean", 0, 16),
+        ("reachability", 20, TASKS["reachability"].hardest),
+    ):
+        message = rf"sources\.s\.difficulty: {difficulty} is none of the difficulties of {path}, 1 to {hardest}"
+        with pytest.raises(ConfigError, match=message):
+            read(SourceSpec(path=path, format="task", records=9, difficulty=difficulty))
 
 
 class Rows(list):
@@ -142,6 +165,8 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         "one 0", "one 2", "one 1", "broken: over max_record_bytes",
         "two 0", "two 2", "two 1", "broken: over max_record_bytes",
     ]  # fmt: skip
+    first = SourceSpec(path="some/set", format="hub", config="one, two", split="cot", records=5)
+    assert [row["question"] for row in read(first)] == ["one 0", "one 2", "one 1", "one 3", "two 0"]
     benchmark = BenchmarkSpec(path="some/set", format="hub", config="one")
     assert len(list(readers.read_all(benchmark, "b", 1000))) == 4
     with pytest.raises(UserError, match="can't open split train of gone/away on the hub: no such data set"):
