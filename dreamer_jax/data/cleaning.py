@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import unicodedata
 
+_LINE_BREAK = re.compile("\r\n|[\r\x0b\x0c\x85\u2028\u2029]")
 _CONTROL = re.compile(
-    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufeff\u200b\u2060\ufff9-\ufffb]"  # no text has a use for these
+    "[\x00-\x08\x0e-\x1f\x7f-\x9f\ufeff\u200b\u2060\ufff9-\ufffb]"  # no text has a use for these
 )
 _SPACE_AT_LINE_END = re.compile(r"[ \t]+(?=\n)")
 _CALCULATOR_NOTE = re.compile(r"<<[^<>\n]*>>")
@@ -23,9 +24,8 @@ def repair(text: str) -> str:
     """The text in NFC, with plain line breaks, without control and zero-width characters or spaces at line ends."""
     if text.isascii() and text.isprintable():
         return text
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    text = _CONTROL.sub("", unicodedata.normalize("NFC", text))
-    return _SPACE_AT_LINE_END.sub("", text)
+    text = _CONTROL.sub("", _LINE_BREAK.sub("\n", text))
+    return unicodedata.normalize("NFC", _SPACE_AT_LINE_END.sub("", text))  # last: what stood between is gone
 
 
 def remove_calculator_notes(text: str) -> str:

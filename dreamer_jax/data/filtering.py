@@ -117,6 +117,8 @@ class UnitFilter:
     def _candidates(self, spec: SourceSpec, items: Iterable[Item], unit: Unit) -> Iterator[_Candidate]:
         """The records that can be read, repaired; everything else is counted."""
         prompt, completion = templates(unit.source, spec)
+        # A text that holds no more than its template: no record of it has a text of its own. None: it names no field.
+        bare = tuple(_bare(repair(its.constant)) if its.fields else None for its in (prompt, completion))
         for where, value in items:
             self._read += 1
             place = f"{unit.file} {where}"
@@ -127,11 +129,11 @@ class UnitFilter:
             except Broken as broken:
                 self._drop(f"broken: {broken.kind}", 0, place, "", str(broken))
                 continue
-            candidate = self._clean(spec, record, place)
+            candidate = self._clean(spec, record, place, bare)
             if candidate is not None:
                 yield candidate
 
-    def _clean(self, spec: SourceSpec, record: Record, place: str) -> _Candidate | None:
+    def _clean(self, spec: SourceSpec, record: Record, place: str, bare: tuple[str | None, ...]) -> _Candidate | None:
         raw = Record(*map(repair, record))
         changes = []
         if raw != record:
@@ -151,7 +153,7 @@ class UnitFilter:
                 cleaned = without
             except Truncated:
                 rule = "trace cut short"
-        rule = rule or self._unusable(spec, cleaned)
+        rule = rule or self._unusable(cleaned, bare)
         before = self._encode(record) if rule or changes else None
         if rule:
             assert before is not None
@@ -167,9 +169,9 @@ class UnitFilter:
             self._changed.setdefault(change, Tally()).add(saved, place, text, cleaned.prompt + cleaned.completion)
         return _Candidate(place, cleaned, np.array(tokens, np.int32), prompt_tokens)
 
-    def _unusable(self, spec: SourceSpec, record: Record) -> str:
-        """The rule that drops a cleaned record, or ""."""
-        if not record.completion.strip() or (spec.prompt and not record.prompt.strip()):
+    def _unusable(self, record: Record, bare: tuple[str | None, ...]) -> str:
+        """The rule that drops a cleaned record, or ""; `bare` is what its texts are without its fields."""
+        if any(_bare(text) == its for text, its in zip(record, bare, strict=True)):
             return "empty"
         if "\ufffd" in record.prompt or "\ufffd" in record.completion:
             return "characters lost"  # U+FFFD stands where an earlier conversion failed
@@ -210,6 +212,10 @@ class UnitFilter:
 
     def _drop(self, rule: str, tokens: int, where: str, text: str, because: str = "") -> None:
         self._dropped.setdefault(rule, Tally()).add(tokens, where, text, because)
+
+
+def _bare(text: str) -> str:
+    return "".join(text.split())
 
 
 def compared(record: Record | Kept, compare: str) -> str:

@@ -67,6 +67,11 @@ class Template:
         """Names of the fields, in order."""
         return [text for is_field, text in self._parts if is_field]
 
+    @property
+    def constant(self) -> str:
+        """The text without the fields."""
+        return "".join(text for is_field, text in self._parts if not is_field)
+
     def fill(self, record: dict[str, object]) -> str:
         """The text with the record's fields put in (never interpreted as a template again)."""
         return "".join(self._field(record, text) if is_field else text for is_field, text in self._parts)

@@ -41,7 +41,7 @@ SMALLEST_UNIT, LARGEST_UNIT, UNITS = 4_000_000, 256_000_000, 256
 """Sources are cut into about UNITS units, of no fewer and no more bytes than these."""
 
 DAMAGED = "remove the folder and prepare again"
-VERSION = 1
+VERSION = 2
 """Raised when the same mixture would give other data; work of another version is not continued."""
 
 SHARES = ("weight", "epochs", "tokens", "licence", "url")
@@ -122,6 +122,8 @@ def _open_directory(out: Path, plan: dict[str, Any]) -> bool:
     if found != plan:
         what = next(part for part in ("identity", "inputs", "units") if found.get(part) != plan[part])
         reason = {"identity": "of other settings or another tokenizer", "inputs": "of input files that have changed"}
+        if found.get("identity", {}).get("version") != VERSION:
+            reason["identity"] = "by other rules, those of another version of this program"
         raise UserError(
             f"{out}: holds a preparation {reason.get(what, 'of other units')}; name another directory, or remove it"
         )

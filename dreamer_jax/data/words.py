@@ -5,8 +5,10 @@ All hashes are the same on every machine and in every process.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
+import unicodedata
 from collections.abc import Sequence
 from itertools import chain
 
@@ -21,8 +23,11 @@ _WORD = re.compile(r"[^\W_]+")
 _TOKEN = re.compile(
     r"\\?[A-Za-z]+(?:['’](?i:s|t|re|ll|ve|d|m)\b)?(?:(?<=[A-Za-z]{2})-[A-Za-z]{2,})*"  # words, commands, variables
     r"|\d+(?:[.,]\d+)*"
-    r"|[-−+*/^=<>±×÷√≤≥≠|%!_(){}\[\]]"
+    r"|[-+*/^=<>|%!_(){}\[\]#&@~]"
+    r"|[^\x00-\x7f\s\d]+"  # see _signs
 )
+_PROSE = frozenset("’‘‚‛“”„‟«»‹›…–—―‐‑¡¿·•。、，．：；！？「」『』《》〈〉")
+"""Punctuation of sentences, which copies of a text write in different ways."""
 _NUMBER_WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
     seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million billion
     half third quarter twice double triple"""
@@ -58,11 +63,14 @@ def formula_key(text: str) -> int:
     """64-bit hash of the numbers, operators, brackets, variables and LaTeX commands of a text, in their order.
 
     Two texts that differ in a sign, a number (also as a word), a variable or a bracket have different keys; texts
-    that differ in other words have the same. A hyphen between letters is no sign.
+    that differ in other words, of whatever script, have the same. A hyphen between letters is no sign, nor are the
+    punctuation of sentences and the dollar signs around formulas.
     """
     found = []
     for part in _TOKEN.findall(text):
-        if not part[0].isalpha():
+        if not part[0].isascii() and not part[0].isdecimal():
+            found += _signs(part)
+        elif not part[0].isalpha():
             found.append(part)
         elif len(part) == 1:
             if part not in _NOT_VARIABLES:
@@ -72,6 +80,21 @@ def formula_key(text: str) -> int:
         elif "-" in part:
             found += [_NUMBERS[half] for half in part.split("-") if half in _NUMBERS]
     return int.from_bytes(hashlib.blake2b(" ".join(found).encode("utf-8", "replace"), digest_size=8).digest(), "little")
+
+
+def _signs(run: str) -> list[str]:
+    """What is mathematics in characters beyond ASCII: all but words and the punctuation of sentences."""
+    greek = len(run) == 1 and "Α" <= run <= "ϖ"  # a letter by itself is a variable, as in ASCII
+    over = unicodedata.category(run[0]) == "Mn"  # what stands over a letter of ASCII, as in x̄, makes another variable
+    return [*run[: greek or over], *(character for character in run[greek or over :] if _is_sign(character))]
+
+
+@functools.cache
+def _is_sign(character: str) -> bool:
+    if unicodedata.category(character)[0] in "LM":  # letters and their marks, but for ℝ, ℵ, 𝑥 and superscripts
+        mathematical = unicodedata.decomposition(character).startswith(("<font>", "<super>", "<sub>"))
+        return mathematical or "\u2100" <= character <= "\u214f"
+    return character not in _PROSE and unicodedata.category(character)[0] in "NPS"
 
 
 def grams(hashes: np.ndarray, length: int) -> np.ndarray:

@@ -1,5 +1,7 @@
 """Repairing text, calculator notes, and traces in every format."""
 
+import unicodedata
+
 import pytest
 
 from dreamer_jax.data.cleaning import Truncated, remove_calculator_notes, repair, strip_traces
@@ -51,5 +53,9 @@ def test_calculator_notes() -> None:
 def test_repair() -> None:
     assert repair("cafe\u0301 \r\nx\u00b2\u200b = 4\x00\ttab \nend") == "caf\u00e9\nx\u00b2 = 4\ttab\nend"
     assert repair("plain text ") == "plain text "
+    assert repair("a\x0bb\x0cc\x85d\u2028e \u2029f\x1cg") == "a\nb\nc\nd\ne\nfg"
+    assert repair("e\u200b\u0301") == "\u00e9", "in NFC also where something stood between"
+    for text in ("e\u200b\u0301 \x00\r\x0c\n", "x \ufeff\n", "a\u0323\u2060\u0307 \u2028"):
+        assert repair(repair(text)) == repair(text) and unicodedata.is_normalized("NFC", repair(text))
     unchanged = "\u221a2 \u2264 \u03c0, \u4f60\u597d\n"
     assert repair(unchanged) == unchanged

@@ -71,6 +71,37 @@ def corpus(tmp_path: Path) -> Path:
     return write_mixture(tmp_path / "mixture.yaml", MIXTURE.format(tmp_path))
 
 
+def test_a_record_without_a_text_is_empty_whatever_its_template_says(tmp_path: Path) -> None:
+    records = [
+        {"q": "What is 1+1?", "hint": "", "a": "2"},  # one field of a prompt may be empty
+        {"q": "", "hint": " ", "a": "3"},
+        {"q": "What is 2+2?", "hint": "Add.", "a": "\u200b\n"},
+        {"q": "What is 3+3?", "hint": "Add.", "a": "<think>six</think>"},
+    ]
+    write_lines(tmp_path / "a.jsonl", records)
+    templates = 'prompt: "Question: {q} ({hint}) ", completion: "So\\n #### {a}"'
+    report = run(
+        write_mixture(tmp_path / "m.yaml", f"sources: {{a: {{path: {tmp_path}/a.jsonl, {templates}}}}}"),
+        tmp_path / "out",
+    )
+    assert dropped(report, "a") == {"empty": 3}
+    assert texts(tmp_path / "out") == ["Question: What is 1+1? () So\n #### 2"]
+    fixed = 'prompt: "Tell me something.", completion: "{a}"'  # a prompt without fields is none that is empty
+    report = run(
+        write_mixture(tmp_path / "m.yaml", f"sources: {{a: {{path: {tmp_path}/a.jsonl, {fixed}}}}}"), tmp_path / "fixed"
+    )
+    assert report["total"]["kept"] == 2
+
+
+def test_data_of_other_rules_are_not_gone_on_with(corpus: Path, tmp_path: Path) -> None:
+    run(corpus, tmp_path / "out")
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    plan["identity"]["version"] -= 1
+    (tmp_path / "out" / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(UserError, match="holds a preparation by other rules, those of another version of this program"):
+        run(corpus, tmp_path / "out")
+
+
 def test_everything_planted_is_handled_and_counted(corpus: Path, tmp_path: Path) -> None:
     report = run(corpus, tmp_path / "out")
     assert dropped(report, "first") == {

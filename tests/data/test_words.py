@@ -81,6 +81,32 @@ def test_formula_keys(old: str, new: str, same: bool) -> None:
     assert (formula_key(TEXT) == formula_key(TEXT.replace(old, new, 1))) == same
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("x² + 5 = 30", "x³ + 5 = 30", False),
+        ("A ∪ B has 5", "A ∩ B has 5", False),
+        ("f′(x) = 2", "f″(x) = 2", False),
+        ("½ of 8", "¼ of 8", False),
+        ("2α + 1", "2β + 1", False),
+        ("x ∈ ℝ", "x ∈ ℤ", False),
+        ("⌊x⌋ = 2", "⌈x⌉ = 2", False),
+        ("the mean x\u0304", "the mean x\u0302", False),
+        ("a @ b", "a # b", False),
+        ("🍎 + 1", "🍐 + 1", False),
+        ("٣ + 1", "٤ + 1", False),
+        ("He said “5”… – then 6", 'He said "5"... then 6', True),
+        ("у Пети 5 яблок", "у Васи 5 груш", True),
+        ("小明有 5 个苹果。", "小红有 5 个梨！", True),
+        ("5 σπίτια και", "5 δέντρα και", True),
+        ("राम के पास 5 सेब हैं", "श्याम के पास 5 फल हैं", True),
+        ("It costs $5", "It costs 5", True),
+    ],
+)
+def test_formula_keys_beyond_ascii(one: str, other: str, same: bool) -> None:
+    assert (formula_key(one) == formula_key(other)) == same
+
+
 def test_near_duplicates_share_a_key_and_others_do_not() -> None:
     hashes = WordHashes()
     changed = TEXT.replace("sister", "brother")
