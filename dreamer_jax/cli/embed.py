@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from pathlib import Path
 
 from dreamer_jax.cli.arguments import Parser, positive, say
@@ -48,7 +49,7 @@ def read_texts(path: Path, field: str) -> list[str]:
     from dreamer_jax.data.jsonl import Broken, parse_object
 
     texts = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines(), start=1):
         if not line.strip():
             continue
         try:

@@ -7,6 +7,7 @@ question, mathqa, mmlu), few-shot examples drawn from the same generator, so tha
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
@@ -139,7 +140,9 @@ def mmlu_math(data: Path, shots: int) -> list[Question]:
 
 def _mmlu(path: Path) -> list[tuple[str, str]]:
     rows = []
-    for number, row in enumerate(csv.reader(io.StringIO(read(path).decode("utf-8-sig"), newline="")), start=1):
+    for number, row in enumerate(csv.reader(io.StringIO(read(path).decode("utf-8"), newline="")), start=1):
+        if not row:  # an empty line
+            continue
         if len(row) != 6 or row[5] not in ("A", "B", "C", "D"):
             raise UserError(f"{path}: row {number}: expected question, four options, and the letter of the right one")
         options = "".join(f"{letter}. {option}\n" for letter, option in zip("ABCD", row[1:5], strict=True))
@@ -176,14 +179,14 @@ def _jsonl(folder: Path, split: str) -> Iterator[tuple[dict[str, object], str]]:
 
 
 def read(path: Path) -> bytes:
-    """A file's content, decompressed if its name ends in .gz.
+    """A file's content without a byte-order mark, decompressed if its name ends in .gz.
 
     Raises:
         UserError: it can't be read.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            return file.read()
+            return file.read().removeprefix(codecs.BOM_UTF8)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; --data names the folder of the benchmarks") from None
     except (OSError, EOFError, zlib.error) as error:

@@ -61,7 +61,7 @@ def last_boxed(text: str) -> str | None:
     if start < 0:
         return None
     after = start + len("\\boxed" if text.startswith("\\boxed", start) else "\\fbox")
-    rest = text[after:].lstrip(" ")
+    rest = text[after:].lstrip()
     if not rest.startswith("{"):
         return re.split(r"[$\n]", rest, maxsplit=1)[0].strip()
     depth, escaped = 0, False

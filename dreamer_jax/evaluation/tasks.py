@@ -313,7 +313,8 @@ def _math_grader() -> Iterator[Callable[[str, str], Record]]:
         def grade(text: str, gold: str) -> Record:
             before = judge.timeouts
             boxed = judge.boxed_is(text, gold)
-            anywhere = boxed or judge.text_has(text, gold)
+            # What took too long in its box does so in the text.
+            anywhere = boxed or (judge.timeouts == before and judge.text_has(text, gold))
             return {"boxed": int(boxed), "anywhere": int(anywhere), "timeout": judge.timeouts > before}
 
         yield grade

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 
 import pytest
 
+from dreamer_jax.cli.embed import read_texts
 from dreamer_jax.cli.main import main
 from dreamer_jax.data.tokenizers import ByteTokenizer
 from dreamer_jax.errors import UserError
-from dreamer_jax.evaluation import Settings, evaluate
+from dreamer_jax.evaluation import Settings, evaluate, tasks
 from dreamer_jax.evaluation.report import table
 from dreamer_jax.evaluation.runner import choose_tasks
 from dreamer_jax.inference import Sampling
@@ -134,6 +136,46 @@ def test_math(data, tmp_path):
     assert result["metrics"]["boxed"]["value"] == 0.5
     assert result["metrics"]["anywhere"]["value"] == 0.75
     assert result["subjects"]["Algebra"]["boxed"]["value"] == 0.5
+
+
+def test_an_answer_that_takes_too_long_is_judged_once(monkeypatch):
+    class Slow:
+        timeouts, asked = 0, 0
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def boxed_is(self, text, gold):
+            self.timeouts += text == "slow"
+            return False
+
+        def text_has(self, text, gold):
+            Slow.asked += 1
+            return True
+
+    monkeypatch.setattr(tasks, "MathJudge", Slow)
+    with tasks.TASKS["math"].grader() as grade:
+        assert grade("slow", "1") == {"boxed": 0, "anywhere": 0, "timeout": True}
+        assert Slow.asked == 0
+        assert grade("quick", "1") == {"boxed": 0, "anywhere": 1, "timeout": False}
+
+
+def test_byte_order_marks_and_empty_lines_are_passed_over(data, tmp_path):
+    mark = codecs.BOM_UTF8
+    for path in (data / "gsm8k/test.jsonl", data / "mmlu_math/abstract_algebra_test.csv"):
+        path.write_bytes(mark + path.read_bytes().replace(b"\r\n", b"\r\n\r\n"))
+    (tmp_path / "marked.jsonl").write_bytes(mark + b'{"text": "abc"}\n')
+    (tmp_path / "marked.txt").write_bytes(mark + b"abc")
+    model = model_of(Successor())
+    assert run(model, "gsm8k,mmlu_math", data, tmp_path)["mmlu_math"]["questions"] == 15
+    for name in ("marked.jsonl", "marked.txt"):
+        result = run(model, "ppl", data, tmp_path / name[-3:], text=str(tmp_path / name))["ppl-marked"]
+        assert result["metrics"]["token_perplexity"]["value"] == pytest.approx(math.exp(-(2 * HALF + REST) / 3))
+    (tmp_path / "texts.jsonl").write_bytes(mark + b'{"text": "one"}\n{"text": "two"}\n')
+    assert read_texts(tmp_path / "texts.jsonl", "text") == ["one", "two"]
 
 
 def test_choices_by_hand(tmp_path):

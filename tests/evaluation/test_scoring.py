@@ -75,6 +75,9 @@ BOXES = [
     (r"\boxed{\left\{ x \mid x > \frac{1}{2} \right\}}", r"\left\{ x \mid x > \frac{1}{2} \right\}"),
     (r"it is $\boxed 2$.", "2"),
     (r"\boxed  {7}", "7"),
+    ("\\boxed\n{3}", "3"),
+    ("\\boxed\t{4}", "4"),
+    ("\\boxed \n 5\n6", "5"),
     (r"\fbox{\text{(B)}}", r"\text{(B)}"),
     (r"\boxed{1} or \fbox{2}", "2"),
     (r"\boxed{a \\}", r"a \\"),
@@ -117,6 +120,12 @@ def test_perplexity_by_hand():
     found = perplexity([math.log(1 / 16), math.log(1 / 4)], [2, 1])
     assert found.value == pytest.approx(4.0)
     assert found.error == pytest.approx(0.0, abs=1e-12)  # both texts have just this loss a token
+
+
+def test_perplexity_error_of_three_texts_by_hand():
+    # One token each, losses of 1, 2 and 3: mean 2, standard deviation 1, of the mean 1 / sqrt(3).
+    found = perplexity([-1.0, -2.0, -3.0], [1, 1, 1])
+    assert found == pytest.approx((math.exp(2), math.exp(2) / math.sqrt(3)))
 
 
 def test_perplexity_error_is_what_other_samples_would_show():
