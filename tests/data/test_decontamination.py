@@ -74,6 +74,22 @@ def test_long_questions_are_compared_by_runs_of_thirteen_words(question: int, te
     assert (match and match.kind) == kind
 
 
+@pytest.mark.parametrize(("text", "kind"), [(18, None), (19, "overlap")])
+def test_just_the_share_of_a_question_is_enough(text: int, kind: str | None) -> None:
+    """Of 26 words, which are 14 runs of thirteen, 19 hold seven: the half."""
+    words = [f"word{chr(97 + i)}" for i in range(26)]
+    index = BenchmarkIndex({"one": [" ".join(words)]}, 0.5)
+    (match,) = index.find([index.hashes(" ".join(["first", *words[:text], "last"]))])
+    assert (match and match.kind) == kind
+
+
+def test_the_first_of_several_questions_in_a_text_counts() -> None:
+    other = LONG.replace("hens", "geese").replace("barn", "mill").replace("eggs", "feathers")
+    index = BenchmarkIndex({"b": [other], "a": [LONG], "c": [f"{other} And so on."]}, 0.5)
+    (match,) = index.find([index.hashes(f"{LONG} Then: {other}")])
+    assert match is not None and (match.kind, match.benchmark, match.question) == ("overlap", "b", other)
+
+
 def test_nothing_matches_an_empty_index() -> None:
     index = BenchmarkIndex({}, 0.5)
     assert index.find([index.hashes(LONG), []]) == [None, None]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dreamer_jax.data import filtering
+from dreamer_jax.data import deduplication, filtering
 from dreamer_jax.data.deduplication import CONFIRMED, key_ranges, resolve
 from dreamer_jax.data.words import jaccard
 from tests.data.preparing import contents, problems, run, texts, write_lines, write_mixture
@@ -70,6 +70,18 @@ def test_a_chain_keeps_what_has_no_kept_duplicate(tmp_path: Path) -> None:
     assert dropped([(b, a)], [(c, b)]) == [(b, a)], "c is like b only, which is gone"
     assert dropped([(b, a)], [(c, a), (c, b)]) == [(b, a), (c, a)]
     assert dropped([]) == []
+
+
+def test_records_of_one_key_are_compared_with_the_first_and_the_last_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = np.zeros(40, [("key", "<u8"), ("id", "<i8")])
+    found["id"] = np.arange(40)[::-1]
+    monkeypatch.setattr(deduplication, "_gather", lambda *_: found)
+    deduplication.find_candidates([], 0, 0, np.zeros(0, np.int64), tmp_path / "pairs.npy")
+    pairs = np.load(tmp_path / "pairs.npy").tolist()
+    assert [earlier for later, earlier in pairs if later == 10] == list(range(10))
+    assert [earlier for later, earlier in pairs if later == 39] == [*range(16), *range(23, 39)]
 
 
 def test_key_ranges_cover_all_keys() -> None:
