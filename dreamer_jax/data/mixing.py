@@ -132,7 +132,6 @@ class PreparedSource:
         rounds = Rounds(groups, counts, config.run.seed)
         self._rows = EpochRows(self._lengths, data.sequence_length, config.run.seed, rounds, data.packing)
         split = f"heldout {data.heldout_records}" if not data.heldout_path else f"heldout {self._heldout_identity}"
-        split += ", cut" if self.heldout.cut else ""
         self.identity = f"prepared {self._data.identity} {split} {list(zip(names, counts, strict=True))}"
         self.summary = self._summarize(names, groups, tokens, counts, rounds, data.sequence_length)
 
@@ -171,7 +170,7 @@ class PreparedSource:
         else:
             other = self._data
             train, heldout = split_records(len(other), data.heldout_records, data.path)
-        documents = _PreparedDocuments(other, heldout, data.sequence_length, data.packing == "concat")
+        documents = _PreparedDocuments(other, heldout, data.sequence_length)
         if len(heldout) and not len(documents):
             raise ConfigError(
                 f"data.sequence_length: every held-out record of {data.heldout_path or data.path} is longer than a row "
@@ -242,17 +241,16 @@ def _check_round(config: Config, counts: list[float], groups: list[np.ndarray]) 
 class _PreparedDocuments:
     """Some records as documents of at most row_length inputs, read when they are asked for.
 
-    Longer plain text is cut, and with `split` everything else, as packing concat cuts what is trained on; otherwise
-    longer ones of the `records` are left out and counted in `too_long`. `cut`: whether one with a prompt was cut.
+    Longer plain text is cut. Of the `records` those that have prompts and are longer are left out, also where packing
+    concat cuts those of training, for a piece of an answer is none; they are counted in `too_long`.
     """
 
-    def __init__(self, data: PreparedData, records: np.ndarray, row_length: int, split: bool):
+    def __init__(self, data: PreparedData, records: np.ndarray, row_length: int):
         self._data = data
         inputs, prompts = data.inputs[records], data.prompts[records]
-        of_record, self._first, self._lengths = cut(inputs, row_length, (prompts == 0) | split)
+        of_record, self._first, self._lengths = cut(inputs, row_length, prompts == 0)
         self._record = records[of_record]
         self.records, self.too_long = len(records), len(records) - len(np.unique(of_record))
-        self.cut = split and bool(((inputs > row_length) & (prompts > 0)).any())
 
     def __len__(self) -> int:
         return len(self._record)

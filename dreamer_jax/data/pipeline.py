@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from itertools import islice
 
 import numpy as np
 
@@ -139,10 +138,7 @@ class Data:
             yield self._assemble(rows)
 
     def _records(self, documents: DocumentList, n: int) -> list[Record]:
-        """The first n that begin as a record does: not the later pieces of one that was cut."""
-        found = (documents[i] for i in range(len(documents)))
-        whole = (document for document in found if document.tokens[0] == self.tokenizer.bos)
-        return [to_record(document, self.tokenizer) for document in islice(whole, n)]
+        return [to_record(documents[i], self.tokenizer) for i in range(min(n, len(documents)))]
 
 
 class PuzzleData(Data):

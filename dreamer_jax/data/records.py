@@ -75,7 +75,7 @@ def cut(inputs: np.ndarray, row_length: int, split: np.ndarray) -> tuple[np.ndar
 
 
 class Documents:
-    """The documents of some records of a TokenStore, whole or pieces: a view that copies no tokens.
+    """The documents of some records of a TokenStore: a view that copies no tokens.
 
     Args:
         store: the tokenized records.
@@ -93,7 +93,7 @@ class Documents:
         self.too_long = len(inputs) - len(np.unique(of_record))
         self._tokens = np.frombuffer(store.tokens, np.int32) if len(store) else np.zeros(0, np.int32)
         self._starts = starts[of_record] + firsts
-        self._prompts = np.clip(prompts[of_record] - firsts, 0, lengths)
+        self._prompts = prompts[of_record]
         self.lengths = lengths
         """int64 [len(self)]: inputs of each document, the places it takes in a row."""
 

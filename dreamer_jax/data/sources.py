@@ -140,10 +140,10 @@ class JsonlSource:
         else:
             heldout_store = store
             train_ids, heldout_ids = split_records(len(store), data.heldout_records, data.path)
-        split, concat = data.prompt == "", data.packing == "concat"
-        longest = UNCUT if concat else data.sequence_length  # concat cuts at the ends of rows
+        split = data.prompt == ""
+        longest = data.sequence_length if data.packing == "best_fit" else UNCUT  # concat cuts at the ends of rows
         self._train = Documents(store, train_ids, longest, split)
-        heldout = Documents(heldout_store, heldout_ids, data.sequence_length, split or concat)
+        heldout = Documents(heldout_store, heldout_ids, data.sequence_length, split)
         for documents, ids, name in (
             (self._train, train_ids, "training"),
             (heldout, heldout_ids, "held-out"),

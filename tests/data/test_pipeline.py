@@ -224,22 +224,6 @@ def test_records_longer_than_a_row_are_left_out_and_counted(tmp_path: Path) -> N
     assert longest["answer"] in answers and too_long["answer"] not in answers
 
 
-def test_packing_concat_cuts_the_held_out_records_too(tmp_path: Path) -> None:
-    long = [{"question": f"{i} " + "q" * 40, "answer": "a" * 3 * S} for i in range(5)]
-    long += [{"question": f"{i} " + "q" * 2 * S, "answer": "a"} for i in range(5)]
-    path = str(tmp_path / "long.jsonl")
-    Path(path).write_text("".join(json.dumps(record) + "\n" for record in long))
-    train = write_records(tmp_path / "train.jsonl", 20)
-    data = open_data(make(source="jsonl", path=train, heldout_path=path, packing="concat", loss="answer"))
-    assert "10 held out" in data.summary and "0 too long" in data.summary
-    batches = list(data.heldout_batches())
-    assert sum(int((batch["segment_ids"] > 0).sum()) for batch in batches) == sum(
-        len(r["question"]) + len(r["answer"]) + 2 for r in long
-    )
-    assert sum(int(batch["loss_mask"].sum()) for batch in batches) == sum(len(r["answer"]) + 1 for r in long)
-    assert [record.prompt.partition(" ")[0] for record in data.heldout_records(99)] == [str(i) for i in range(5)] * 2
-
-
 def test_plain_text_is_split_without_losing_a_target(tmp_path: Path) -> None:
     text = "".join(chr(97 + i % 26) for i in range(1000))
     path = tmp_path / "text.jsonl"
