@@ -35,7 +35,7 @@ class Sampling:
     def __post_init__(self) -> None:
         problems = {
             f"temperature {self.temperature}: must be 0 or more": not 0 <= self.temperature < math.inf,
-            f"top_k {self.top_k}: must be 0 (all tokens) or more": self.top_k < 0,
+            f"top_k {self.top_k}: must be from 0 (all tokens) to 2^31 - 1": not 0 <= self.top_k < 2**31,
             f"top_p {self.top_p}: must be more than 0 and at most 1": not 0 < self.top_p <= 1,
             f"min_p {self.min_p}: must be from 0 to 1": not 0 <= self.min_p <= 1,
             f"seed {self.seed}: must be from 0 to 2^32 - 1": not 0 <= self.seed < 2**32,

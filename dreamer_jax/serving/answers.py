@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dreamer_jax.inference.sampling import SamplingNumbers
 from dreamer_jax.serving.contract import Deliver, Finish, Request, RowView, Token, Update
 from dreamer_jax.serving.programs import Brought
 from dreamer_jax.serving.scheduler import Job
@@ -22,11 +23,11 @@ class Answer:
     Args:
         request: as it was given.
         deliver: takes updates.
-        settings: of its sampler, as its program's numbers.
+        sampling, settings: of its sampling and of its sampler, as its program's numbers.
     """
 
-    def __init__(self, request: Request, deliver: Deliver, settings: Any):
-        self.request, self.settings = request, settings
+    def __init__(self, request: Request, deliver: Deliver, sampling: SamplingNumbers, settings: Any):
+        self.request, self.sampling, self.settings = request, sampling, settings
         self.in_flight: tuple[int, ...] = ()
         self._deliver, self._depths = deliver, 0
 

@@ -136,6 +136,7 @@ class ServedEngine:
         """Take a request; its number. See `contract.ServingEngine`."""
         self._check(request)
         group, depth, settings = group_of(self.programs, self.model, request.sampler, request.depth)
+        sampling = request.sampling.numbers()  # here, so that one that can't be is its caller's error alone
         with self._changed:
             if self._state != "ready":
                 raise Closed(_WORDS[self._state])
@@ -144,7 +145,7 @@ class ServedEngine:
             self._queued += 1
             self._numbers += 1
             job = Job(self._numbers, request.prompt, request.max_tokens, depth, group)
-            job.of = Answer(request, deliver, settings)
+            job.of = Answer(request, deliver, sampling, settings)
             self._commands.append(("submit", job))
             self._changed.notify_all()
             return job.number
@@ -178,6 +179,8 @@ class ServedEngine:
             raise UserError(f"the prompt has a token outside the model's vocabulary of {vocabulary}")
         if request.max_tokens < 1:
             raise UserError(f"max_tokens {request.max_tokens}: must be 1 or more")
+        if not all(0 <= each < 2**31 for each in (request.number, *request.stop_ids)):
+            raise UserError("number and stop_ids: must be from 0 to 2^31 - 1")
         most = self._groups[0].choosings[-1].logprobs or 0
         if request.logprobs is not None and not 0 <= request.logprobs <= most:
             raise UserError(f"logprobs {request.logprobs}: must be from 0 to {most}")
@@ -257,7 +260,9 @@ class ServedEngine:
         for number in sorted({job.group for job in joined}):
             own = [job for job in joined if job.group == number]
             joining = {
-                job.row: Joining(job.of.request, job.depth, job.of.settings) for job in own if job.row is not None
+                job.row: Joining(job.of.request, job.depth, job.of.sampling, job.of.settings)
+                for job in own
+                if job.row is not None
             }
             chosen = self._groups[number].join(self.model, turn.chunk, joining)
             turn.first.append(({job.shard: (job, job.begun) for job in own}, chosen))

@@ -14,17 +14,18 @@ from dreamer_jax.inference.programs import Kinds
 from dreamer_jax.inference.samplers import Adaptive, DiffusionForcing, Lossless, Sampler, Speculative, Static
 from dreamer_jax.inference.samplers.contract import DECODE_BLOCK, Choosing, Chosen
 from dreamer_jax.inference.samplers.criteria import CRITERIA
-from dreamer_jax.inference.sampling import Sampling
+from dreamer_jax.inference.sampling import Sampling, SamplingNumbers
 from dreamer_jax.serving import scheduler
 from dreamer_jax.serving.contract import Request
 from dreamer_jax.serving.programs import Brought, OneByOne, Programs, Row, Rows, in_flight
 
 
 class Joining(NamedTuple):
-    """A row that takes a place: its request, L of its passes, its sampler's settings."""
+    """A row that takes a place: its request, L of its passes, the numbers of its sampling and its sampler's."""
 
     request: Request
     depth: int
+    sampling: SamplingNumbers
     settings: Any
 
 
@@ -93,7 +94,7 @@ class Group:
             request, length, shard = its.request, len(its.request.prompt), place // self._own
             stops = request.stop_ids[: self._stop_ids.shape[1]]  # the host looks at all of them
             self._stop_ids[place] = (*stops, *[-1] * (self._stop_ids.shape[1] - len(stops)))
-            put(self._sampling, request.sampling.numbers(), place)
+            put(self._sampling, its.sampling, place)
             put(self._settings, its.settings, place)
             places[shard] = place
             numbers = place % self._own, length, request.number, length + request.max_tokens - 1, its.depth
@@ -143,7 +144,7 @@ class Group:
         for choosing in self.choosings:
             sampling = Sampling(float(choosing.draws), top_k=int(choosing.ranks))
             request = Request((0,), 1, sampling, logprobs=choosing.logprobs)
-            self.join(model, hidden, {0: Joining(request, 1, self.sampler.numbers())})
+            self.join(model, hidden, {0: Joining(request, 1, sampling.numbers(), self.sampler.numbers())})
             pool, _ = self.tick(model, pool, table, {}, collect, choosing)
         return pool
 

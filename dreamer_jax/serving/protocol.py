@@ -154,6 +154,14 @@ class Fields:
             self.refuse(name, f"{value}: must be {least} or more" if most is None else f"must be {least} to {most}")
         return value
 
+    def number(self, name: str, otherwise: float) -> float:
+        """A number; an integer that is larger than any is refused."""
+        value = self.take(name, float)
+        try:
+            return otherwise if value is None else float(value)
+        except OverflowError:
+            self.refuse(name, "is too large a number")
+
     def refuse(self, name: str, problem: str) -> NoReturn:
         """Refuse the value of a field."""
         raise Refused(400, f"{self._within}{name} {problem}", f"{self._within}{name}")
@@ -307,13 +315,12 @@ def _stop(fields: Fields) -> tuple[str, ...]:
 
 
 def _sampling(fields: Fields) -> Sampling:
-    temperature, top_p, min_p = (fields.take(name, float) for name in ("temperature", "top_p", "min_p"))
-    top_k, seed = fields.integer("top_k", 0), fields.take("seed", int)
+    seed = fields.take("seed", int)
     return Sampling(
-        1.0 if temperature is None else float(temperature),
-        top_k or 0,
-        1.0 if top_p is None else float(top_p),
-        0.0 if min_p is None else float(min_p),
+        fields.number("temperature", 1.0),
+        fields.integer("top_k", 0, 2**31 - 1) or 0,
+        fields.number("top_p", 1.0),
+        fields.number("min_p", 0.0),
         secrets.randbits(32) if seed is None else seed % 2**32,
     )
 

@@ -237,6 +237,8 @@ def test_settings_that_are_refused():
         ({"threshold": -1.0}, "threshold"),
         ({"min_depth": 0}, "min_depth"),
         ({"every": 0}, "every"),
+        ({"every": 2**31}, "every"),
+        ({"min_depth": 2**31}, "min_depth"),
     ):
         with pytest.raises(UserError, match=f"sampler.{said} .*must be"):
             Adaptive(**settings)

@@ -91,6 +91,8 @@ def test_temperature_zero_takes_the_likeliest():
     [
         ({"temperature": -1.0}, "temperature"),
         ({"top_k": -1}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"top_k": 10**400}, "top_k"),
         ({"top_p": 0.0}, "top_p"),
         ({"min_p": 1.5}, "min_p"),
         ({"seed": -1}, "seed"),

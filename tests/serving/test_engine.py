@@ -161,10 +161,23 @@ def test_what_cannot_be_served_is_refused_at_once(dreamer):
     refused(UserError, "max_tokens 0", max_tokens=0)
     refused(UserError, "this server goes to 3", depth=4)
     refused(UserError, "logprobs 4: must be from 0 to 3", logprobs=4)
+    refused(UserError, "number and stop_ids: must be from 0", number=2**31)
+    refused(UserError, "number and stop_ids: must be from 0", stop_ids=(3, -1))
     refused(UserError, "sampler speculative: not among", sampler=Speculative())
     refused(UserError, "not among", sampler=Adaptive("kl"))
     with pytest.raises(UserError, match="speculative"):
         ServedEngine(model_of("dreamer"), [Speculative()], OPTIONS)
+
+
+def test_numbers_that_cannot_be_are_an_error_of_their_request_alone(dreamer):
+    """Whatever a sampling lets through: the engine's thread gets numbers that are ready."""
+    sampling = Sampling(1.0)
+    object.__setattr__(sampling, "top_k", 10**400)
+    with pytest.raises(OverflowError):
+        dreamer.submit(Request((1,), 4, sampling), Taken())
+    taken = Taken()
+    dreamer.submit(Request((1,), 4), taken)
+    assert taken.wait().finish == "length" and dreamer.ready
 
 
 def test_more_stop_tokens_than_the_device_looks_at_end_a_text_too(dreamer):

@@ -34,8 +34,8 @@ class Adaptive(Sampler):
 
     def __post_init__(self) -> None:
         self._require(self.threshold >= 0, "threshold", "must be 0 (that of the published code) or more")
-        self._require(self.min_depth >= 1, "min_depth", "must be 1 or more")
-        self._require(self.every >= 1, "every", "must be 1 or more")
+        for key in ("min_depth", "every"):
+            self._require(1 <= getattr(self, key) < 2**31, key, "must be from 1 to 2^31 - 1")
 
     def refusal(self, family) -> str | None:
         """Depths have to be alike, or their keys interchangeable."""
