@@ -310,6 +310,8 @@ def bench_serving(
         engine = engine_for(mode)
         began = time.perf_counter()
         while not engine.ready:
+            if engine.failed:
+                raise UserError(f"{mode}: the engine has failed; the log above has why")
             time.sleep(0.01)
         say(f"{mode}: ready after {time.perf_counter() - began:.1f} s")
         try:

@@ -79,7 +79,7 @@ class TooLong(Exception):
 
 
 class Closed(Exception):
-    """The engine takes no requests: it isn't ready yet, or it is stopping."""
+    """The engine takes no requests: it isn't ready yet, it is stopping, or it has failed; the message says which."""
 
 
 class RowView(NamedTuple):
@@ -148,6 +148,11 @@ class ServingEngine(Protocol):
     @property
     def ready(self) -> bool:
         """Whether its programs are compiled and it takes requests."""
+        ...
+
+    @property
+    def failed(self) -> bool:
+        """Whether a fault has ended it; it is never ready again then."""
         ...
 
     @property

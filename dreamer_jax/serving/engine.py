@@ -132,6 +132,11 @@ class ServedEngine:
         """Whether its programs are compiled and it takes requests."""
         return self._state == "ready"
 
+    @property
+    def failed(self) -> bool:
+        """Whether a fault has ended it; the log has which."""
+        return self._state == "failed"
+
     def submit(self, request: Request, deliver: Deliver) -> int:
         """Take a request; its number. See `contract.ServingEngine`."""
         self._check(request)

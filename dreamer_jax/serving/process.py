@@ -19,6 +19,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from dreamer_jax.errors import UserError
 from dreamer_jax.serving.server import Server
 
+LOOK = 0.2
+"""Seconds between two looks at whether the engine has failed."""
 LAST = 5
 """Seconds that connections get for what is left to send when all answers are finished."""
 
@@ -69,7 +71,7 @@ def is_loopback(taken: socket.socket) -> bool:
 
 
 def serve(server: Server, taken: socket.socket, grace: float, say: Callable[[str], None]) -> None:
-    """Answer requests until SIGTERM, then finish those that were admitted.
+    """Answer requests until SIGTERM, then finish those that were admitted; or until the engine fails.
 
     Args:
         server: answers them.
@@ -78,6 +80,7 @@ def serve(server: Server, taken: socket.socket, grace: float, say: Callable[[str
         say: gets a line when it begins and when it ends.
     Raises:
         KeyboardInterrupt: Ctrl-C, or a second SIGTERM.
+        UserError: the engine has failed; who was waiting has been told.
     """
     asyncio.run(_serve(server, taken, grace, say))
 
@@ -102,6 +105,7 @@ async def _serve(server: Server, taken: socket.socket, grace: float, say: Callab
             asyncio.create_task(listening.serve(sockets=[taken])),
             asyncio.create_task(_stop(server, listening, signals, grace, say)),
             asyncio.create_task(signals.at_once.wait()),
+            asyncio.create_task(_end_with_engine(server, listening)),
         ]
         try:
             await asyncio.wait((tasks[0], tasks[2]), return_when=asyncio.FIRST_COMPLETED)
@@ -111,6 +115,8 @@ async def _serve(server: Server, taken: socket.socket, grace: float, say: Callab
         finally:
             for task in tasks:
                 task.cancel()
+    if server.engine.failed:
+        raise UserError("the engine has failed; the log above has why. Smaller --rows or --context take less memory")
     say("stopped")
 
 
@@ -165,4 +171,11 @@ async def _stop(
     threading.Thread(target=close, name="closing", daemon=True).start()
     await closed.wait()
     await asyncio.sleep(0)  # the last answers were put on their way before this
+    listening.should_exit = True
+
+
+async def _end_with_engine(server: Server, listening: uvicorn.Server) -> None:
+    """When the engine has failed: end, as there is nobody left who answers."""
+    while not server.engine.failed:
+        await asyncio.sleep(LOOK)
     listening.should_exit = True

@@ -152,7 +152,7 @@ class Server:
 
     async def _health(self, _: HttpRequest) -> Response:
         if self.stopping.is_set() or not self.engine.ready:
-            word = "stopping" if self.stopping.is_set() else "starting"
+            word = "failed" if self.engine.failed else "stopping" if self.stopping.is_set() else "starting"
             return JSONResponse({"status": word}, 503, {"retry-after": AGAIN[503]})
         return JSONResponse({"status": "ready"})
 
@@ -188,7 +188,7 @@ class Server:
         """What the engine does, some times a second, until the client leaves."""
 
         async def write(put: Callable[[bytes], Awaitable[None]]) -> None:
-            while not self.stopping.is_set():
+            while not (self.stopping.is_set() or self.engine.failed):
                 async with asyncio.timeout(30):
                     await put(event(picture(self.engine.view())))
                 with contextlib.suppress(TimeoutError):

@@ -213,7 +213,7 @@ def _refusal(error: Exception, request: Request) -> Refused:
     if isinstance(error, QueueFull):
         return Refused(429, "too many requests wait; try again in a moment", code="queue_full")
     if isinstance(error, Closed):
-        return Refused(503, "the server takes no requests now: it is starting or stopping", code="not_ready")
+        return Refused(503, f"the server takes no requests now: {error}", code="not_ready")
     if isinstance(error, TooLong):
         return Refused(
             413,

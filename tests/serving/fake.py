@@ -57,6 +57,7 @@ class FakeEngine:
         pace: seconds of a step.
         block: tokens of a row in a step.
         fails_at: tokens after which an answer fails; None for never.
+        dies_at: tokens, of all answers, after which the engine fails; None for never.
     """
 
     def __init__(
@@ -69,11 +70,12 @@ class FakeEngine:
         pace: float = 0.0005,
         block: int = 1,
         fails_at: int | None = None,
+        dies_at: int | None = None,
     ):
         self.says, self.pace, self.block, self.fails_at = says, pace, block, fails_at
-        self.context, self.depth, self.most_waiting = context, depth, queue
+        self.context, self.depth, self.most_waiting, self.dies_at = context, depth, queue, dies_at
         self.samplers = {its.name: its for its in (Static(), Adaptive(), Lossless())}
-        self.ready, self.submitted, self.cancelled = True, list[Request](), list[int]()
+        self.ready, self.failed, self.submitted, self.cancelled = True, False, list[Request](), list[int]()
         self._rows: list[Row | None] = [None] * rows
         self._queue: list[Row] = []
         self._counts: Counter[str] = Counter()
@@ -85,7 +87,7 @@ class FakeEngine:
     def submit(self, request: Request, deliver: Deliver) -> int:
         with self._lock:
             if self._closing or not self.ready:
-                raise Closed
+                raise Closed("the engine has failed" if self.failed else "the engine isn't ready yet")
             if request.depth is not None and request.depth > 64:
                 raise UserError(f"depth {request.depth}: the model was trained for 64 at most")
             if len(request.prompt) + request.max_tokens > self.context:
@@ -130,12 +132,7 @@ class FakeEngine:
         while time.monotonic() < until and (self._queue or any(self._rows)):
             time.sleep(0.005)
         with self._lock:
-            for row in [*self._queue, *self._rows]:
-                if row is not None:
-                    self._end(row, "cancelled")
-            self._queue.clear()
-            self._rows[:] = [None] * len(self._rows)
-            self._stopped = True
+            self._end_all("cancelled")
         self._thread.join()
 
     _stopped = False
@@ -148,6 +145,9 @@ class FakeEngine:
             time.sleep(0.002 if idle else self.pace)
 
     def _step(self) -> None:
+        if self.dies_at is not None and self._counts["tokens"] >= self.dies_at:
+            self.ready, self.failed = False, True
+            self._end_all("failed")
         for row in [row for row in self._queue if row.number in self.cancelled]:
             self._queue.remove(row)
             self._end(row, "cancelled")
@@ -198,3 +198,11 @@ class FakeEngine:
     def _end(self, row: Row, finish: Finish) -> None:
         self._finished[finish] += 1
         row.deliver(Update((), finish))
+
+    def _end_all(self, finish: Finish) -> None:
+        for row in [*self._queue, *self._rows]:
+            if row is not None:
+                self._end(row, finish)
+        self._queue.clear()
+        self._rows[:] = [None] * len(self._rows)
+        self._stopped = True

@@ -13,6 +13,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from dreamer_jax.errors import UserError
 from dreamer_jax.serving import process
 from dreamer_jax.serving.keys import Keys
 from dreamer_jax.serving.prompts import Prompts
@@ -58,18 +59,21 @@ def running(server: Server) -> Iterator[str]:
 
 
 def main() -> None:
-    """Serve until a signal: `python served.py PACE GRACE`."""
+    """Serve until a signal, or until the engine fails: `python served.py PACE GRACE [TOKENS]`."""
     from dreamer_jax.cli import interrupts
     from dreamer_jax.cli.arguments import say
 
     interrupts.prepare()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    engine = FakeEngine(pace=float(sys.argv[1]), context=100_000)
+    engine = FakeEngine(pace=float(sys.argv[1]), context=100_000, dies_at=next(map(int, sys.argv[3:]), None))
     try:
         process.serve(make(engine), process.open_port("127.0.0.1", 0), float(sys.argv[2]), say)
     except KeyboardInterrupt:
         print("dreamer: interrupted", file=sys.stderr)
         interrupts.end()
+    except UserError as error:
+        print(f"dreamer: error: {error}", file=sys.stderr)
+        sys.exit(2)
     assert threading.active_count() <= 2, threading.enumerate()  # this one, and the one that watches for Ctrl-C
 
 

@@ -272,9 +272,17 @@ def test_a_fault_ends_everything_in_words(one_choosing, monkeypatch):
     submitted.set()
     assert {its.wait().finish for its in taken} == {"failed"}
     engine._thread.join(30)
-    assert not engine._thread.is_alive() and not engine.ready
+    assert not engine._thread.is_alive() and not engine.ready and engine.failed
     with pytest.raises(Closed, match="failed"):
         engine.submit(Request((1,), 4), Taken())
+
+
+def test_a_fault_while_programs_are_compiled_is_told():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(served_engine.Group, "warm_up", None)
+        engine = ServedEngine(model_of("dreamer"), [Static()], OPTIONS)
+        engine._thread.join(60)
+    assert engine.failed and not engine.ready
 
 
 def test_close_finishes_what_it_can_in_time(one_choosing):

@@ -31,6 +31,7 @@ from dreamer_jax.cli.main import main
 from dreamer_jax.errors import UserError
 from dreamer_jax.inference.samplers import Adaptive, Static
 from dreamer_jax.serving.contract import RowView, View
+from tests.serving.asking import until
 from tests.serving.fake import FakeEngine
 
 SHORT = Lengths(3, 5)
@@ -157,6 +158,13 @@ def test_all_modes_get_the_same_work(capsys):
     )
 
 
+def test_an_engine_that_fails_is_not_waited_for():
+    engine = FakeEngine(dies_at=0)
+    until(lambda: engine.failed)
+    with pytest.raises(UserError, match="depth batching: the engine has failed"):
+        bench_serving(lambda mode: engine, [], Static(), 23, 0, {}, lambda line: None)
+
+
 def test_a_server_under_load(capsys):
     pytest.importorskip("starlette", reason="extra `serve`")
     pytest.importorskip("uvicorn", reason="extra `serve`")
@@ -210,12 +218,12 @@ def test_replayed_depths_on_the_engine_itself():
     the engine is ready all the same."""
     from dreamer_jax.serving.engine import ServedEngine
     from tests.inference.test_samplers import model_of
-    from tests.serving.cases import OPTIONS, until, wide
+    from tests.serving.cases import OPTIONS, wide
 
     plan, sampler = [Arrival(0.0, Lengths(4, 8)) for _ in range(4)], Replayed((1, 3))
     with wide():
         engine = ServedEngine(jax.device_put(model_of("dreamer"), jax.devices()[0]), [sampler], OPTIONS)
-        until(lambda: engine.ready)
+        until(lambda: engine.ready, 300)
         programs = engine._programs
         jitted: list[Any] = [programs.chunk, programs.join, programs.tick]
         before = [its._cache_size() for its in jitted]

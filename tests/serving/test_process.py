@@ -26,9 +26,9 @@ SCRIPT = Path(__file__).with_name("served.py")
 
 
 @contextlib.contextmanager
-def process(pace: float, grace: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def process(pace: float, grace: float, *dies_at: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process, and its address."""
-    command = [sys.executable, str(SCRIPT), str(pace), str(grace)]
+    command = [sys.executable, str(SCRIPT), *map(str, (pace, grace, *dies_at))]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": ""}) as running:
         assert running.stderr is not None
         try:
@@ -145,3 +145,20 @@ def test_kill_leaves_no_port_behind():
         running.wait(5)
         streamed.join()
     assert streamed.failure is not None and free(url)
+
+
+def test_a_server_ends_with_its_engine():
+    """Who waits is told, streams break off, pictures end, and the process says in a line that it failed."""
+    with process(0.02, 20, 40) as (running, url):
+        pictures = urllib.request.urlopen(f"{url}/v1/engine", timeout=20)
+        whole, streamed = Asking(url, 5000), Asking(url, 5000, stream=True)
+        assert running.wait(4) == 2
+        whole.join()
+        streamed.join()
+        pictures.read()
+        assert running.stderr is not None
+        said = running.stderr.read()
+    assert whole.answer[0] == 500 and "couldn't be finished" in whole.answer[1]
+    assert streamed.failure is not None
+    assert said.splitlines()[-1].startswith("dreamer: error: the engine has failed; ") and "Traceback" not in said
+    assert free(url)

@@ -19,6 +19,7 @@ pytest.importorskip("starlette", reason="extra `serve`")
 pytest.importorskip("uvicorn", reason="extra `serve`")
 openai: Any = pytest.importorskip("openai", reason="the client that people have")
 
+from dreamer_jax.serving import process  # noqa: E402
 from dreamer_jax.serving.keys import Keys  # noqa: E402
 from tests.serving.asking import client, get, post, said, until  # noqa: E402
 from tests.serving.fake import TOKENIZER, FakeEngine  # noqa: E402
@@ -197,6 +198,20 @@ def test_a_full_queue_and_an_engine_that_is_not_ready(plain):
         assert get(f"{url}/health")[0] == 503
         status, _, headers = post(url, b'{"prompt": "b"}')
         assert status == 503 and headers["retry-after"] == "5"
+
+
+def test_an_engine_that_has_failed(monkeypatch):
+    """As long as the process is there."""
+    monkeypatch.setattr(process, "LOOK", 60)
+    engine = FakeEngine()
+    with running(make(engine)) as url:
+        assert get(f"{url}/health")[0] == 200
+        engine.dies_at = 0
+        until(lambda: engine.failed)
+        status, text = get(f"{url}/health")
+        assert status == 503 and json.loads(text)["status"] == "failed"
+        status, body, _ = post(url, b'{"prompt": "b"}')
+        assert status == 503 and "the engine has failed" in body["error"]["message"]
 
 
 def test_pictures_of_the_engine_hold_no_text(plain):
