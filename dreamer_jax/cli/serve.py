@@ -96,7 +96,7 @@ def engine_for(
         model: a trained one.
         rows: requests that a step computes.
         context: most tokens of a prompt and its answer.
-        queue: most requests that wait.
+        queue: answers that wait before requests are refused.
         depth: L; None for the trained one.
         further: samplers beside static, adaptive and lossless.
         mesh: None for one device.
@@ -141,7 +141,7 @@ def _parser() -> Parser:
     add("--api-key-file", metavar="FILE", help="keys, one a line: whoever asks needs one of them (nobody does)")
     add("--rows", type=positive, default=16, metavar="N", help=ROWS)
     add("--context", type=positive, metavar="N", help="tokens of a prompt and its answer (a row's in training)")
-    add("--queue", type=positive, default=64, metavar="N", help="requests that wait; more are refused with 429 (64)")
+    add("--queue", type=positive, default=64, metavar="N", help="answers that wait (64); then requests get 429")
     add("--offer", action="append", default=[], metavar="SAMPLER", help=OFFER)
     add("--depth", type=positive, metavar="L", help="depths to apply; a recurrent model takes any (as trained)")
     add_mesh(parser, every=True)

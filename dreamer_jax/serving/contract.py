@@ -6,7 +6,7 @@ engine's thread, so whoever takes it must not wait there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -71,11 +71,11 @@ Deliver = Callable[[Update], None]
 
 
 class QueueFull(Exception):
-    """More requests wait than the engine takes."""
+    """As many requests wait as the engine lets wait."""
 
 
 class TooLong(Exception):
-    """The prompt and its answer don't fit the engine's context."""
+    """The prompt and its answer don't fit the engine's context; the message says how long they are and what fits."""
 
 
 class Closed(Exception):
@@ -161,11 +161,16 @@ class ServingEngine(Protocol):
         ...
 
     def submit(self, request: Request, deliver: Deliver) -> int:
-        """Take a request; its number.
+        """Take a request; its number. See `submit_all`."""
+        ...
+
+    def submit_all(self, requests: Sequence[tuple[Request, Deliver]]) -> list[int]:
+        """Take requests that belong together, all of them or none; their numbers. Where one more may wait, all may: so
+        however many there are, they are taken sooner or later.
 
         Raises:
             QueueFull, TooLong, Closed: see there.
-            UserError: it can't be served, such as by a sampler that the model refuses.
+            UserError: one can't be served, such as by a sampler that the model refuses.
         """
         ...
 

@@ -139,21 +139,23 @@ class ServedEngine:
 
     def submit(self, request: Request, deliver: Deliver) -> int:
         """Take a request; its number. See `contract.ServingEngine`."""
-        self._check(request)
-        group, depth, settings = group_of(self.programs, self.model, request.sampler, request.depth)
-        sampling = request.sampling.numbers()  # here, so that one that can't be is its caller's error alone
+        return self.submit_all([(request, deliver)])[0]
+
+    def submit_all(self, requests: Sequence[tuple[Request, Deliver]]) -> list[int]:
+        """Take requests that belong together, all of them or none; their numbers. See `contract.ServingEngine`."""
+        jobs = [self._job(request, deliver) for request, deliver in requests]
         with self._changed:
             if self._state != "ready":
                 raise Closed(_WORDS[self._state])
             if self._queued >= self.options.queue:
                 raise QueueFull(f"{self._queued} requests wait already")
-            self._queued += 1
-            self._numbers += 1
-            job = Job(self._numbers, request.prompt, request.max_tokens, depth, group)
-            job.of = Answer(request, deliver, sampling, settings)
-            self._commands.append(("submit", job))
+            self._queued += len(jobs)
+            for job in jobs:
+                self._numbers += 1
+                job.number = self._numbers
+                self._commands.append(("submit", job))
             self._changed.notify_all()
-            return job.number
+        return [job.number for job in jobs]
 
     def cancel(self, number: int) -> None:
         """End a request at the next step, if it is still there; it is delivered as "cancelled"."""
@@ -176,6 +178,15 @@ class ServedEngine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def _job(self, request: Request, deliver: Deliver) -> Job:
+        """A request and all that is made of it in its caller's thread, so that what can't be made is its caller's error
+        alone; it gets its number when it is taken."""
+        self._check(request)
+        group, depth, settings = group_of(self.programs, self.model, request.sampler, request.depth)
+        job = Job(0, request.prompt, request.max_tokens, depth, group)
+        job.of = Answer(request, deliver, request.sampling.numbers(), settings)
+        return job
+
     def _check(self, request: Request) -> None:
         its, vocabulary = self.options, self.model.config.vocab_size
         if not request.prompt:
@@ -192,7 +203,8 @@ class ServedEngine:
         length = len(request.prompt) + request.max_tokens
         if length > its.context or not self._scheduler.fits(length):
             most = min(its.context, self._pages[0].count * its.page)
-            raise TooLong(f"{len(request.prompt)} prompt tokens and {request.max_tokens} more: {most} fit together")
+            tokens = f"{len(request.prompt)} tokens of prompt and {request.max_tokens} to be written"
+            raise TooLong(f"{tokens} don't fit the context of {most} tokens")
 
     # The engine's thread.
 

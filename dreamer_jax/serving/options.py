@@ -33,7 +33,7 @@ class Options:
     """Share of a program's requests that has to be between two tokens before prelude, coda and head are computed, for
     as many of them as a step takes. 0: none waits; 1: all wait for the slowest."""
     queue: int = 256
-    """Most requests that wait."""
+    """Requests that wait before no more are taken; those that belong together are taken as one."""
     logprobs: int = 20
     """Likeliest tokens whose logarithms a request may ask for at most."""
     stop_ids: int = 8

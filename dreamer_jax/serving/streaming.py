@@ -115,17 +115,16 @@ class Answering:
         """
         each = len(requests) // prompts
         self.prompt_tokens = sum(len(request.prompt) for request in requests[::each])
-        for index, request in enumerate(requests):
-            self.choices.append(Choice(index, self._shapes.tokenizer, self._stop))
-            try:
-                self._numbers.append(self._engine.submit(request, functools.partial(self._deliver, index)))
-            except (QueueFull, TooLong, Closed, UserError) as error:
-                self.cancel()
-                raise _refusal(error, request) from None
+        self.choices = [Choice(index, self._shapes.tokenizer, self._stop) for index in range(len(requests))]
+        taking = [(request, functools.partial(self._deliver, index)) for index, request in enumerate(requests)]
+        try:
+            self._numbers = self._engine.submit_all(taking)
+        except (QueueFull, TooLong, Closed, UserError) as error:
+            raise _refusal(error) from None
 
     def cancel(self) -> None:
         """Give up what isn't finished."""
-        for number, choice in zip(self._numbers, self.choices, strict=False):
+        for number, choice in zip(self._numbers, self.choices, strict=True):
             if choice.finish is None:
                 self._engine.cancel(number)
 
@@ -208,17 +207,13 @@ async def _sent(send: Send, text: bytes) -> None:
         raise Slow from None
 
 
-def _refusal(error: Exception, request: Request) -> Refused:
-    """What the client is told of an error of `ServingEngine.submit`."""
+def _refusal(error: Exception) -> Refused:
+    """What the client is told of an error of `ServingEngine.submit_all`."""
     if isinstance(error, QueueFull):
         return Refused(429, "too many requests wait; try again in a moment", code="queue_full")
     if isinstance(error, Closed):
         return Refused(503, f"the server takes no requests now: {error}", code="not_ready")
     if isinstance(error, TooLong):
-        return Refused(
-            413,
-            f"{len(request.prompt)} tokens of prompt and {request.max_tokens} to be written don't fit the context of "
-            "the server; shorten the prompt or ask for fewer (max_tokens)",
-            code="context_length_exceeded",
-        )
+        problem = f"{error}; shorten the prompt or ask for fewer (max_tokens)"
+        return Refused(413, problem, code="context_length_exceeded")
     return Refused(400, str(error))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dreamer_jax.data.tokenizers import ByteTokenizer
@@ -85,20 +85,26 @@ class FakeEngine:
         self._thread.start()
 
     def submit(self, request: Request, deliver: Deliver) -> int:
+        return self.submit_all([(request, deliver)])[0]
+
+    def submit_all(self, requests: Sequence[tuple[Request, Deliver]]) -> list[int]:
         with self._lock:
             if self._closing or not self.ready:
                 raise Closed("the engine has failed" if self.failed else "the engine isn't ready yet")
-            if request.depth is not None and request.depth > 64:
-                raise UserError(f"depth {request.depth}: the model was trained for 64 at most")
-            if len(request.prompt) + request.max_tokens > self.context:
-                raise TooLong
+            for request, _ in requests:
+                if request.depth is not None and request.depth > 64:
+                    raise UserError(f"depth {request.depth}: the model was trained for 64 at most")
+                if len(request.prompt) + request.max_tokens > self.context:
+                    tokens = f"{len(request.prompt)} tokens of prompt and {request.max_tokens} to be written"
+                    raise TooLong(f"{tokens} don't fit the context of {self.context} tokens")
             if len(self._queue) >= self.most_waiting:
                 raise QueueFull
-            number = len(self.submitted)
-            self.submitted.append(request)
-            self._counts["prompt"] += len(request.prompt)
-            self._queue.append(Row(number, request, deliver, self.says(request)))
-        return number
+            first = len(self.submitted)
+            for number, (request, deliver) in enumerate(requests, start=first):
+                self.submitted.append(request)
+                self._counts["prompt"] += len(request.prompt)
+                self._queue.append(Row(number, request, deliver, self.says(request)))
+        return list(range(first, first + len(requests)))
 
     def cancel(self, number: int) -> None:
         with self._lock:

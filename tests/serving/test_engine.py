@@ -155,7 +155,7 @@ def test_what_cannot_be_served_is_refused_at_once(dreamer):
         with pytest.raises(error, match=message):
             dreamer.submit(dataclasses.replace(Request((1,), 4), **changes), Taken())
 
-    refused(TooLong, "1 prompt tokens and 32 more: 32 fit", max_tokens=32)
+    refused(TooLong, "1 tokens of prompt and 32 to be written don't fit the context of 32 tokens", max_tokens=32)
     refused(UserError, "prompt is empty", prompt=())
     refused(UserError, "vocabulary of 23", prompt=(23,))
     refused(UserError, "max_tokens 0", max_tokens=0)
@@ -193,17 +193,21 @@ def test_more_stop_tokens_than_the_device_looks_at_end_a_text_too(dreamer):
 
 
 def test_a_full_queue_takes_no_more(dreamer, monkeypatch):
-    """Requests that wait count, those that are computed don't."""
+    """Requests that wait count, those that are computed don't; those that belong together are taken as one."""
     monkeypatch.setattr(dreamer, "options", dataclasses.replace(dreamer.options, queue=2))
-    hold, taken = threading.Event(), [Taken(lambda its: hold.wait(60)), Taken(), Taken()]
+    hold, taken = threading.Event(), [Taken(lambda its: hold.wait(60)), *(Taken() for _ in range(5))]
     dreamer.submit(Request((1,), 20), taken[0])
     until(lambda: taken[0].updates)  # from here on the engine's thread waits
-    for its in taken[1:]:
-        dreamer.submit(Request((1,), 1), its)
-    with pytest.raises(QueueFull, match="2 requests wait"):
+    together = [(Request((1,), 1), its) for its in taken[2:]]
+    with pytest.raises(TooLong):
+        dreamer.submit_all([*together, (Request((1,), 32), Taken())])
+    dreamer.submit(Request((1,), 1), taken[1])
+    numbers = dreamer.submit_all(together)
+    assert numbers == list(range(numbers[0], numbers[0] + 4))
+    with pytest.raises(QueueFull, match="5 requests wait"):
         dreamer.submit(Request((1,), 1), Taken())
     hold.set()
-    assert [its.wait().finish for its in taken] == ["length"] * 3
+    assert [its.wait().finish for its in taken] == ["length"] * 6
     assert dreamer._queued == 0
 
 

@@ -150,7 +150,11 @@ def test_what_is_refused_has_a_status_and_one_line(plain, ask):
     for fields, kind, message in [
         ({"prompt": 5}, openai.BadRequestError, "prompt must be"),
         ({"model": "gpt"}, openai.NotFoundError, "there is no such model"),
-        ({"max_tokens": 600}, openai.APIStatusError, "2 tokens of prompt and 600 to be written don't fit"),
+        (
+            {"max_tokens": 600},
+            openai.APIStatusError,
+            "2 tokens of prompt and 600 to be written don't fit the context of 512 tokens; shorten the prompt",
+        ),
         ({"extra_body": {"depth": 65}}, openai.BadRequestError, "trained for 64 at most"),
     ]:
         with pytest.raises(kind) as error:
@@ -191,9 +195,16 @@ def test_a_full_queue_and_an_engine_that_is_not_ready(plain):
         for stream in streams:
             stream.close()
         until(lambda: len(engine.cancelled) >= 3 and engine.view().queue == 0)
-        # All of several answers or none: the third doesn't fit, and the two before it go.
-        assert post(url, b'{"prompt": "b", "n": 8}')[0] == 429
-        until(lambda: engine.view().queue == 0 and not any(engine.view().rows))
+        # However many answers it is, one request is taken where another one may wait.
+        status, body, _ = post(url, b'{"prompt": ["b", "c"], "n": 8, "max_tokens": 1}')
+        assert status == 200 and len(body["choices"]) == 16
+        # Of several answers all are taken or none: the last prompt is too long.
+        before = len(engine.submitted)
+        status, body, _ = post(url, json.dumps({"prompt": ["b", "c" * 600]}).encode())
+        assert status == 413 and len(engine.submitted) == before
+        assert body["error"]["message"].startswith(
+            "601 tokens of prompt and 16 to be written don't fit the context of 512"
+        )
         engine.ready = False
         assert get(f"{url}/health")[0] == 503
         status, _, headers = post(url, b'{"prompt": "b"}')
