@@ -119,7 +119,7 @@ class Shapes:
         return {
             "tokens": [self._name(token.id) for token in part.tokens],
             "token_logprobs": [token.logprob for token in part.tokens],
-            "top_logprobs": [{self._name(i): value for i, value in token.likeliest} for token in part.tokens],
+            "top_logprobs": [self._by_name(token.likeliest) for token in part.tokens],
             "text_offset": offsets,
         }
 
@@ -138,13 +138,23 @@ class Shapes:
             "bytes": None if text is None else list(text.encode()),
         }
 
+    def _by_name(self, likeliest: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """By the names of tokens; of several with one text the likeliest has it, and the others their numbers."""
+        found: dict[str, float] = {}
+        for token, value in likeliest:
+            name = self._name(token)
+            found[f"token_id:{token}" if name in found else name] = value
+        return found
+
     def _name(self, token: int) -> str:
-        """The text of a token; of one that has none, its number, so that no two have one name."""
+        """The text of a token; of one that has none, its number."""
         return self._text(token) or f"token_id:{token}"
 
     def _text(self, token: int) -> str | None:
-        """None for special tokens and for those that are no whole characters."""
-        text = self.tokenizer.decode([token])
+        """Of a token in the middle of a text, here behind itself: at the beginning some decoders drop its space. None
+        for special tokens and for those that are no whole characters."""
+        alone, twice = self.tokenizer.decode([token]), self.tokenizer.decode([token, token])
+        text = twice[len(alone) :] if twice.startswith(alone) else alone
         return text if text and UNFINISHED not in text else None
 
 

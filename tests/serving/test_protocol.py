@@ -10,9 +10,11 @@ import pytest
 from dreamer_jax.data.json_tokenizer import JsonTokenizer
 from dreamer_jax.data.tokenizers import ByteTokenizer
 from dreamer_jax.inference.samplers import Adaptive, DiffusionForcing, Lossless, Static
+from dreamer_jax.serving.contract import Token
 from dreamer_jax.serving.keys import Keys, read_keys
 from dreamer_jax.serving.prompts import Prompts, chat_template_of
 from dreamer_jax.serving.protocol import Message, Refused, parse
+from dreamer_jax.serving.shapes import Part, Shapes
 
 SAID = {"role": "user", "content": "hello"}
 
@@ -168,6 +170,25 @@ def test_a_chat_template_and_text_that_spells_its_tokens(tmp_path):
     with pytest.raises(Refused, match="refuses the messages: no system"):
         chat.tokens([Message("system", "x")])
     assert chat_template_of(ByteTokenizer()) is None
+
+
+def test_tokens_that_decode_to_one_text_have_names_of_their_own(tmp_path):
+    """SentencePiece's words with and without a space before them, and a byte that is spelled as one."""
+    tokenizers = pytest.importorskip("tokenizers")
+    ids = {"<s>": 0, "</s>": 1, "▁T": 2, "T": 3, "▁": 4, "▁F": 5, "<0x54>": 6, "<0xC3>": 7}
+    built = tokenizers.Tokenizer(tokenizers.models.BPE(ids, [("▁", "T")]))
+    decoders = tokenizers.decoders
+    built.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    built.add_special_tokens(["<s>", "</s>"])
+    built.save(str(tmp_path / "tokenizer.json"))
+    shapes = Shapes(JsonTokenizer(tmp_path / "tokenizer.json"), False, "x", 0, "m", True, False)
+    token = Token(2, 4, -0.1, tuple((i, -float(i)) for i in (2, 3, 4, 5, 6, 7, 0)))
+    (choice,) = shapes.whole([Part(0, (token,), ("T",))], {})["choices"]
+    assert choice["logprobs"]["tokens"] == [" T"] and choice["text"] == "T"
+    names = [" T", "T", " ", " F", "token_id:6", "token_id:7", "token_id:0"]
+    assert choice["logprobs"]["top_logprobs"][0] == dict(zip(names, (-2, -3, -4, -5, -6, -7, 0), strict=True))
 
 
 def test_keys(tmp_path):
