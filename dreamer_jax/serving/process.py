@@ -42,7 +42,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """Take a port; nobody is answered there yet.
+    """Take a port; whoever comes before `serve` waits.
 
     Raises:
         UserError: it can't be had.
@@ -52,6 +52,7 @@ def open_port(host: str, port: int) -> socket.socket:
         taken = socket.socket(family, socket.SOCK_STREAM)
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(address)
+        taken.listen()  # only then it is taken: others could bind to it, too
     except OSError as error:
         raise UserError(
             f"--host {host} --port {port}: {error.strerror}; name another one (--port 0 takes any)"

@@ -18,6 +18,7 @@ pytest.importorskip("uvicorn", reason="extra `serve`")
 import dreamer_jax.model
 from dreamer_jax.cli import serve
 from dreamer_jax.cli.main import main
+from dreamer_jax.errors import UserError
 from dreamer_jax.inference import Adaptive, DiffusionForcing
 from dreamer_jax.serving import process
 from dreamer_jax.serving.connections import is_loopback
@@ -140,6 +141,25 @@ def test_a_port_that_is_taken(capsys):
         taken.listen()
         assert main(["serve", "runs/x", "--port", str(taken.getsockname()[1])]) == 2
     assert "in use; name another one (--port 0 takes any)" in capsys.readouterr().err
+
+
+def test_of_two_that_start_together_one_gets_the_port(monkeypatch):
+    """Both take it at the same moment: the other one has bound itself to it, too, before this one listens."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        with process.open_port("127.0.0.1", port), pytest.raises(OSError, match="in use"):
+            other.listen()
+        listen = socket.socket.listen
+
+        def second(its: socket.socket, *backlog: int) -> None:
+            listen(other)
+            listen(its, *backlog)
+
+        monkeypatch.setattr(socket.socket, "listen", second)
+        with pytest.raises(UserError, match="in use; name another one"):
+            process.open_port("127.0.0.1", port)
 
 
 @pytest.mark.parametrize(
