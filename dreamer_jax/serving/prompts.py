@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from dreamer_jax.data.json_tokenizer import JsonTokenizer
 from dreamer_jax.data.jsonl import Template
@@ -87,19 +88,11 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokenizer: JsonTokenizer, names: dict[str, str]):
         try:
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
+            from jinja2 import TemplateError
         except ImportError:
             raise UserError(f"{tokenizer.path.parent}: its chat template needs jinja2: pip install jinja2") from None
-        from jinja2 import TemplateError
-
-        def refuse(message: str) -> None:
-            raise TemplateError(message)
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = refuse
-        self._failure = TemplateError
         try:
-            self._template = environment.from_string(source)
+            self._template = _environment().from_string(source)
         except TemplateError as error:
             raise UserError(f"{tokenizer.path.parent}: its chat template is broken: {error}") from None
         self._tokenizer, self._names = tokenizer, names
@@ -123,7 +116,7 @@ class ChatTemplate:
                 for m in messages]  # fmt: skip
         try:
             text = self._template.render(messages=said, add_generation_prompt=True, **self._names)
-        except self._failure as error:
+        except Exception as error:  # a template may do whatever Python does: add texts to numbers, divide by zero
             raise Refused(400, f"the model's chat template refuses the messages: {error}", "messages") from None
         ids, plain = [], 0
         for found in self._special.finditer(text) if self._special else ():
@@ -136,6 +129,32 @@ class ChatTemplate:
     def _plain(self, text: str, mark: str, spelled: Sequence[str]) -> list[int]:
         text = re.sub(f"\x02{mark}(\\d+)\x03", lambda found: spelled[int(found[1])], text)
         return self._tokenizer.encode(text) if text else []
+
+
+def _environment() -> Any:
+    """Jinja with what Hugging Face's templates have beside: `raise_exception`, `strftime_now`, `break` and `continue`,
+    and `generation`, which marks what a model has said and changes no text."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, LoopControlExtension
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        tags: ClassVar[set[str]] = {"generation"}
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, LoopControlExtension]
+    )
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
+    return environment
 
 
 def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate | None:

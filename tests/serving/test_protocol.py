@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from dreamer_jax.data.tokenizers import ByteTokenizer
 from dreamer_jax.inference.samplers import Adaptive, DiffusionForcing, Lossless, Static
 from dreamer_jax.serving.contract import Token
 from dreamer_jax.serving.keys import Keys, read_keys
-from dreamer_jax.serving.prompts import Prompts, chat_template_of
+from dreamer_jax.serving.prompts import ChatTemplate, Prompts, chat_template_of
 from dreamer_jax.serving.protocol import Message, Refused, parse
 from dreamer_jax.serving.shapes import Part, Shapes
 
@@ -170,6 +172,48 @@ def test_a_chat_template_and_text_that_spells_its_tokens(tmp_path):
     with pytest.raises(Refused, match="refuses the messages: no system"):
         chat.tokens([Message("system", "x")])
     assert chat_template_of(ByteTokenizer()) is None
+
+
+def template(source: str, tmp_path: Path) -> ChatTemplate:
+    """Of a tokenizer whose tokens are characters."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("jinja2")
+    characters = {chr(i): i for i in range(32, 127)}
+    built = tokenizers.Tokenizer(tokenizers.models.BPE(characters | {"<s>": 0, "</s>": 1}, []))
+    built.add_special_tokens(["<s>", "</s>"])
+    built.save(str(tmp_path / "tokenizer.json"))
+    return ChatTemplate(source, JsonTokenizer(tmp_path / "tokenizer.json"), {})
+
+
+@pytest.mark.parametrize(
+    "source, text",
+    [
+        ("{% for m in messages %}{{ m.content }}{% break %}{% endfor %}", "a"),
+        ("{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.content }}{% endfor %}", "b"),
+        ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}", "ab"),
+        ("{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}", "21"),
+        ("{{ strftime_now('%Y') }}", str(datetime.date.today().year)),
+    ],
+)
+def test_what_templates_of_hugging_face_have(source, text, tmp_path):
+    chat = template(source, tmp_path)
+    assert "".join(map(chr, chat.tokens([Message("user", "a"), Message("user", "b")])[1:])) == text
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("{{ messages[0].content + 1 }}", "can only concatenate str"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ range(10**9) | list }}", "Range too big"),
+        ("{{ messages[5].content }}", "has no element 5"),
+        ("{{ strftime_now(1) }}", "must be str"),
+    ],
+)
+def test_a_template_that_fails_refuses_the_messages(source, message, tmp_path):
+    with pytest.raises(Refused, match=f"chat template refuses the messages: .*{message}") as refused:
+        template(source, tmp_path).tokens([Message("user", "a")])
+    assert refused.value.status == 400
 
 
 def test_tokens_that_decode_to_one_text_have_names_of_their_own(tmp_path):
