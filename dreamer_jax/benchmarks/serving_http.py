@@ -28,16 +28,23 @@ class Remote:
         url: such as http://127.0.0.1:8000.
         key: that it wants; None for none.
     Raises:
-        UserError: it isn't there, or isn't ready.
+        UserError: it isn't there, isn't ready, or isn't one of OpenAI's API.
     """
 
     def __init__(self, url: str, key: str | None = None):
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urllib.parse.urlsplit(url)
+            right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # brackets without an end, a port beyond 65535
+            right = False
+        if not right:
             raise UserError(f"--url {url}: must be such as http://127.0.0.1:8000")
         self._url, self._parts = url, parts
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self.model = json.loads(self._get("/v1/models"))["data"][0]["id"]
+        try:
+            self.model = json.loads(self._get("/v1/models"))["data"][0]["id"]
+        except (ValueError, TypeError, LookupError):
+            raise UserError(f"--url {url}: /v1/models names no model; is it a server of OpenAI's API?") from None
 
     def _connect(self) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
@@ -48,7 +55,7 @@ class Remote:
         try:
             connection.request("GET", path, headers=self._headers)
             response = connection.getresponse()
-            text = response.read().decode()
+            text = response.read().decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:
             raise UserError(f"--url {self._url}: nobody answers ({error})") from None
         finally:
@@ -76,13 +83,14 @@ class Remote:
                 line.finish = f"refused: {response.status}"
                 return
             for text in response:
-                data = text.strip().removeprefix(b"data: ")
-                if data == b"[DONE]":
+                field, _, data = text.strip().partition(b":")
+                if field != b"data":  # a comment, which keeps the connection, or the name of an event
+                    continue
+                if data.strip() == b"[DONE]":
                     return
-                if data:
-                    self._take(json.loads(data), line, time.perf_counter() - begin)
+                self._take(json.loads(data), line, time.perf_counter() - begin)
             line.finish = "failed"
-        except (OSError, http.client.HTTPException):
+        except (OSError, http.client.HTTPException, ValueError, TypeError, LookupError):  # no answer of OpenAI's API
             line.finish = "failed"
         finally:
             connection.close()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
 import json
 import math
+import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +30,7 @@ from dreamer_jax.benchmarks.serving import (
     summary,
     uniform,
 )
+from dreamer_jax.benchmarks.serving_http import Remote
 from dreamer_jax.cli import bench_serve
 from dreamer_jax.cli.main import main
 from dreamer_jax.errors import UserError
@@ -184,12 +189,69 @@ def test_a_server_under_load(capsys):
     assert main(["bench", "serve", "--url", url]) == 2 and "nobody answers" in capsys.readouterr().err
 
 
+@contextlib.contextmanager
+def answering(*bodies: bytes) -> Iterator[str]:
+    """The address of a server that answers everybody with 200 and the next body, at the end always the last one."""
+    left = list(bodies)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(left.pop(0) if len(left) > 1 else left[0])
+
+        do_GET = do_POST = answer
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("body", [b"<html>", b'{"data": []}', b'{"data": 5}', b"[]", b"\xff", b'{"data": [{}]}'])
+def test_a_server_of_another_kind(body, capsys):
+    with answering(body) as url:
+        assert main(["bench", "serve", "--url", url]) == 2
+    said = capsys.readouterr().err
+    assert "/v1/models names no model; is it a server of OpenAI's API?" in said and said.count("\n") == 1
+
+
+MODELS = b'{"data": [{"id": "m"}]}'
+CHUNK = b'data: {"choices": [{"text": "a", "finish_reason": "length"}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    "stream, finish, tokens",
+    [
+        (b": ping\n\nevent: chunk\n" + CHUNK + b": ping\n\ndata: [DONE]\n\n", "length", 1),
+        (CHUNK.replace(b"data: ", b"data:") + b"data:[DONE]\n\n", "length", 1),
+        (CHUNK + b'data: {"error": {"message": "no"}}\n\n', "failed", 1),
+        (b"data: <html>\n\n", "failed", 0),
+        (b"<html>", "failed", 0),
+    ],
+)
+def test_streams_of_other_servers(stream, finish, tokens):
+    with answering(MODELS, stream) as url:
+        line = Timeline(0.0)
+        Remote(url).ask({}, line, 0.0)
+    assert (line.finish, line.tokens) == (finish, tokens)
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
         ([], "name a RUN, or a server with --url URL"),
         (["runs/x", "--url", "http://h"], "name a RUN, or"),
         (["--url", "localhost:8000"], "must be such as http://127.0.0.1:8000"),
+        (["--url", "http://127.0.0.1:99999"], "must be such as http://127.0.0.1:8000"),
+        (["--url", "http://[::1"], "must be such as http://127.0.0.1:8000"),
         (["runs/x", "--rate", "0"], "'0' is not a number of requests a second"),
         (["runs/x", "--answer-tokens", "9-3"], "the first must not be more than the second"),
         (["runs/x", "--lengths", "nowhere.jsonl"], "nowhere.jsonl: can't be read"),
