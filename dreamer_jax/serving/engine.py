@@ -182,7 +182,7 @@ class ServedEngine:
         """A request and all that is made of it in its caller's thread, so that what can't be made is its caller's error
         alone; it gets its number when it is taken."""
         self._check(request)
-        group, depth, settings = group_of(self.programs, self.model, request.sampler, request.depth)
+        group, depth, settings = group_of(self.programs, self.model, request.sampler, request.depth, self.samplers)
         job = Job(0, request.prompt, request.max_tokens, depth, group)
         job.of = Answer(request, deliver, request.sampling.numbers(), settings)
         return job

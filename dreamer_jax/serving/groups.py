@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -213,9 +213,15 @@ def takes_static(program: Sampler) -> bool:
 
 
 def group_of(
-    served: Sequence[Sampler], model: FoldedModel, sampler: Sampler, depth: int | None
+    served: Sequence[Sampler], model: FoldedModel, sampler: Sampler, depth: int | None, offered: Iterable[str]
 ) -> tuple[int, int, PyTree]:
     """Which of the programs takes a request: its number, L, and the sampler's settings as the program's numbers.
+
+    Args:
+        served: the programs.
+        model: at the largest depth that is served.
+        sampler, depth: of the request.
+        offered: names of samplers that are served, for messages.
 
     Raises:
         UserError: none of them, or the model can't do it.
@@ -241,5 +247,4 @@ def group_of(
             if depth != model.total_depth:
                 raise UserError(f"sampler {own.name}: its depth is the server's, {model.total_depth}")
             return number, depth, own.numbers()
-    names = ", ".join(sorted({program.name for program in served}))
-    raise UserError(f"sampler {sampler.label}: not among those that this server has compiled ({names})")
+    raise UserError(f"sampler {sampler.label}: not among those that this server has compiled ({', '.join(offered)})")

@@ -327,7 +327,7 @@ def _sampling(fields: Fields) -> Sampling:
 
 def _sampler(fields: Fields, offered: Mapping[str, Sampler]) -> Sampler:
     value, exits = fields.take("sampler", str, dict), fields.take("exit", dict)
-    min_depth = fields.integer("min_depth", 1)
+    min_depth = fields.integer("min_depth", 1, 2**31 - 1)
     if isinstance(value, str) and value in offered and exits is None and min_depth is None:
         return offered[value]
     if exits is not None:

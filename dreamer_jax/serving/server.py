@@ -196,7 +196,8 @@ class Server:
 
         with contextlib.suppress(TimeoutError, Gone):
             async with event_stream(send) as put:
-                await unless_gone(write(put), receive)
+                if scope["method"] != "HEAD":  # that has no body to go on with
+                    await unless_gone(write(put), receive)
             return
         break_off(scope, at_once=True)
 

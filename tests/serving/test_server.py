@@ -7,6 +7,7 @@ import logging
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import urllib.error
 import urllib.request
@@ -235,6 +236,12 @@ def test_pictures_of_the_engine_hold_no_text(plain):
         with urllib.request.urlopen(f"{url}/v1/engine", timeout=20) as response:
             seen = json.loads(response.readline().removeprefix(b"data: "))
         stream.close()
+        request = urllib.request.Request(f"{url}/v1/engine", method="HEAD")
+        with urllib.request.urlopen(request, timeout=5) as response:
+            assert response.status == 200 and response.read() == b""
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5) as sock:
+            sock.sendall(b"HEAD /v1/engine HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            assert b"".join(iter(lambda: sock.recv(4096), b"")).startswith(b"HTTP/1.1 200 OK")  # and it ends
     (row,) = [row for row in seen["rows"] if row]
     assert row["sampler"] == "lossless" and row["depths"] == [12, 9, 6, 3] and seen["depth"] == 12
     assert "secret" not in json.dumps(seen)

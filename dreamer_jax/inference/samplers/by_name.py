@@ -53,4 +53,7 @@ def sampler_of(name: str, settings: Mapping[str, str], prefix: str) -> Sampler:
             values[key] = convert(types[key], option, written)
         except ConfigError as error:
             raise UserError(str(error)) from None
-    return kind(**values)
+    try:
+        return kind(**values)
+    except UserError as error:  # of a sampler "sampler.KEY ..."
+        raise UserError(prefix + str(error).removeprefix("sampler.")) from None
