@@ -93,10 +93,11 @@ def verify(folder: Path, model: StoredModel, say: Callable[[str], None] = lambda
         model.config.model, dtype=description.config.model.dtype, implementation=description.config.model.implementation
     ):
         raise UserError(f"{folder / 'config.json'} describes another model than the run {model.directory}")
-    say("comparing the weights")
-    compare_weights(folder, model, description)
-    say("comparing what both sides compute")
-    return compare_outputs(folder, model, description)
+    with model.reading():
+        say("comparing the weights")
+        compare_weights(folder, model, description)
+        say("comparing what both sides compute")
+        return compare_outputs(folder, model, description)
 
 
 def compare_weights(folder: Path, model: StoredModel, description: Description) -> None:

@@ -42,7 +42,8 @@ def export(
 
     Raises:
         UserError: the family's folders have no place for the model, it was trained with copies of tokens, `out` exists
-            or can't be written, or the tokenizer isn't the one the run was trained with.
+            or can't be written, the tokenizer isn't the one the run was trained with, or the checkpoint is removed
+            meanwhile.
     """
     check_generates(model.config)
     form = form_of(model.config)
@@ -50,7 +51,7 @@ def export(
     description = Description(model.config, {}, dtype, keeps, model.step, model.meta)
     tokenizer = tokenizer_of(description) if form.texts else None
     settings = form.settings(description, tokenizer)
-    with written_aside(out) as folder:
+    with written_aside(out) as folder, model.reading():
         tensors = [*form.tensors(model, description), *form.derived(model, description)]
         safetensors_files.write(folder, tensors, shard_bytes)
         _write_json(folder / "config.json", settings)

@@ -5,6 +5,7 @@ This goes around Orbax to the store below it, because Orbax restores whole array
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,6 +55,10 @@ class StoredModel:
     def meta(self) -> dict[str, str]:
         """`tokenizer` and `data` fingerprints."""
         return self.found.meta
+
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        """The block in which leaves are opened and read; see `StepFolders.reading`."""
+        return self.found.folders.reading(*self.steps)
 
     def leaf(self, item: str, path: str) -> Leaf:
         """A float32 array of the parameters or of the model's own state.

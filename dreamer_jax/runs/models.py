@@ -75,7 +75,8 @@ class Located:
     @property
     def meta(self) -> dict[str, str]:
         """What identifies data and tokenizer."""
-        return fingerprints(self.folders.meta(self.step))
+        with self.folders.reading(self.step):
+            return fingerprints(self.folders.meta(self.step))
 
 
 def load_run(path: str | Path, step: int | None = None, average: int = 1) -> TrainedModel:
@@ -88,7 +89,8 @@ def load_run(path: str | Path, step: int | None = None, average: int = 1) -> Tra
         step: the checkpoint; by default the newest good one.
         average: the parameters are the mean of so many checkpoints, that one and those before it.
     Raises:
-        UserError: if there is no run, no good checkpoint, not the step asked for, or not so many to average.
+        UserError: if there is no run, no good checkpoint, not the step asked for, or not so many to average,
+            or if it is removed meanwhile.
     """
     found = locate_run(path, step)
     params, model_state = nn.meta.unbox(build(found.config.model).shapes)
@@ -99,11 +101,12 @@ def load_run(path: str | Path, step: int | None = None, average: int = 1) -> Tra
 
     steps = averaged_steps(found, average)
     total = None
-    for one in steps:
-        own = read_tree(found.folders[one] / "params", like(params))
-        total = own if total is None else _add(total, own)
+    with found.folders.reading(*steps):
+        for one in steps:
+            own = read_tree(found.folders[one] / "params", like(params))
+            total = own if total is None else _add(total, own)
+        own = {name: read_tree(found.item(name), like(shapes)) for name, shapes in model_state.items()}
     mean = total if len(steps) == 1 else jax.tree.map(lambda leaf: leaf / len(steps), total)
-    own = {name: read_tree(found.item(name), like(shapes)) for name, shapes in model_state.items()}
     return TrainedModel(found.config, found.step, mean, own, found.meta)
 
 
@@ -161,9 +164,10 @@ def averaged_steps(found: Located, count: int) -> list[int]:
             f"{found.step}; checkpoint.keep is {kept}"
         )
     for step in steps[1:]:
-        if problem := problem_of(found.folders[step], ("params", "meta")):
-            raise UserError(f"checkpoint {step} of {found.directory} can't be used for an average: {problem}")
-        text = found.folders.meta(step).get("config")
+        with found.folders.reading(step):
+            if problem := problem_of(found.folders[step], ("params", "meta")):
+                raise UserError(f"checkpoint {step} of {found.directory} can't be used for an average: {problem}")
+            text = found.folders.meta(step).get("config")
         if text and config_of_text(text).model != found.config.model:
             raise UserError(f"checkpoint {step} of {found.directory} is of another model than step {found.step}")
     return steps
@@ -196,7 +200,9 @@ def locate_run(path: str | Path, step: int | None = None) -> Located:
             raise UserError(f"{directory} has no checkpoint that can be used; see `dreamer checkpoint verify`")
     elif problem := problem_of(folders[step], items):
         raise UserError(f"checkpoint {step} of {directory} can't be used: {problem}")
-    if text := folders.meta(step).get("config"):  # a run whose depth was changed has steps of both
+    with folders.reading(step):
+        text = folders.meta(step).get("config")
+    if text:  # a run whose depth was changed has steps of both
         config = dataclasses.replace(config, model=config_of_text(text).model)
     return Located(path_of(directory), config, step)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from etils import epath
 
+from dreamer_jax.errors import UserError
 from dreamer_jax.parallel.distributed import largest
 from dreamer_jax.runs.integrity import is_complete, is_unverifiable, manifests, problem_of
 
@@ -65,6 +67,28 @@ class StepFolders:
         """What a step says of itself beside its arrays."""
         return json.loads((self[step] / "meta" / "metadata").read_text())
 
+    @contextlib.contextmanager
+    def reading(self, *steps: int) -> Iterator[None]:
+        """Arrays of steps are read in this block: training may remove them meanwhile, and what is gone reads as zeros.
+
+        Raises:
+            UserError: one was removed.
+        """
+        try:
+            yield
+        except Exception:
+            self._require(steps)
+            raise
+        self._require(steps)
+
+    def _require(self, steps: Sequence[int]) -> None:
+        for step in steps:
+            if not is_complete(self[step]):
+                raise UserError(
+                    f"{self[step]} was removed while it was read, as training does with older checkpoints; run the "
+                    "command again, or raise checkpoint.keep"
+                ) from None
+
     def disqualify(self, step: int) -> None:
         """Take a step's manifests away: it counts no longer, and the next checkpoint removes it."""
         for path in manifests(self[step]):
@@ -73,6 +97,7 @@ class StepFolders:
     def remove(self, step: int) -> None:
         """Remove a step. Cut short, this leaves a step that is not complete."""
         self.disqualify(step)
+        (self[step] / "meta" / "metadata").unlink(missing_ok=True)  # by which steps of early versions count
         self[step].rmtree()
 
     def remove_after(self, step: int) -> None:

@@ -86,9 +86,10 @@ def _with_weights_of(run: str, state: TrainState) -> TrainState:
     """The state with the parameters and the model's own state of a run's checkpoint."""
     found = _located(run)
     try:
-        params = read_tree(found.item("params"), state.params)
-        read = {name: its for name, its in state.model_state.items() if name != KNOWLEDGE}
-        model_state = state.model_state | {name: read_tree(found.item(name), its) for name, its in read.items()}
+        with found.folders.reading(found.step):
+            params = read_tree(found.item("params"), state.params)
+            read = {name: its for name, its in state.model_state.items() if name != KNOWLEDGE}
+            model_state = state.model_state | {name: read_tree(found.item(name), its) for name, its in read.items()}
     except UserError as error:
         raise UserError(f"training.initial_weights: {error}") from None
     return state.replace(params=params, model_state=model_state)

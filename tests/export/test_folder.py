@@ -19,7 +19,7 @@ from dreamer_jax.export.description import read_description
 from dreamer_jax.export.reading import import_run
 from dreamer_jax.export.writing import export
 from dreamer_jax.parallel import make_mesh
-from dreamer_jax.runs import safetensors_files
+from dreamer_jax.runs import leaves, safetensors_files
 from dreamer_jax.runs.checkpoints import Checkpoints
 from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run
@@ -152,6 +152,32 @@ def test_nothing_is_left_when_verification_fails(run: Path, tmp_path: Path) -> N
     with pytest.raises(UserError, match="EA differs"):
         export(open_model(run), tmp_path / "out", "float32", False, refuse)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", ["before", "opened", "read"])
+def test_a_checkpoint_that_is_removed_meanwhile(run: Path, tmp_path: Path, monkeypatch, moment: str) -> None:
+    """As training does with older ones: no folder of zeros appears."""
+    copy = tmp_path / "runs" / "copy"
+    shutil.copytree(run, copy)
+    model = open_model(copy)
+
+    def removing(real):
+        def removed(*arguments):
+            if (copy / "checkpoints" / "7").exists():
+                model.found.folders.remove(7)
+            return real(*arguments)
+
+        return removed
+
+    if moment == "before":
+        model.found.folders.remove(7)
+    else:
+        name = "leaf" if moment == "opened" else "__getitem__"
+        cls = leaves.StoredModel if moment == "opened" else leaves.Leaf
+        monkeypatch.setattr(cls, name, removing(getattr(cls, name)))
+    with pytest.raises(UserError, match=r"checkpoints/7 was removed while it was read"):
+        export(model, tmp_path / "out", "float32", False, lambda folder: None)
+    assert os.listdir(tmp_path) == ["runs"]
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])

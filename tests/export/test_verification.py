@@ -1,5 +1,6 @@
 """Verification passes what is right, and names the first part that is wrong."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,14 @@ def folder(run: Path, tmp_path: Path) -> Path:
 
 def compare(folder: Path, run: Path) -> verification.Finding:
     return verification.compare_outputs(folder, open_model(run), read_description(folder))
+
+
+def test_a_checkpoint_that_is_removed_meanwhile(run: Path, folder: Path, tmp_path: Path) -> None:
+    """The folder doesn't differ from it."""
+    model = open_model(shutil.copytree(run, tmp_path / "run"))
+    model.found.folders.remove(7)
+    with pytest.raises(UserError, match="checkpoints/7 was removed while it was read"):
+        verification.verify(folder, model)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from dreamer_jax.config import LoadedConfig
 from dreamer_jax.config.sections import Config, RunConfig
 from dreamer_jax.errors import UserError
 from dreamer_jax.parallel import make_mesh
+from dreamer_jax.runs import array_files
 from dreamer_jax.runs.checkpoints import Checkpoints
-from dreamer_jax.runs.folders import open_run
+from dreamer_jax.runs.folders import open_run, path_of
 from dreamer_jax.runs.leaves import open_model
-from dreamer_jax.runs.models import load_run
+from dreamer_jax.runs.models import load_run, locate_run
+from dreamer_jax.runs.step_folders import StepFolders
 from dreamer_jax.training.state import create_state
 from tests.training.cases import tiny_config
 
@@ -103,6 +106,47 @@ def test_a_new_run_starts_from_the_weights_of_another(run, tmp_path):
     equal(state.params, trained.params)
     equal(state.model_state, trained.model_state)
     assert int(state.step) == 0 and not any(np.any(leaf) for leaf in jax.tree.leaves(state.optimizer))
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("moment", ["before", "between"])
+@pytest.mark.parametrize(
+    ("read", "where"),
+    [
+        (load_run, ""),
+        (lambda run: load_run(run, average=2), ""),
+        (lambda run: begin(run, run_config(run.parent / "new", training__initial_weights=str(run))), "training.init"),
+    ],
+)
+def test_a_checkpoint_that_is_removed_while_it_is_read(run, tmp_path, monkeypatch, read, where, moment, early):
+    """As training does in another process, before arrays are opened or between two reads: it isn't read as zeros."""
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    last = copy / "checkpoints" / "3"
+    if early:  # such have no manifests, and count by their meta
+        (last / "manifest-0-of-1.json").unlink()
+        (last / "meta" / "metadata").write_text(json.dumps(META))
+    name = "__init__" if moment == "before" else "pieces"
+    real = getattr(array_files._Target, name)
+
+    def removed(*arguments):
+        if last.exists():
+            StepFolders(path_of(copy)).remove(3)
+        return real(*arguments)
+
+    monkeypatch.setattr(array_files._Target, name, removed)
+    with pytest.raises(UserError, match=rf"^{where}.*checkpoints/3 was removed while it was read.*checkpoint\.keep"):
+        read(copy)
+
+
+def begin(run: Path, config: Config) -> None:
+    create_state(config, make_mesh(config.mesh))
+
+
+def test_what_a_removed_checkpoint_says_of_itself(run, tmp_path):
+    found = locate_run(shutil.copytree(run, tmp_path / "copy"))
+    found.folders.remove(3)
+    with pytest.raises(UserError, match="was removed while it was read"):
+        found.meta  # noqa: B018
 
 
 @pytest.mark.parametrize(
