@@ -72,8 +72,8 @@ class Checkpoints:
         complete = self.folders.complete()
         self.saved: int | None = complete[-1] if complete else None
         """The newest step that is known to be on disk; see `settle`."""
-        self.failed = False
-        """Whether the last save failed."""
+        self.failed = ""
+        """Why the last save failed; empty where it didn't."""
 
     def newest_good(self, usable: Callable[[int], bool] = lambda _: True) -> int | None:
         """The newest step that is as it was written, or None; says which newer ones aren't."""
@@ -115,10 +115,10 @@ class Checkpoints:
         if largest(self._thread.is_alive()):
             return
         self._thread = None
-        self.failed = bool(largest(self._error is not None))
-        if self.failed:
-            reason = _one_line(self._error) if self._error else "another process failed"
-            self._say(f"checkpoint {self._step} was not saved: {reason}; training goes on and will try again")
+        self.failed = ""
+        if largest(self._error is not None):
+            self.failed = _one_line(self._error) if self._error else "another process failed"
+            self._say(f"checkpoint {self._step} was not saved: {self.failed}; training goes on and will try again")
             self._error = None
         else:
             self.saved = self._step

@@ -120,13 +120,18 @@ def write_run(
         model_state: the model's own, by collection.
         meta: `tokenizer` and `data` fingerprints that a resumed run must have.
         start_optimizer: parameters -> the fresh state of their optimizer.
+
+    Raises:
+        OSError: the disk is full, or can't be written.
     """
     (directory / "config.yaml").write_text(to_yaml(loaded), encoding="utf-8")
     params = jax.tree.map(jnp.asarray, params)
     optimizer = jax.jit(start_optimizer)(params)
-    checkpoints = Checkpoints(directory, loaded.config.checkpoint, meta)
+    checkpoints = Checkpoints(directory, loaded.config.checkpoint, meta, say=lambda _: None)
     try:
         own = jax.tree.map(jnp.asarray, model_state)
         checkpoints.save(TrainState(jnp.asarray(step, jnp.int32), params, optimizer, own))
     finally:
         checkpoints.close()
+    if checkpoints.failed:
+        raise OSError(f"the checkpoint was not saved: {checkpoints.failed}")

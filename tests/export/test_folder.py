@@ -13,13 +13,14 @@ import jax
 import numpy as np
 import pytest
 
+from dreamer_jax.cli.main import main
 from dreamer_jax.errors import UserError
 from dreamer_jax.export import modeling_file
 from dreamer_jax.export.description import read_description
 from dreamer_jax.export.reading import import_run
 from dreamer_jax.export.writing import export
 from dreamer_jax.parallel import make_mesh
-from dreamer_jax.runs import leaves, safetensors_files
+from dreamer_jax.runs import checkpoints, leaves, safetensors_files
 from dreamer_jax.runs.checkpoints import Checkpoints
 from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run
@@ -180,6 +181,22 @@ def test_a_checkpoint_that_is_removed_meanwhile(run: Path, tmp_path: Path, monke
     assert os.listdir(tmp_path) == ["runs"]
 
 
+@pytest.mark.parametrize("where", ["known before", "in the background"])
+def test_nothing_is_left_of_an_import_onto_a_full_disk(
+    exported: Path, tmp_path: Path, capfd, monkeypatch, where
+) -> None:
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    place, name = (Checkpoints, "_probe") if where == "known before" else (checkpoints, "write_manifest")
+    monkeypatch.setattr(place, name, full)
+    assert main(["import", str(exported), str(tmp_path / "back")]) == 2
+    said = capfd.readouterr()
+    assert "can't write there: the checkpoint was not saved: " in said.err and "No space left on device" in said.err
+    assert "training goes on" not in said.err and not said.out
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])
 def test_an_existing_path_is_refused_and_kept(run: Path, exported: Path, tmp_path: Path, kind: str) -> None:
     out = tmp_path / "out"
@@ -311,11 +328,11 @@ def test_a_run_resumes_from_an_import_with_a_fresh_optimizer(exported: Path, tmp
     import_run(exported, tmp_path / "back")
     model = load_run(tmp_path / "back")
     fresh = create_state(model.config, make_mesh(model.config.mesh))
-    checkpoints = Checkpoints(tmp_path / "back", model.config.checkpoint, model.meta)
+    saved = Checkpoints(tmp_path / "back", model.config.checkpoint, model.meta)
     try:
-        state = checkpoints.restore(fresh)
+        state = saved.restore(fresh)
     finally:
-        checkpoints.close()
+        saved.close()
     assert int(state.step) == 7
     np.testing.assert_array_equal(state.params["head"], model.params["head"])
     for ours, theirs in zip(jax.tree.leaves(state.optimizer), jax.tree.leaves(fresh.optimizer), strict=True):
