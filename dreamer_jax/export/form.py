@@ -18,11 +18,16 @@ from dreamer_jax.config.values import ModelConfig
 from dreamer_jax.data.tokenizers import load_tokenizer
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import build
+from dreamer_jax.runs.checkpoints import FINGERPRINTS
 from dreamer_jax.runs.leaves import StoredModel
 from dreamer_jax.runs.safetensors_files import Stored, Tensor
 
 CODES = {"bfloat16": "BF16", "float32": "F32"}
 """A folder's dtype -> that of its tensors, in a safetensors header."""
+LARGEST = 10**18
+"""What integers are below, as in a configuration file."""
+LARGEST_SIZE = 1 << 31
+"""What sizes of a model are below, so that shapes and indices can be computed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,11 +250,15 @@ def read_training_run(path: Path, content: Mapping[str, Any]) -> tuple[dict[str,
         UserError: it is damaged.
     """
     run = content.get("training_run") or {}
-    values = {} if not isinstance(run, dict) else dict(run.get("config") or {})
-    step, meta = run.get("step", 0), run.get("meta") or {"data": "", "tokenizer": ""}
-    if type(step) is not int or step < 0 or not all(isinstance(text, str) for text in meta.values()):
-        raise UserError(f"{path}: training_run is damaged")
-    return values, step, meta
+    damaged = UserError(f"{path}: training_run is damaged")
+    if not isinstance(run, dict):
+        raise damaged
+    values, step, meta = run.get("config") or {}, run.get("step", 0), run.get("meta") or dict.fromkeys(FINGERPRINTS, "")
+    if not isinstance(values, dict) or not isinstance(meta, dict) or not set(FINGERPRINTS) <= set(meta):
+        raise damaged
+    if type(step) is not int or not 0 <= step < LARGEST or not all(isinstance(text, str) for text in meta.values()):
+        raise damaged
+    return dict(values), step, meta
 
 
 def dtype_of(folder: Path, tensors: Mapping[str, Stored], *names: str) -> str:
@@ -288,13 +297,15 @@ def checked(path: Path, key: str, value: Any, model: type[ModelConfig]) -> Any:
         raise UserError(f"{path}: unknown setting '{key}'; it was written by another version of dreamer-jax")
     if expected is float and type(value) is int:
         value = float(value)
+    limit = LARGEST_SIZE if key.startswith("model.") else LARGEST
     if expected == INTEGERS:  # a list in JSON; one integer in folders of earlier versions
         value = tuple(value) if isinstance(value, list) else (value,)
-        right = bool(value) and all(type(number) is int for number in value)
+        right = bool(value) and all(type(number) is int and abs(number) < limit for number in value)
     elif get_origin(expected) is Literal:
         right = value in get_args(expected)
     else:
         right = type(value) is expected and (expected is not float or math.isfinite(value))
+        right = right and not (expected is int and abs(value) >= limit)
     if not right:
         raise UserError(f"{path}: {key} can't be {value!r}")
     return value

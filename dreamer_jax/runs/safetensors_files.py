@@ -138,8 +138,8 @@ def open_tensors(folder: Path) -> dict[str, Stored]:
         raise UserError(f"{index}: weight_map must map tensors to files")
     found: dict[str, Stored] = {}
     for name in sorted(set(weight_map.values())):
-        if Path(name).name != name:
-            raise UserError(f"{index}: '{name}' is not the name of a file in this folder")
+        if Path(name).name != name or not name.isprintable():
+            raise UserError(f"{index}: {name!r} is not the name of a file in this folder")
         its = open_file(folder / name)
         expected = {tensor for tensor, file in weight_map.items() if file == name}
         if set(its) != expected:
@@ -176,7 +176,7 @@ def open_file(path: Path) -> dict[str, Stored]:
         raise UserError(f"{path} can't be read: {error.strerror}; the copy may be incomplete") from None
     try:
         header = json.loads(text, object_pairs_hook=_unique)
-    except (UnicodeDecodeError, ValueError):
+    except (ValueError, RecursionError):  # of which UnicodeDecodeError is a kind
         raise UserError(f"{path}: the header is broken; the file was damaged or altered") from None
     return _tensors_of(path, header, 8 + length, size)
 
@@ -193,7 +193,7 @@ def _tensors_of(path: Path, header: Any, start: int, size: int) -> dict[str, Sto
             whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
         except (TypeError, KeyError, ValueError):
             raise broken from None
-        if dtype not in DTYPES:
+        if not isinstance(dtype, str) or dtype not in DTYPES:
             raise UserError(f"{path}: {name} has dtype {dtype}; only F32 and BF16 can be read")
         if not whole or end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
             raise broken

@@ -257,6 +257,10 @@ def negative(header: dict) -> None:
     entry["shape"] = [-n for n in entry["shape"]]
 
 
+def listed_dtype(header: dict) -> None:
+    header["model.embedding.weight"]["dtype"] = ["F32"]
+
+
 def rename(header: dict) -> None:
     header["model.body.weight"] = header.pop("model.embedding.weight")
 
@@ -272,6 +276,7 @@ def nonsense(header: dict) -> None:
         (overlap, "truncated or altered"),
         (other_shape, "has shape .* where config.json asks for"),
         (other_dtype, "only F32 and BF16"),
+        (listed_dtype, "only F32 and BF16"),
         (negative, "contradicts itself"),
         (rename, "model.embedding.weight is missing"),
         (nonsense, "contradicts itself"),
@@ -282,6 +287,22 @@ def test_altered_headers_are_refused(copy: Path, tmp_path: Path, change, message
     with pytest.raises(UserError, match=message):
         import_run(copy, tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("nested", [b"[", b'{"a":'])
+def test_a_header_of_brackets_is_refused(copy: Path, tmp_path: Path, nested: bytes) -> None:
+    text = nested * 100_000
+    (copy / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    with pytest.raises(UserError, match="the header is broken"):
+        import_run(copy, tmp_path / "back")
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "x\0y", "\ud800"])
+def test_an_index_names_files_of_its_folder(copy: Path, tmp_path: Path, name: str) -> None:
+    index = {"weight_map": {"model.embedding.weight": name}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="is not the name of a file in this folder"):
+        import_run(copy, tmp_path / "back")
 
 
 @pytest.mark.parametrize(
@@ -298,6 +319,14 @@ def test_altered_headers_are_refused(copy: Path, tmp_path: Path, change, message
         ({"keep_shared": True}, "qkv_shared is missing"),
         ({"training_run": {"config": {"model.depht": 3}}}, "unknown setting 'model.depht'"),
         ({"training_run": {"step": -1}}, "training_run is damaged"),
+        ({"training_run": {"step": 10**18}}, "training_run is damaged"),
+        ({"training_run": "x"}, "training_run is damaged"),
+        ({"training_run": {"meta": "x"}}, "training_run is damaged"),
+        ({"training_run": {"meta": {"data": ""}}}, "training_run is damaged"),
+        ({"training_run": {"config": "x"}}, "training_run is damaged"),
+        ({"training_run": {"config": {"training.steps": 10**18}}}, "training.steps can't be 10"),
+        ({"dtype": ["float32"]}, "dtype must be bfloat16 or float32"),
+        ({"depth": 10**30}, "model.depth can't be 10"),
     ],
 )
 def test_configurations_that_cannot_be_are_refused(copy: Path, tmp_path: Path, changes: dict, message: str) -> None:
