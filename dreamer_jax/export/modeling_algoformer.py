@@ -197,6 +197,10 @@ class AlgoformerForCausalLM(PreTrainedModel, GenerationMixin):
         """The embedding, which is the head too."""
         return self.embedding
 
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Another embedding, perhaps of more tokens."""
+        self.embedding = value
+
     def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
         """The tokens that the cache doesn't hold yet."""
         cache = past_key_values or (Cache() if kwargs.get("use_cache", True) else None)

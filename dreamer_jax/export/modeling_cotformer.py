@@ -214,9 +214,18 @@ class CotformerForCausalLM(PreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # a DynamicCache has no room for repeats
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrices; that of the first parameter, which transformers would take, stays float32."""
+        return self.embedding.weight.dtype
+
     def get_input_embeddings(self) -> nn.Embedding:
         """The embedding, which is the head too."""
         return self.embedding
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Another embedding, perhaps of more tokens."""
+        self.embedding = value
 
     def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
         """The tokens that the cache doesn't hold yet; they decide by the threshold, also without a cache."""

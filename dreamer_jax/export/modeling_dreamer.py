@@ -1048,9 +1048,17 @@ if PreTrainedModel is not None:
             """The embedding."""
             return self.model.embedding
 
+        def set_input_embeddings(self, value: nn.Embedding) -> None:
+            """Another embedding, perhaps of more tokens."""
+            self.model.embedding = value
+
         def get_output_embeddings(self) -> nn.Linear:
             """The head, which is not tied to the embedding."""
             return self.model.head
+
+        def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+            """Another head, perhaps of more tokens."""
+            self.model.head = new_embeddings
 
         def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
             """The tokens that the cache doesn't hold yet."""

@@ -287,6 +287,11 @@ class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
         """The embedding."""
         return self.transformer.wte
 
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Another embedding, perhaps of more tokens."""
+        self.transformer.wte = value
+        self.config.padded_vocab_size = value.num_embeddings
+
     def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
         """The tokens that the cache doesn't hold yet, and their initial states."""
         cache = past_key_values or (Cache() if kwargs.get("use_cache", True) else None)

@@ -260,6 +260,15 @@ class MoeutForCausalLM(PreTrainedModel, GenerationMixin):
         """The embedding."""
         return self.embedding
 
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Another embedding, perhaps of more tokens."""
+        self.embedding = value
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """The matrix and bias of another head, perhaps of more tokens."""
+        self.lm_head.weight, self.lm_head.out_features = new_embeddings.weight, new_embeddings.out_features
+        self.lm_head.bias = nn.Parameter(new_embeddings.bias.float())
+
     def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
         """The tokens that the cache doesn't hold yet."""
         cache = past_key_values or (Cache() if kwargs.get("use_cache", True) else None)

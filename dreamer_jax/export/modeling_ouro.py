@@ -228,6 +228,10 @@ class OuroForCausalLM(PreTrainedModel, GenerationMixin):
         """The embedding."""
         return self.model.embed_tokens
 
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """The matrix of another head, perhaps of more tokens."""
+        self.lm_head.weight, self.lm_head.out_features = new_embeddings.weight, new_embeddings.out_features
+
     def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
         """The tokens that the cache doesn't hold yet."""
         cache = past_key_values or (Cache() if kwargs.get("use_cache", True) else None)

@@ -194,6 +194,18 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
         """The embedding, whose rows are what the model ponders on."""
         return self.embedding
 
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Another embedding, perhaps of more tokens."""
+        self.embedding = value
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """The head, which is not tied to the embedding."""
+        return self.head
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """The matrix of another head, perhaps of more tokens."""
+        self.head.weight, self.head.out_features = new_embeddings.weight, new_embeddings.out_features
+
     def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
         """The tokens that the cache doesn't hold yet."""
         cache = past_key_values or (Cache() if kwargs.get("use_cache", True) else None)

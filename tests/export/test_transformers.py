@@ -1,6 +1,7 @@
 """Folders in transformers: the auto classes, generation, pipelines, training, saving, tokenizers."""
 
 import base64
+import importlib
 import json
 import os
 import random
@@ -96,6 +97,53 @@ def test_pipeline(folder: Path, loaded) -> None:
     said = generate("true", max_new_tokens=4, do_sample=False)[0]["generated_text"]
     tokens = tokenizer("true", return_tensors="pt")
     assert said == tokenizer.decode(loaded.generate(**tokens, max_new_tokens=4)[0], skip_special_tokens=True)
+
+
+OURO = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+HUGINN = {"n_embd": 32, "n_heads": 4, "intermediate_size": 48, "mean_recurrence": 3}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        *((family, {"hidden_size": 32}) for family in ("algoformer", "cotformer", "dreamer", "moeut", "ponder")),
+        ("universal", {"hidden_size": 32}),
+        *(("ouro", OURO), ("huginn", HUGINN), ("huginn", {**HUGINN, "tie_embeddings": False})),
+    ],
+)
+def test_more_tokens(family: str, sizes: dict, tmp_path: Path) -> None:
+    """The embedding grows, and the head where it is another; what is saved is loaded as it was."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    code, name = importlib.import_module(f"dreamer_jax.export.modeling_{family}"), family.capitalize()
+    config, cls = getattr(code, f"{name}Config")(vocab_size=40, **sizes), getattr(code, f"{name}ForCausalLM")
+    cls(config).to(torch.bfloat16).save_pretrained(tmp_path / "less")
+    model = cls.from_pretrained(tmp_path / "less", dtype="auto")
+    tokens = torch.tensor([[1, 2, 39, 3]])
+    with torch.no_grad():
+        before = model(tokens).logits
+        model.resize_token_embeddings(50)
+        after = model(tokens).logits
+        if family != "ponder":  # which ponders on all tokens
+            assert torch.equal(after[..., :40], before)
+        tokens = torch.tensor([[1, 2, 49, 3]])
+        model.save_pretrained(tmp_path / "more")
+        again = cls.from_pretrained(tmp_path / "more", dtype="auto")
+        assert again.dtype == model.dtype == torch.bfloat16
+        assert {k: v.dtype for k, v in again.state_dict().items()} == {
+            k: v.dtype for k, v in model.state_dict().items()
+        }
+        assert torch.equal(again(tokens).logits, model(tokens).logits) and after.shape[-1] == 50
+        written = [
+            each.generate(tokens, max_new_tokens=3, eos_token_id=None, pad_token_id=0) for each in (model, again)
+        ]
+        assert torch.equal(*written) and written[0].shape == (1, 7)
+    model = cls.from_pretrained(tmp_path / "more", dtype=torch.float32)
+    model.resize_token_embeddings(45)
+    (model.model if family == "dreamer" else model).compute_dtype = torch.bfloat16
+    model.train()(tokens[:, :2], labels=tokens[:, :2]).loss.backward()
+    head = model.get_output_embeddings() or model.get_input_embeddings()
+    assert head.weight.shape[0] == 45 and head.weight.grad is not None
 
 
 def test_fine_tuning_saving_and_the_way_back(folder: Path, tmp_path: Path) -> None:
