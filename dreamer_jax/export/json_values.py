@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dreamer_jax.errors import UserError
+from dreamer_jax.export.form import LARGEST_SIZE
 
 LARGEST = 1e30
 
@@ -18,7 +19,7 @@ def whole(path: Path, content: Mapping[str, Any], key: str, default: int | None 
         UserError: it is something else, or missing and has no default.
     """
     value = _value(path, content, key, default)
-    if type(value) is not int:
+    if type(value) is not int or abs(value) >= LARGEST_SIZE:
         raise UserError(f"{path}: {key} can't be {value!r}; it is a whole number")
     return value
 

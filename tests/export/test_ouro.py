@@ -150,6 +150,7 @@ def refused(folder: Path, place: Path, capsys, message: str) -> None:
         ({"rope_theta": None}, "rope_theta is missing"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "16"}, "hidden_size can't be '16'"),
+        ({"total_ut_steps": 10**30}, "total_ut_steps can't be 10"),
         ({"hidden_size": 32}, "has shape"),
         ({"head_dim": None, "num_attention_heads": 5}, "num_attention_heads 5 does not divide hidden_size 16"),
         ({"num_key_value_heads": 3}, "model.kv_heads: 3 does not divide"),
