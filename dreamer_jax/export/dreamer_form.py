@@ -50,7 +50,7 @@ _USE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True, dtype="auto")
 tokens = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**tokens, max_new_tokens=20)[0]))
 ```
