@@ -253,7 +253,8 @@ def read_training_run(path: Path, content: Mapping[str, Any]) -> tuple[dict[str,
     damaged = UserError(f"{path}: training_run is damaged")
     if not isinstance(run, dict):
         raise damaged
-    values, step, meta = run.get("config") or {}, run.get("step", 0), run.get("meta") or dict.fromkeys(FINGERPRINTS, "")
+    values, step = run.get("config") or {}, run.get("step", 0)
+    meta: Any = run.get("meta") or dict.fromkeys(FINGERPRINTS, "")
     if not isinstance(values, dict) or not isinstance(meta, dict) or not set(FINGERPRINTS) <= set(meta):
         raise damaged
     if type(step) is not int or not 0 <= step < LARGEST or not all(isinstance(text, str) for text in meta.values()):
