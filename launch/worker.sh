@@ -38,7 +38,7 @@ find_python() {
 install() {
     local stamp=$1 prepare=$2 python
     # Both through $(...), which leaves out line breaks at the end.
-    [[ "$(read_file installed)" == "$(echo "$stamp $prepare")" ]] && return
+    [[ "$(read_file installed)" == "$(printf %s "$stamp $prepare")" ]] && return
     stop # the program is about to be replaced
     rm -rf installed source venv
     mkdir source
