@@ -193,17 +193,18 @@ def _median(blocks: Times, column: int) -> float:
 
 def _summary(config: Config, blocks: Times) -> Measurement:
     """Medians over all steps: wall and CPU seconds, tokens/s, model FLOP/s, and MFU where the chip is known."""
-    seconds = _median(blocks, 0)
+    seconds, steps = _median(blocks, 0), sum(len(block) for block in blocks)
     tokens = config.training.batch_size * config.data.sequence_length
-    flops = config.data.copies * analytic.training_flops(build(config.model), config.data.places, work_of(config))[0]
+    work = work_of(config, steps)  # a curriculum of depths has come no further
+    flops = config.data.copies * analytic.training_flops(build(config.model), config.data.places, work)[0]
     summary = {
-        "steps": sum(len(block) for block in blocks),
+        "steps": steps,
         "seconds": seconds,
         "cpu_seconds": _median(blocks, 1),
         "tokens_per_second": tokens / seconds,
         "model_flops_per_second": flops * tokens / seconds,
     }
-    utilisation = model_flop_utilisation(config, tokens / seconds, chip_of(jax.devices()[0].device_kind))
+    utilisation = model_flop_utilisation(config, tokens / seconds, chip_of(jax.devices()[0].device_kind), steps)
     if utilisation is not None:
         summary["model_flop_utilisation"] = utilisation
     return summary

@@ -13,6 +13,8 @@ from dreamer_jax.blocks.counting import Reach, Share
 from dreamer_jax.families import Family
 
 Counts = dict[str, float]
+READOUT = ("coda", "end", "post", "decoding", "head")
+"""Parts behind the recurrence, which the loss after any depth passes."""
 
 
 class Work(NamedTuple):
@@ -22,7 +24,7 @@ class Work(NamedTuple):
         share: of all steps.
         depth: how deep they go.
         differentiated: of those depths, how many have a backward pass.
-        losses: depths after which a loss is taken, each with a head.
+        losses: depths after which a loss is taken; each passes the coda and the head.
         beside: further products of a depth, as large as its forward pass, that a penalty takes.
     """
 
@@ -114,7 +116,7 @@ def whole(family: Family) -> tuple[Work, ...]:
 def applied(family: Family, share: Share, work: Work) -> tuple[float, float]:
     """Applications of a block to a token in steps of one depth: (forward, with a backward pass)."""
     if share.outside:
-        times = work.losses if share.part == "head" else 1
+        times = work.losses if share.part in READOUT else 1
         return times * share.depths, times * share.differentiated
     forward, backward = work.depth + work.beside, work.differentiated + work.beside
     return share.depths * forward / family.depth, share.depths * backward / family.depth
@@ -138,7 +140,10 @@ def training_flops(family: Family, sequence_length: int, work: Sequence[Work] | 
         for share in family.blocks():
             forward, backward = applied(family, share, its)
             count = its.share * (forward + 2 * backward)
-            matmul += count * share.block.matmul_flops(reach) + its.share * backward * share.block.loss_flops()
+            matmul += count * share.block.matmul_flops(reach)
+            # Of losses of all depths, those of the depths that there are.
+            further = share.block.loss_flops() * (its.depth - 1) / max(1, family.depth - 1)
+            matmul += its.share * backward * further
             elementwise += count * share.block.elementwise_flops(reach)
     return matmul, elementwise
 

@@ -98,7 +98,7 @@ def activations(
             numbers += block.intermediate_elements() * share.depths
             continue
         kept = {"full": 0, "attention": block.kept_elements(), "none": block.intermediate_elements()}[remat]
-        numbers += kept * backward + block.intermediate_elements() * share.depths // family.depth
+        numbers += kept * backward + block.intermediate_elements() * -(-share.depths // family.depth)
         numbers += block.gradient_cache_elements() * forward
         gradient += block.gradient_cache_elements() * block.gradient_depths(round(forward))
     return batch * sequence_length * round(numbers * element + gradient * MASTER)
@@ -109,6 +109,6 @@ def scores(family: Family, sequence_length: int, batch: int, remat: Remat, deepe
     count, deepest = 0.0, deepest or analytic.whole(family)[0]
     for share in family.blocks():
         every = share.depths if share.outside else analytic.applied(family, share, deepest)[0]
-        applied = every if remat == "none" or share.outside else share.depths // family.depth
+        applied = every if remat == "none" or share.outside else -(-share.depths // family.depth)
         count += share.block.score_elements(sequence_length) * applied
     return round(count) * batch * sequence_length * SIZE["float32"]

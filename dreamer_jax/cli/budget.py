@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import jax
+
 from dreamer_jax.budget.report import Report, render, report
 from dreamer_jax.cli.arguments import Parser, positive, split_overrides
 from dreamer_jax.config import Config, load_config
@@ -18,6 +20,7 @@ def run(arguments: list[str]) -> int:
     parser = _parser()
     options = parser.parse_args(words)
     config = with_depth(load_config(options.config, overrides).config, options.depth)
+    jax.config.update("jax_platforms", "cpu")  # draws of depths are all that is computed: no accelerator is taken
     its = report(config, options.context, options.batch, work_of(config), deepest_of(config))
     if options.program:
         its["program"] = _program(config, options.devices)

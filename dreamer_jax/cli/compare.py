@@ -47,10 +47,10 @@ def run(arguments: list[str]) -> int:
         print(json.dumps(rows, indent=2))
     else:
         _print_table(rows, own)
-        if own:
-            print(f"average: {_of(shared)}")
         for line in _other_questions({directory: questions_of(Path(directory)) for directory in directories}):
             print(line)
+        if own:
+            print(f"average: {_of(shared)}")
     if figure:
         names = {directory: f"{row['variant']} ({directory})" for row, directory in zip(rows, directories, strict=True)}
         panels = {LOSS: {names[d]: heldout_curve(Path(d), config) for d, config in configs.items()}}

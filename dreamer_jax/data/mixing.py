@@ -100,7 +100,8 @@ def round_counts(shares: Sequence[dict[str, float]], documents: Sequence[int], t
     largest = max(counts, default=0.0)
     if 0 < largest < 1:
         counts = [count / largest for count in counts]
-    return [round(count) if abs(round(count) - count) <= _ROUNDED * count else count for count in counts]
+    nearest = [round(count) if math.isfinite(count) else count for count in counts]
+    return [n if abs(n - count) <= _ROUNDED * count else count for n, count in zip(nearest, counts, strict=True)]
 
 
 class PreparedSource:

@@ -28,6 +28,7 @@ _TOKEN = re.compile(
 )
 _PROSE = frozenset("’‘‚‛“”„‟«»‹›…–—―‐‑¡¿·•。、，．：；！？「」『』《》〈〉")
 """Punctuation of sentences, which copies of a text write in different ways."""
+_EN_DASH_AS_MINUS = re.compile(r"(?<!\w)–(?=[\w(])")
 _NUMBER_WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
     seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million billion
     half third quarter twice double triple"""
@@ -62,18 +63,19 @@ def words(text: str) -> list[str]:
 def formula_key(text: str) -> int:
     """64-bit hash of the numbers, operators, brackets, variables and LaTeX commands of a text, in their order.
 
-    Two texts that differ in a sign, a number (also as a word), a variable or a bracket have different keys; texts
-    that differ in other words, of whatever script, have the same. A hyphen between letters is no sign, nor are the
-    punctuation of sentences and the dollar signs around formulas.
+    Two texts that differ in a sign, a number (also as an English word), a variable or a bracket have different keys;
+    texts that differ in other words, of whatever script, have the same. A hyphen between letters is no sign, nor are
+    the punctuation of sentences and the dollar signs around formulas.
     """
-    found = []
-    for part in _TOKEN.findall(text):
+    found, text = [], _EN_DASH_AS_MINUS.sub("-", text)
+    for match in _TOKEN.finditer(text):
+        part = match[0]
         if not part[0].isascii() and not part[0].isdecimal():
             found += _signs(part)
         elif not part[0].isalpha():
             found.append(part)
         elif len(part) == 1:
-            if part not in _NOT_VARIABLES:
+            if part not in _NOT_VARIABLES and not _touches_letters(text, match.start(), match.end()):
                 found.append(part)
         elif part in _NUMBERS:
             found.append(_NUMBERS[part])
@@ -84,9 +86,19 @@ def formula_key(text: str) -> int:
 
 def _signs(run: str) -> list[str]:
     """What is mathematics in characters beyond ASCII: all but words and the punctuation of sentences."""
-    greek = len(run) == 1 and "Α" <= run <= "ϖ"  # a letter by itself is a variable, as in ASCII
-    over = unicodedata.category(run[0]) == "Mn"  # what stands over a letter of ASCII, as in x̄, makes another variable
-    return [*run[: greek or over], *(character for character in run[greek or over :] if _is_sign(character))]
+    found = []
+    for i, character in enumerate(run):
+        # A Greek letter by itself is a variable, as in ASCII; so is what stands over a letter of ASCII, as in x̄.
+        greek = "\u0391" <= character <= "\u03f6" and not _touches_letters(run, i, i + 1)
+        over = i == 0 and unicodedata.category(character) == "Mn"
+        if greek or over or _is_sign(character):
+            found.append(character)
+    return found
+
+
+def _touches_letters(text: str, start: int, end: int) -> bool:
+    """Whether what stands from start to end is a part of a longer word."""
+    return text[start - 1 : start].isalpha() or text[end : end + 1].isalpha()
 
 
 @functools.cache

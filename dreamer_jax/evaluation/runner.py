@@ -87,6 +87,9 @@ def evaluate(
                 f"{label}: {len(cut):,} of {len(wanted):,} prompts are longer than --max-length {model.max_length:,} "
                 "leaves room for, and lose their beginning"
             )
+        # Earlier versions marked none, and left out begin-of-text before choices.
+        for i in [i for i in range(len(wanted)) if i in records.done and ("cut" in records.done[i]) != (i in cut)]:
+            del records.done[i]
         _answer(task, label, wanted, cut, records, settings, model, say)
         results[label] = _result(task, settings, [records.done[i] for i in range(len(wanted))], len(cut))
         _write(folder / "results.json", dict(source), {label: results[label]})

@@ -184,6 +184,8 @@ class Choice(_Asking):
 
     def cut(self, item: Question, settings: Settings, model: LanguageModel) -> bool:
         """Whether the prompt doesn't fit together with the longest choice, whose last token is predicted, not read."""
+        if model.max_length is None:
+            return False
         longest = max(len(model.tokenizer.encode(text)) for text in self._texts(item, settings))
         return model.cuts(item.prompt, longest - 1)
 

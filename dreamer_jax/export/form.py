@@ -257,7 +257,7 @@ def read_training_run(path: Path, content: Mapping[str, Any]) -> tuple[dict[str,
     meta: Any = run.get("meta") or dict.fromkeys(FINGERPRINTS, "")
     if not isinstance(values, dict) or not isinstance(meta, dict) or not set(FINGERPRINTS) <= set(meta):
         raise damaged
-    if type(step) is not int or not 0 <= step < LARGEST or not all(isinstance(text, str) for text in meta.values()):
+    if type(step) is not int or not 0 <= step < 2**31 or not all(isinstance(text, str) for text in meta.values()):
         raise damaged
     return dict(values), step, meta
 

@@ -199,7 +199,7 @@ class LanguageModel:
         if self.max_length is None:
             return row
         room = self.max_length + 1
-        return _shortened(row, room) if len(following) < self.max_length else row[-room:]
+        return _shortened(row, room) if len(following) <= self.max_length else row[-room:]
 
     def _text(self, row: Generated, stop: Sequence[str]) -> Text:
         text = self.tokenizer.decode(row.tokens)

@@ -32,13 +32,15 @@ def check_configuration(root: Path, config: str) -> None:
         UserError: when it doesn't, because it lies elsewhere or nowhere.
     """
     file = root / config
-    packed = not Path(config).is_absolute() and file.resolve().is_relative_to(root / PACKAGE)
-    if packed and file.is_file():
+    packed = file.resolve().is_relative_to(root.resolve() / PACKAGE)
+    if packed and file.is_file() and not Path(config).is_absolute():
         return
+    if packed and file.is_file():
+        raise UserError(f"{config}: write it from the checkout, {file.resolve().relative_to(root.resolve())}")
     if not matching(config, ("configuration",)) and (file.is_file() or Path(config).is_file()):
         raise UserError(
             f"{config}: the workers don't get this file, only those in {PACKAGE}; put it, and what its `base:` names, "
-            f"into {root / PACKAGE / 'configs'} and give its name, {Path(config).stem}"
+            f"into {root / PACKAGE / 'configs'} and give its name there, such as {Path(config).stem}"
         )
     named(config, "configuration")
 

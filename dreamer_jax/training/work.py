@@ -20,13 +20,13 @@ DRAWS = 1 << 16
 """Steps that are drawn, spread over the run: a mean depth is off by less than a hundredth of it."""
 OF_JACOBIAN = 2
 """Products of a depth, each as large as its forward pass, that the size of a Jacobian takes: the step, and a vector by
-it."""
+it. Scores of attention take half as many again, which isn't counted."""
 
 
-def work_of(config: Config) -> tuple[Work, ...]:
-    """What the train steps of a run do: of each depth that they go to the share, with its work."""
+def work_of(config: Config, steps: int | None = None) -> tuple[Work, ...]:
+    """What the train steps of a run do, or its first `steps`: each depth that they go to, with its share and work."""
     results = config.data.difficulty if config.recurrence.steps else 0
-    return _work(config.recurrence, config.model, config.training.steps, results)
+    return _work(config.recurrence, config.model, steps or config.training.steps, results)
 
 
 def deepest_of(config: Config) -> Work:
@@ -57,6 +57,11 @@ def _work(recurrence: RecurrenceConfig, model: ModelConfig, steps: int, results:
 
 def _drawn(recurrence: RecurrenceConfig, family: Family, steps: int) -> np.ndarray:
     """[N] depths of so many steps, or of a row of each."""
+
+    if recurrence.draw == "model" and type(family).draw is Family.draw:
+        return np.array([family.depth])
+    if recurrence.draw == "fixed" and not recurrence.curriculum_steps:
+        return np.array([min(recurrence.mean or family.depth, depths.deepest(recurrence, family))])
 
     def one(key: jax.Array, step: jax.Array) -> jax.Array:
         return jnp.ravel(jnp.asarray(depths.draw(recurrence, family, key, step, jnp.zeros(1, jnp.int32)).depth))

@@ -227,18 +227,19 @@ def test_a_configuration_that_the_workers_dont_get_is_refused(terminal, tmp_path
     for root, lost in (
         (ROOT, "mine.yaml"),  # in this folder
         (ROOT, str(mine)),
-        (ROOT, str(ROOT / "dreamer_jax/configs/quickstart.yaml")),  # which the workers don't have at this place
         (ROOT, "requirements/test.lock"),
         (tmp_path, "mine.yaml"),  # in the checkout, but not packed
         (tmp_path, "dreamer_jax/../mine.yaml"),
     ):
         with pytest.raises(UserError, match=r"don't get this file.* put it.*dreamer_jax/configs and give its name"):
             check_configuration(root, lost)
+    with pytest.raises(UserError, match=r"write it from the checkout, dreamer_jax/configs/quickstart.yaml"):
+        check_configuration(ROOT, str(ROOT / "dreamer_jax/configs/quickstart.yaml"))
     with pytest.raises(UserError, match=r"no such file.*did you mean 'quickstart'"):
         check_configuration(ROOT, "quickstrat")
     refused = terminal[0]("run", "demo", "--settings", "demo.toml", "--config", str(mine), "--dry-run")
     out, err = refused.communicate(timeout=120)
-    assert refused.returncode == 2 and not out and "give its name, mine" in err and "Traceback" not in err
+    assert refused.returncode == 2 and not out and "give its name there, such as mine" in err and "Traceback" not in err
 
 
 def test_messages_of_gcloud_are_understood():

@@ -13,7 +13,7 @@ from dreamer_jax.config.models.huginn import HuginnConfig
 from dreamer_jax.config.recurrence import RecurrenceConfig
 from dreamer_jax.config.sections import Config, DataConfig, TrainingConfig
 from dreamer_jax.families import Family, build
-from dreamer_jax.planning.step_cost import applications
+from dreamer_jax.planning.step_cost import applications, operations
 from dreamer_jax.training.metrics import model_flop_utilisation
 from dreamer_jax.training.work import deepest_of, work_of
 from tests.families.cases import TINY_MODELS, small_config
@@ -110,6 +110,41 @@ def test_every_loss_has_a_head() -> None:
     boolean = DataConfig(source="task", task="boolean", sequence_length=32, difficulty=5)
     steps = {"data": boolean, "draw": "fixed", "steps": 1.0, "depths_per_step": 2}
     assert flops(**steps) - once == pytest.approx(3 * head)  # the other two come after the sixth depth
+
+
+def test_every_loss_passes_the_coda() -> None:
+    huginn = dataclasses.replace(TINY_MODELS["huginn"], depth=5, coda_layers=2)
+    family, flops = build(huginn), {}
+    for scored in (1, 3):
+        found = config(huginn, draw="fixed", scored=scored)
+        flops[scored] = analytic.training_flops(family, 32, work_of(found))[0]
+    behind = analytic.matmul_flops(family, 16.5)
+    assert flops[3] - flops[1] == pytest.approx(2 * 3 * (behind["coda"] + behind["head"]))
+
+
+def test_losses_of_all_depths_are_those_of_the_depths_that_there_are() -> None:
+    ouro = dataclasses.replace(TINY_MODELS["ouro"], depth=4)
+    for least, most in ((2, 2), (1, 8)):
+        found = config(ouro, draw="uniform", least=least, most=most)
+        counted = analytic.training_flops(build(ouro), 32, work_of(found))[0]
+        each = [
+            analytic.training_flops(build(dataclasses.replace(ouro, depth=depth)), 32)[0]
+            for depth in range(least, most + 1)
+        ]
+        assert counted == pytest.approx(sum(each) / len(each), rel=0.01)
+
+
+def test_operations_of_depths_without_gradient_take_a_third() -> None:
+    """And of `remat: full` a quarter: forward, again, and two backward."""
+    model = dataclasses.replace(MODEL, hidden_size=128)
+    for remat, share in (("none", 3), ("full", 4)):
+        flops = {}
+        for differentiated in (0, 2):
+            found = config(model, draw="fixed", differentiated=differentiated)
+            found = dataclasses.replace(found, training=dataclasses.replace(found.training, remat=remat))
+            flops[differentiated] = {its.name: its.flops for its in operations(found, "v5p") if "head" not in its.name}
+        for name, whole in flops[0].items():
+            assert flops[2][name] == pytest.approx(whole * (2 + 4 / share) / 6), name
 
 
 def test_the_size_of_a_jacobian_takes_two_products_of_a_depth() -> None:
