@@ -11,6 +11,8 @@ import pytest
 from dreamer_jax.budget import analytic
 from dreamer_jax.config import Config
 from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.config.models.huginn import HuginnConfig
+from dreamer_jax.config.recurrence import RecurrenceConfig
 from dreamer_jax.config.sections import DataConfig, MeshConfig, TrainingConfig
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import build
@@ -219,6 +221,16 @@ def test_expert_parallelism_gathers_rows_and_sends_tokens():
     # 4 chips' tokens gathered and summed, forward and backward, at each of 4 depths.
     assert exchange.bytes == 4 * 4096 * 1024 * 2 * 4 * 4
     assert exchange.seconds == pytest.approx(exchange.bytes * 3 / 4 / (2 * 90e9))
+
+
+def test_neurons_of_depths_without_gradient_are_gathered_and_summed_forward_alone():
+    """Two exchanges forward, two again and two backward, at 8 depths of which 2 have a backward pass."""
+    dense = HuginnConfig(vocab_size=64, hidden_size=64, heads=4, kv_heads=4, mlp_size=256, depth=8)
+    dense = dataclasses.replace(dense, prelude_layers=1, core_layers=1, coda_layers=1)
+    its = config(MeshConfig(data=(4, 4), expert=4), model=dense, remat="full")
+    its = dataclasses.replace(its, recurrence=RecurrenceConfig(draw="fixed", differentiated=2))
+    exchange = one(roofline(its, V5P).exchanges, "expert exchange")
+    assert exchange.bytes == 4 * 4096 * 64 * 2 * (2 * 8 + 4 * 2 + 2 * 6)  # and of prelude and coda
 
 
 def test_wires():
