@@ -110,7 +110,7 @@ class ChatTemplate:
 
         def hide(found: re.Match[str]) -> str:
             spelled.append(found[0])
-            return f"\x02{mark}{len(spelled) - 1}\x03"
+            return f"\ue000{mark}{len(spelled) - 1}\ue001"  # which JSON writes as they are
 
         said = [{"role": m.role, "content": self._special.sub(hide, m.content) if self._special else m.content}
                 for m in messages]  # fmt: skip
@@ -127,13 +127,13 @@ class ChatTemplate:
         return tuple(ids) if ids[:1] == [self._tokenizer.bos] else (self._tokenizer.bos, *ids)
 
     def _plain(self, text: str, mark: str, spelled: Sequence[str]) -> list[int]:
-        text = re.sub(f"\x02{mark}(\\d+)\x03", lambda found: spelled[int(found[1])], text)
+        text = re.sub(f"\ue000{mark}(\\d+)\ue001", lambda found: spelled[int(found[1])], text)
         return self._tokenizer.encode(text) if text else []
 
 
 def _environment() -> Any:
     """Jinja with what Hugging Face's templates have beside: `raise_exception`, `strftime_now`, `break` and `continue`,
-    and `generation`, which marks what a model has said and changes no text."""
+    `generation`, which marks what a model has said and changes no text, and a `tojson` that escapes no HTML."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, LoopControlExtension
     from jinja2.parser import Parser
@@ -149,9 +149,13 @@ def _environment() -> Any:
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, LoopControlExtension]
     )
+    environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
     return environment

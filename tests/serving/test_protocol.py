@@ -173,6 +173,12 @@ def test_a_chat_template_and_text_that_spells_its_tokens(tmp_path):
     assert special["<|end|>"] not in plain and len(plain) == 9
     with pytest.raises(Refused, match="refuses the messages: no system"):
         chat.tokens([Message("system", "x")])
+    settings["chat_template"] = "{{ messages | tojson }}"  # the text in it too, as JSON
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    chat = chat_template_of(tokenizer)
+    assert chat is not None
+    text = '[{"role": "user", "content": "<b>a<|end|>b</b>"}]'
+    assert chat.tokens([Message("user", "<b>a<|end|>b</b>")])[1:] == tuple(tokenizer.encode(text))
     assert chat_template_of(ByteTokenizer()) is None
 
 
@@ -195,6 +201,8 @@ def template(source: str, tmp_path: Path) -> ChatTemplate:
         ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}", "ab"),
         ("{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}", "21"),
         ("{{ strftime_now('%Y') }}", str(datetime.date.today().year)),
+        ("{{ {'b': '<&>', 'a': 1} | tojson }}", '{"b": "<&>", "a": 1}'),
+        ("{{ [1] | tojson(separators=(',', ':'), indent=1) | replace('\n', '') }}", "[ 1]"),
     ],
 )
 def test_what_templates_of_hugging_face_have(source, text, tmp_path):
