@@ -55,6 +55,8 @@ class AlgoformerConfig(PretrainedConfig):
 class Cache:
     """Keys and values [B, heads, S, d] of every layer, of those that are applied again in every loop."""
 
+    is_compileable = False  # `generate` asks a cache that it is given
+
     def __init__(self):
         self.rows: dict[Any, tuple[Tensor, Tensor]] = {}
         self.length = 0

@@ -56,6 +56,8 @@ class CotformerConfig(PretrainedConfig):
 class Cache:
     """Keys and values [B, n, S, d] of every layer and repeat, and how many repeats positions took, [B, S]."""
 
+    is_compileable = False  # `generate` asks a cache that it is given
+
     def __init__(self):
         self.rows: dict[tuple[str, int, int], tuple[Tensor, Tensor]] = {}
         self.reached: Tensor | None = None

@@ -149,6 +149,8 @@ class Cache:
     It also keeps what doesn't change while a text is continued: the routers' keys, rotated for each depth.
     """
 
+    is_compileable = False  # `generate` asks a cache that it is given
+
     def __init__(self):
         self.rows: list[tuple[Tensor, Tensor]] = []
         self.lengths: list[int] = []

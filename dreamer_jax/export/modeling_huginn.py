@@ -75,6 +75,8 @@ class HuginnConfig(PretrainedConfig):
 class Cache:
     """Keys and values [B, k, S, d] of every layer; a core layer has its own at every recurrence."""
 
+    is_compileable = False  # `generate` asks a cache that it is given
+
     def __init__(self):
         self.rows: dict[int, tuple[Tensor, Tensor]] = {}
         self.length = 0

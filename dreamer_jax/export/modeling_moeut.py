@@ -51,6 +51,8 @@ class MoeutConfig(PretrainedConfig):
 class Cache:
     """Keys, rotated by their positions, and values [B, n, S, d] of every layer in every repeat."""
 
+    is_compileable = False  # `generate` asks a cache that it is given
+
     def __init__(self):
         self.rows: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.length = 0

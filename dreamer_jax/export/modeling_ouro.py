@@ -55,6 +55,8 @@ class OuroConfig(PretrainedConfig):
 class Cache:
     """Keys and values [B, k, S, d] of every layer in every loop; layer j of N has the number t N + j in loop t."""
 
+    is_compileable = False  # `generate` asks a cache that it is given
+
     def __init__(self):
         self.rows: dict[int, tuple[Tensor, Tensor]] = {}
         self.length = 0

@@ -61,6 +61,8 @@ class RecursiveConfig(PretrainedConfig):
 class Cache:
     """Keys and values [B, kv, S, d] of every application of a layer."""
 
+    is_compileable = False  # `generate` asks a cache that it is given
+
     def __init__(self):
         self.rows: dict[Any, tuple[Tensor, Tensor]] = {}
         self.length = 0

@@ -50,6 +50,8 @@ class UniversalConfig(PretrainedConfig):
 class Cache:
     """Keys and values [B, n, S, d] of every step."""
 
+    is_compileable = False  # `generate` asks a cache that it is given
+
     def __init__(self):
         self.rows: dict[int, tuple[Tensor, Tensor]] = {}
         self.length = 0

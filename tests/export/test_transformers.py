@@ -146,6 +146,38 @@ def test_more_tokens(family: str, sizes: dict, tmp_path: Path) -> None:
     assert head.weight.shape[0] == 45 and head.weight.grad is not None
 
 
+RECURSIVE = {"hidden_size": 32, "heads": 4, "kv_heads": 2, "head_size": 8, "mlp_size": 48}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        *((family, {"hidden_size": 32}) for family in ("algoformer", "cotformer", "dreamer", "moeut", "ponder")),
+        *(("universal", {"hidden_size": 32}), ("ouro", OURO), ("huginn", HUGINN), ("recursive", RECURSIVE)),
+    ],
+)
+def test_generation_goes_on_from_a_cache(family: str, sizes: dict) -> None:
+    """What one call of `generate` has left is taken by the next, with more tokens behind it, also padded rows."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    code, name = importlib.import_module(f"dreamer_jax.export.modeling_{family}"), family.capitalize()
+    model = getattr(code, f"{name}ForCausalLM")(getattr(code, f"{name}Config")(vocab_size=40, **sizes)).eval()
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    mask = torch.tensor([[1, 1, 1], [0, 0, 1]])
+    said = model.generate(
+        torch.tensor([[1, 2, 3], [0, 0, 4]]), attention_mask=mask, return_dict_in_generate=True, **options
+    )
+    tokens, mask = (
+        torch.nn.functional.pad(said.sequences, (0, 2), value=5),
+        torch.nn.functional.pad(mask, (0, 5), value=1),
+    )
+    fast, slow = (
+        model.generate(tokens, attention_mask=mask, **its, **options)
+        for its in ({"past_key_values": said.past_key_values}, {"use_cache": False})
+    )
+    assert fast.shape == (2, 11) and torch.equal(fast, slow)
+
+
 def test_fine_tuning_saving_and_the_way_back(folder: Path, tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
     model.train()
