@@ -154,7 +154,7 @@ class Cache:
     def __init__(self):
         self.rows: list[tuple[Tensor, Tensor]] = []
         self.lengths: list[int] = []
-        self.router_keys: dict[tuple[int, int], Tensor] = {}
+        self.router_keys: dict[tuple[int, int, int], Tensor] = {}
 
     def get_seq_length(self, depth: int = 0) -> int:
         """Tokens held."""
@@ -163,6 +163,8 @@ class Cache:
     def update(self, keys: Tensor, values: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Append to a depth; returns all of its keys and values."""
         old, new = self.get_seq_length(depth), keys.shape[2]
+        if depth and old + new != self.lengths[0]:
+            raise ValueError("the cache was filled with fewer depths; keep depth as it was")
         if depth == len(self.rows):
             self.rows.append((keys, values))
             self.lengths.append(new)
@@ -187,6 +189,7 @@ class Step(NamedTuple):
     """What one depth of a forward pass sees beside x. Counts come back from it, router name -> [E] int64."""
 
     depth: int
+    total: int  # L of this pass
     positions: tuple[Tensor, Tensor]  # rotation over the sequence, (cos, sin) [B, S, 1, d/2]
     da_rotation: tuple[Tensor, ...]  # rotation by this depth, see depth_rotation, (cos, sin) [parts, ...]
     router_rotation: tuple[Tensor, ...]  # (cos, sin) [2, r/4]
@@ -368,15 +371,16 @@ class Router(Weights):
 
         Without a depth code they are the same at every depth."""
         kept = None if step.cache is None or torch.is_grad_enabled() else step.cache.router_keys
-        if kept is not None and (id(self), step.depth) in kept:
-            return kept[id(self), step.depth]
+        place = id(self), step.depth, step.total
+        if kept is not None and place in kept:
+            return kept[place]
         cos, sin = step.router_rotation
         keys = self.keys_norm(self.chosen(self.keys, step).float())
         if self.depth_code:
             keys = rotate_by_depth(keys, (cos, -sin))
         keys = keys * self.query_norm.weight.float() * keys.shape[1] ** -0.5
         if kept is not None:
-            kept[id(self), step.depth] = keys
+            kept[place] = keys
         return keys
 
     def count(self, chosen: Tensor, step: Step) -> None:
@@ -903,6 +907,7 @@ class Dreamer(nn.Module):
             earlier = earlier[max(0, len(earlier) - config.da_window + 1) :] if config.da_window else earlier
             step = first._replace(
                 depth=l,
+                total=total,
                 pa_rotation=(pa[0][l], pa[1][l]),
                 slots=slots[0 if config.recurrent else l],
                 place=min(l / stretch, config.depth - 1),
@@ -943,7 +948,7 @@ class Dreamer(nn.Module):
         if positions is None:
             positions = (place - starts)[:, held:]
         cos, sin = rotation(positions, self.config.sa_head_size, self.config.sa_rope_base)
-        return Step(0, (cos[:, :, None], sin[:, :, None]), (), (), mask, real, cache, [], starts, 1.0, 0.0, (), None)
+        return Step(0, 0, (cos[:, :, None], sin[:, :, None]), (), (), mask, real, cache, [], starts, 1.0, 0.0, (), None)
 
     def logits(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., V] float32: bfloat16 factors, but the sum isn't rounded to bfloat16."""

@@ -264,6 +264,23 @@ def test_caches_give_the_logits_of_the_whole_row(variant: str) -> None:
         torch.testing.assert_close(dreamer(tokens, last=2), whole[:, -2:])
 
 
+def test_a_cache_at_another_depth() -> None:
+    """Routers know how many depths are left; more depths than the cache was filled with are refused."""
+    dreamer, tokens = torch_model(small_config()), torch.tensor(random_tokens(small_config(), shape=(1, 6)))
+    written = []
+    for used in (False, True):  # a cache that has kept nothing of another depth, and one that has
+        cache = modeling_dreamer.Cache()
+        with torch.no_grad():
+            dreamer(tokens[:, :5], cache=cache)
+            if not used:
+                cache.router_keys.clear()
+            written.append(dreamer(tokens[:, 5:], depth=2, cache=cache))
+    assert torch.equal(*written)
+    with torch.no_grad(), pytest.raises(ValueError, match="fewer depths; keep depth as it was"):
+        dreamer(tokens[:, :5], depth=2, cache=(cache := modeling_dreamer.Cache()))
+        dreamer(tokens[:, 5:], cache=cache)
+
+
 def test_a_cache_keeps_the_gradient() -> None:
     dreamer = torch_model(small_config("DR"))
     tokens = torch.tensor(random_tokens(small_config("DR"), shape=(1, 6)))
