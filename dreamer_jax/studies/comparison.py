@@ -91,6 +91,7 @@ def efficiency(
     if not member or not baseline:
         return None, None
     random = np.random.default_rng(key)
+    member, baseline = _of_filled_parts(member, baseline)
     parts = max(run.parts.shape[2] for run in (*member, *baseline))
     weights, picks = [], []
     for _ in range(RESAMPLES):
@@ -104,6 +105,15 @@ def efficiency(
     ends = np.percentile([each for each in drawn if each is not None], INTERVAL)
     value = advantage(*(average([run.curve for run in its]) for its in (member, baseline)))
     return (value, (float(ends[0]), float(ends[1]))) if value is not None else (None, None)
+
+
+def _of_filled_parts(*of_members: Sequence[Run]) -> list[list[Run]]:
+    """The runs without the parts that nothing is held out in: a draw of only those would be a loss of zero."""
+    known = [run.parts[:, 1] > 0 for runs in of_members for run in runs if run.parts.size]
+    filled = np.any(np.concatenate(known), axis=0) if known else np.zeros(0, np.bool_)
+    return [
+        [run._replace(parts=run.parts[:, :, filled]) if run.parts.size else run for run in its] for its in of_members
+    ]
 
 
 def _means(runs: Sequence[Run], weights: np.ndarray, picks: np.ndarray) -> list[Curve]:

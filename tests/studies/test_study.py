@@ -284,6 +284,17 @@ def test_intervals_of_one_seed_are_over_parts_of_what_is_held_out():
     assert comparison.seeds_of(losses, "loss")[0].over(np.array([[1, 1]])).tolist() == [[-1.5]]
 
 
+def test_parts_without_rows_are_not_drawn():
+    """Few held-out rows fill few parts. A draw of empty ones would be a loss of zero, and count as the best of all."""
+
+    def runs(*losses: float) -> list[comparison.Run]:
+        parts = [[[loss, *[0] * 31], [1, *[0] * 31]] for loss in losses]
+        curve = [[10 * (i + 1), loss] for i, loss in enumerate(losses)]
+        return comparison.seeds_of({"seeds": {"0": {"curves": {"loss": curve}, "parts": parts}}}, "loss")
+
+    assert comparison.efficiency(runs(2, 1.5, 1), runs(4, 3, 2)) == (3.0, (3.0, 3.0))
+
+
 def test_of_two_seeds_the_better_one_after_a_quarter_goes_on(tmp_path, monkeypatch):
     """Section 4.1 of the paper."""
     made: list[str] = []
