@@ -161,7 +161,8 @@ class Kept:
         """A part, to be filled: name of what -> what. Of one that was made with other settings nothing is left."""
         if settings is None:
             return self._content.setdefault(name, {})
-        if self._content.get(name, {}).get("settings") != settings:
+        its = self._content.get(name, {})
+        if its.get("settings") != settings or not isinstance(its.get("found"), dict):
             self._content[name] = {"settings": settings, "found": {}}
         return self._content[name]["found"]
 

@@ -25,7 +25,7 @@ from dreamer_jax.runs.folders import open_run, write_atomically
 from dreamer_jax.runs.metrics import read_metrics
 from dreamer_jax.runs.models import locate_run
 from dreamer_jax.studies.depths import FILE as DEPTHS
-from dreamer_jax.studies.depths import takes
+from dreamer_jax.studies.depths import Kept, takes, usual_depths
 from dreamer_jax.studies.difficulty import generated
 from dreamer_jax.studies.expert_use import SETTINGS as COUNTED
 from dreamer_jax.studies.jobs import Job, run_jobs
@@ -179,16 +179,21 @@ def _complete(job: Job) -> bool:
     if not (job.run / "summary.json").is_file():
         return False
     open_run(job.loaded)
-    steps = job.loaded.config.training.steps
-    evaluated = job.run / DEPTHS
-    if job.depths:
-        known = read_object(evaluated) if evaluated.is_file() else {}
-        settings = {part: known.get(part, {}).get("settings") for part in ("difficulty", "experts")}
-        if known.get("step") != steps or settings["experts"] != COUNTED:
-            return False
-        if job.instances and settings["difficulty"] != {"instances": job.instances}:
-            return False
-    return locate_run(job.run).step == steps
+    if job.depths and not _evaluated(job):
+        return False
+    return locate_run(job.run).step == job.loaded.config.training.steps
+
+
+def _evaluated(job: Job) -> bool:
+    """Whether all that is asked for is known of a run's last step: the study's file may ask for more than it did."""
+    config = job.loaded.config
+    kept = Kept(job.run / DEPTHS, config.training.steps)
+    usual = job.depths == "usual"
+    asked = set(map(str, usual_depths(build(config.model)))) if usual else set(job.depths.split(","))
+    answered = kept.part("difficulty", {"instances": job.instances}) if job.instances else {}
+    places = {place.rpartition("/")[2] for place in answered}
+    known = asked <= kept.part("depths").keys() and (asked <= places or not job.instances)
+    return known and "gini" in kept.part("experts", COUNTED)
 
 
 def _job(entrant: Entrant, folder: Path, name: str, seed: int, depths: str) -> Job:
@@ -328,6 +333,8 @@ def measured(run: Path, metric: str) -> Result:
     """What a complete run was measured by; the task's metric also over parts of the held-out rows."""
     metrics = read_metrics(run)
     rates = [its["time/tokens_per_second"] for its in metrics if "time/tokens_per_second" in its]
+    if not rates:
+        raise UserError(f"{run}: its metrics.jsonl has no records of training; remove the run, and it is made again")
     at_depths = read_object(run / DEPTHS)
     by_depth, answered = at_depths["depths"], at_depths.get("difficulty", {}).get("found", {})
     return {

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,7 +26,8 @@ from dreamer_jax.evaluation.comparison import data_efficiency
 from dreamer_jax.studies import comparison, jobs
 from dreamer_jax.studies import study as study_module
 from dreamer_jax.studies.difficulty import difficulties
-from dreamer_jax.studies.study import conduct, describe, entrants
+from dreamer_jax.studies.expert_use import SETTINGS as COUNTED
+from dreamer_jax.studies.study import conduct, describe, entrants, measured
 from dreamer_jax.studies.study_file import only, quick, read_study, settled
 from dreamer_jax.studies.study_plan import plan
 
@@ -230,6 +232,43 @@ def test_a_plan_counts_all_runs(tmp_path):
     assert f"2 runs of each: {total:.2e} training FLOPs" in text
     with pytest.raises(UserError, match="has 4 chips, and training"):
         plan(study, split_words(["--training.batch_size", "1"]), "v5e:2x2", lambda _: None)
+
+
+def test_what_a_file_asks_for_since_then_is_made_up_for(tmp_path, monkeypatch):
+    """A run that is complete but for an evaluation isn't; what is damaged is said."""
+    made: list[str] = []
+    monkeypatch.setattr(study_module, "run_jobs", lambda jobs, *_: made.extend(job.name for job in jobs) or 75)
+    monkeypatch.setattr(study_module, "open_run", lambda loaded: None)
+    monkeypatch.setattr(study_module, "locate_run", lambda run: SimpleNamespace(step=2))
+    monkeypatch.setattr(study_module, "measured", lambda run, metric: {})
+    run = tmp_path / "easy/plain/seed0"
+    run.mkdir(parents=True)
+    (run / "summary.json").write_text("{}")
+
+    def missing(known: dict, asked: str = "depths: [1, 2]\ninstances: 4") -> bool:
+        (run / "depth.json").write_text(json.dumps(known))
+        made.clear()
+        study = read_study(written(tmp_path, STUDY.replace("seeds: 2", asked)))
+        conduct(only(study, ["easy"], ["plain"]), [], tmp_path, 1, lambda _: None)
+        return made == ["easy/plain/seed0"]
+
+    found = {"loss": 1.0}, {f"{level}/{depth}": 0.5 for level in (1, 2) for depth in (1, 2)}
+    whole = {
+        "step": 2,
+        "depths": dict.fromkeys("12", found[0]),
+        "difficulty": {"settings": {"instances": 4}, "found": found[1]},
+        "experts": {"settings": COUNTED, "found": {"gini": {}}},
+    }
+    assert not missing(whole)
+    assert missing(whole, "depths: [1, 2, 4]\ninstances: 4") and missing(whole, "instances: 4")  # 1, 2, 4 and 8
+    assert missing(whole, "depths: [1, 2]\ninstances: 5") and not missing(whole, "depths: [1, 2]")
+    assert missing({**whole, "depths": {}}) and missing({**whole, "step": 1})
+    for part in ("difficulty", "experts"):
+        assert missing({**whole, part: {"settings": whole[part]["settings"]}})
+    with pytest.raises(UserError, match=r"depth\.json is damaged: a part of it isn't an object"):
+        missing({**whole, "experts": []})
+    with pytest.raises(UserError, match=r"seed0: its metrics\.jsonl has no records of training"):
+        measured(run, "loss")
 
 
 # Comparing.
