@@ -16,7 +16,7 @@ from dreamer_jax.data.puzzles import PuzzleSource, longest
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import Family, depth_of, forward, initialise
 from dreamer_jax.families.puzzles import PuzzleFamily, labels, logits_by_depth
-from dreamer_jax.json_files import read_object
+from dreamer_jax.json_files import AGAIN, read_object
 from dreamer_jax.runs.folders import write_atomically
 from dreamer_jax.runs.models import TrainedModel, load_run
 
@@ -44,6 +44,10 @@ def accuracies(run: Path, depths: Sequence[int], steps: int, instances: int, say
     if file.is_file():
         before = read_object(file)
         if {**before, "accuracy": {}} == known:
+            kept = before.get("accuracy")
+            rows = list(kept.values()) if isinstance(kept, dict) else [None]
+            if any(not isinstance(row, list) or len(row) != steps for row in rows):
+                raise UserError(f"{file} is damaged: a depth hasn't {steps} accuracies; {AGAIN}")
             known = before
     found: dict[str, list[float]] = known["accuracy"]
     missing = [depth for depth in depths if str(depth) not in found]

@@ -112,7 +112,12 @@ def open_result(folder: Path, task: str, preset: str, instances: int) -> Result:
     file = folder / FILE
     if not file.is_file():
         return {**about, "models": {}}
-    before: Result = read_object(file, "remove it; runs that are complete stay, and are measured again", ("models",))
+    fix = "remove it; runs that are complete stay, and are measured again"
+    before: Result = read_object(file, fix, ("models",))
+    models = before["models"].values() if isinstance(before["models"], dict) else [None]
+    parts = ("headline", "parameters", "seeds")
+    if any(not isinstance(its, dict) or any(part not in its for part in parts) for its in models):
+        raise UserError(f"{file} is damaged: a model lacks one of {', '.join(parts)}; {fix}")
     other = [name for name in about if before.get(name) != about[name]]
     if other:
         said = ", ".join(f"{name} {before.get(name)} instead of {about[name]}" for name in other)

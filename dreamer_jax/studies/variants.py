@@ -83,6 +83,9 @@ def variants_of(
         ablation: whether its ablations belong to it.
         models: other families, see `other_family`.
         overrides: `--section.key value` words for all of them but other families, for which those of `model` count.
+
+    Raises:
+        UserError: two models have one name, or as of `other_family`.
     """
     path, words = f"configs/frontier/{task}_{preset}.yaml", _by_key(overrides)
     of_model = {key: its for key, its in words.items() if models and key.startswith("model.")}
@@ -93,7 +96,12 @@ def variants_of(
         for name, settings in ABLATIONS["graph" if task == "graph" else "boolean"].items():
             changes = {key: [f"--{key}", value] for key, value in settings.items()}
             found.append(Variant(name, load_config(path, _joined({**common, **changes}))))
-    return found + [Variant(Path(model).stem, other_family(model, base, _joined(of_model))) for model in models]
+    for model in dict.fromkeys(models):
+        name = Path(model).stem
+        if any(variant.name == name for variant in found):
+            raise UserError(f"--model {model}: the study has a model {name} already, whose folder it would share")
+        found.append(Variant(name, other_family(model, base, _joined(of_model))))
+    return found
 
 
 def _by_key(overrides: Sequence[str]) -> dict[str, list[str]]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +116,30 @@ def test_another_study_in_the_folder_is_refused(folder: Path) -> None:
         command.run(["graph", "--seeds", "1", "--out", str(folder), *TINY])
     with pytest.raises(UserError, match=r"model\.hidden_size: 8 -> 16"):
         again(folder, "--model.hidden_size", "16")
+
+
+@pytest.mark.parametrize("models", [[], {"dr": {}}, {"dr": {"headline": "DR", "parameters": 1}}])
+def test_a_damaged_result_is_said(models: object, tmp_path: Path) -> None:
+    about = frontier.open_result(tmp_path, "graph", "laptop", 10)
+    (tmp_path / "frontier.json").write_text(json.dumps({**about, "models": models}))
+    with pytest.raises(UserError, match=r"frontier\.json is damaged: .*remove it"):
+        frontier.open_result(tmp_path, "graph", "laptop", 10)
+
+
+@pytest.mark.parametrize("accuracy", [None, [1], {"1": None}, {"1": [0.5]}])
+def test_damaged_cells_are_said(accuracy: object, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(cells, "load_run", lambda run: SimpleNamespace(step=3))
+    kept = {"step": 3, "steps": 2, "instances": 10}
+    (tmp_path / "cells.json").write_text(json.dumps({**kept, "accuracy": accuracy}))
+    with pytest.raises(UserError, match=r"cells\.json is damaged: .*remove it"):
+        cells.accuracies(tmp_path, [1], 2, 10, lambda _: None)
+
+
+def test_two_models_of_one_name_would_share_a_folder(tmp_path: Path) -> None:
+    """And the second would be refused after the first has been trained."""
+    (tmp_path / "no_gate.yaml").write_text("model: {family: huginn_classifier}\n")
+    with pytest.raises(UserError, match="has a model no_gate already"):
+        variants.variants_of("boolean", "laptop", True, [str(tmp_path / "no_gate.yaml")], [])
 
 
 def test_gradients_by_step(folder: Path) -> None:
