@@ -53,6 +53,8 @@ def summarise(config: Any, sums: Sums, model_state: Any) -> Summary:
     bias = model_state.get("balancing", {})
     subsets = getattr(config, "expert_subsets", None)
     choices = {EXPERTS: subsets.size} if subsets else {}
+    if config.family == "moeut":  # every head has attention experts of its own, and entropies are means over heads
+        choices = {name: config.attention_experts for name in counts if not name.startswith("experts_")}
     summary["routers"] = {name: _router(name, sums, bias.get(name), tokens, choices.get(name)) for name in counts}
     summary["depth_attention"] = attention
     summary["residual"] = {name: (sums[name] / max(1, tokens)).tolist() for name in RESIDUAL}

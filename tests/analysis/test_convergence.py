@@ -160,3 +160,15 @@ def test_what_is_seen_of_every_family(name):
     assert {"settled", "changes"} & sums.keys() == ({"settled", "changes"} if family.flags.injects_inputs else set())
     assert ("lens_entropy" in sums) == (family.flags.injects_inputs and family.flags.generates)
     assert "change" not in sums
+
+
+def test_the_largest_entropy_is_of_what_a_head_of_moeut_chooses_among():
+    """Its heads have attention experts of their own, which stand in a row in the counts."""
+    config = TINY_MODELS["moeut"]
+    weights = jax.eval_shape(lambda: initialise(build(config), jax.random.key(0)))
+    sums = jax.eval_shape(lambda *arrays: observe_batch(config, *arrays), *weights, random_batch(0))
+    routers = summarise(config, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), sums), {})["routers"]
+    assert len(routers["values_0"]["counts"][0]) == config.heads * config.attention_experts
+    largest = {name: router["largest_entropy"] for name, router in routers.items()}
+    experts = dict.fromkeys(("outputs_0", "values_0"), config.attention_experts) | {"experts_0": config.num_experts}
+    assert largest == pytest.approx({name: np.log(count) for name, count in experts.items()})
