@@ -86,9 +86,12 @@ def efficiency(
         key: of the draws.
 
     Returns:
-        (None, None) without runs.
+        (None, None) without runs, or where they have nothing in common.
     """
     if not member or not baseline:
+        return None, None
+    value = advantage(*(average([run.curve for run in its]) for its in (member, baseline)))
+    if value is None:  # seeds that were never measured after the same tokens
         return None, None
     random = np.random.default_rng(key)
     member, baseline = _of_filled_parts(member, baseline)
@@ -103,8 +106,7 @@ def efficiency(
     ]
     drawn = [advantage(*pair) for pair in zip(*curves, strict=True)]
     ends = np.percentile([each for each in drawn if each is not None], INTERVAL)
-    value = advantage(*(average([run.curve for run in its]) for its in (member, baseline)))
-    return (value, (float(ends[0]), float(ends[1]))) if value is not None else (None, None)
+    return value, (float(ends[0]), float(ends[1]))
 
 
 def _of_filled_parts(*of_members: Sequence[Run]) -> list[list[Run]]:

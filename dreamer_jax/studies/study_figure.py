@@ -102,7 +102,7 @@ def _marked(axes: Any, x: list[int], y: list[float], mark: int, look: dict[str, 
 def _band(axes: Any, curves: list[Curve], metric: str, scale: float, look: dict[str, Any], name: str) -> None:
     """A line through the means, and the range of the seeds."""
     sign = -1.0 if metric == LOSS else 1.0
-    mean = average(curves)
+    mean = average(curves) if curves else []
     if not mean:
         return
     x = np.array([tokens for tokens, _ in mean]) * scale

@@ -323,6 +323,12 @@ def test_intervals_of_one_seed_are_over_parts_of_what_is_held_out():
     assert comparison.seeds_of(losses, "loss")[0].over(np.array([[1, 1]])).tolist() == [[-1.5]]
 
 
+def test_seeds_that_were_measured_at_other_tokens_have_nothing_to_compare():
+    runs = [comparison.Run([(10.0, 0.5)]), comparison.Run([(20.0, 0.5)])]
+    assert comparison.efficiency(runs, runs[:1]) == (None, None)
+    assert comparison.efficiency(runs[:1], runs[1:]) == (2.0, (2.0, 2.0))
+
+
 def test_parts_without_rows_are_not_drawn():
     """Few held-out rows fill few parts. A draw of empty ones would be a loss of zero, and count as the best of all."""
 

@@ -86,3 +86,13 @@ def test_several_depths_and_what_was_swept_are_shown_with_the_trained_and_the_ch
     assert lines == [[[0, 2.0], [1, 2.25]], [[0, 2.0]], [[1, 1.0], [2, 7.0]], [[1, 1.0]]]
     assert "training.learning_rate" in swept.get_xlabel()
     assert costs.get_ylabel() == "training tokens/s" and not names.axison
+
+
+def test_a_metric_that_was_never_measured_has_no_lines():
+    """As of a benchmark that no run evaluates."""
+    curves = drawn({"la": member(2**20, 1000.0, [4.0, 2.0]), "dr": member(2**20, 900.0)})
+    assert len(curves[0].lines) == 1
+    result = {"metric": "gsm8k", "members": {"la": member(2**20, 1000.0, [4.0, 2.0])}}
+    panels = study_figure._panels({"baseline": "la", "tasks": {"text": result}}, "text")
+    study_figure._lay_out(canvas := Figure(), panels)
+    assert not canvas.axes[0].lines and canvas.axes[2].lines
