@@ -212,6 +212,12 @@ def test_steps_of_speculative_rounds():
     assert counted(Speculative(2, 3)) == (3 * 11, 3 * (6 + 15), 6, 6)
 
 
+def test_drafts_behind_the_end_of_a_row_have_not_stayed():
+    """One token is wanted behind the first, or the first of two right drafts ends the row."""
+    assert counted(Speculative(2, 1), new=2) == (7, 2 + 15, 2, 1)
+    assert counted(Speculative(2, 1), stop=4) == (7, 2 + 15, 2, 1)
+
+
 def test_steps_of_a_wave():
     """The first arrives after L = 5 steps, each next one e steps later; the last token behind it isn't entered. Every
     position that entered goes through all depths."""

@@ -104,11 +104,12 @@ class Speculative(Sampler):
                 verify = by_rejection if choosing.draws else by_equality
                 tokens, kept = verify(choosing, drafted, logits, progress, asked)
             going = block.wanting(asked.limit)
-            tally = block.tally.plus(going, steps, work, k, kept)
             taken = jnp.full_like(kept, model.total_depth)
             logprobs = () if choosing.logprobs is None else Logprobs.of(logits, tokens, choosing.logprobs)
             chosen = Chosen(tokens, logprobs)
-            return block._replace(slots=slots, tally=tally).grown(chosen, going * (kept + 1), taken, asked)
+            grown = block._replace(slots=slots).grown(chosen, going * (kept + 1), taken, asked)
+            stayed = jnp.minimum(kept, grown.counts - block.counts)  # not those behind the row's end
+            return grown._replace(tally=block.tally.plus(going, steps, work, k, stayed))
 
         return asked.in_rounds(model, body, Block.empty(choosing, progress, slots, Carried(), DECODE_BLOCK + k))
 
