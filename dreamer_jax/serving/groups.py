@@ -66,8 +66,9 @@ class Group:
         inner = sampler.inner_recurrences if isinstance(sampler, DiffusionForcing) else 1
         self.steps_a_round, self.rounds = inner, max(1, steps // inner)
         self._limit = min(self.rounds, DECODE_BLOCK)
-        several = self.lanes if inner > 1 else 1  # tokens that a round may bring a row
-        self.advance = min(self.rounds * several, self._limit + several - 1)
+        # Positions that enter a row's flight in a round, and tokens that a round may bring it.
+        enter, leave = (sampler.headway, self.lanes) if isinstance(sampler, DiffusionForcing) else (1, 1)
+        self.advance = min(self.rounds * enter, self._limit + leave - 1)
         self._stop_ids = np.full((rows, stops), -1, np.int32)
         self._sampling = jax.tree.map(lambda each: np.repeat(np.asarray(each), rows), Sampling(1.0).numbers())
         numbers = sampler.numbers()

@@ -13,7 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from dreamer_jax.errors import UserError
-from dreamer_jax.inference import Adaptive, Lossless, Sampling, Speculative, Static
+from dreamer_jax.inference import Adaptive, DiffusionForcing, Lossless, Sampling, Speculative, Static
 from dreamer_jax.inference.model import through_depths
 from dreamer_jax.inference.samplers.contract import Choosing
 from dreamer_jax.serving import engine as served_engine
@@ -110,6 +110,24 @@ def test_rows_of_diffusion_forcing_have_settings_of_their_own(one_choosing):
     assert len({depth for its in taken for depth in its.depths}) > 1
     with pytest.raises(UserError, match="not among those"):
         engine.submit(Request((1,), 2, sampler=dataclasses.replace(noisy, inner_recurrences=2)), Taken())
+    engine.close(0)
+
+
+@pytest.mark.slow  # a program for diffusion forcing, served and alone
+def test_rows_whose_positions_enter_by_several_have_pages_for_all(monkeypatch):
+    """Diffusion forcing with a headway, and a threshold by which positions leave as soon as their tokens stay: in two
+    ticks a row comes further than it makes rounds; Huginn."""
+    monkeypatch.setattr(served_engine, "choosings", lambda likeliest: (Choosing(),))
+    sampler = DiffusionForcing(1, wavefront=12, headway=6, threshold=1e6)
+    options = dataclasses.replace(OPTIONS, context=64, logprobs=0)
+    engine, rng = served("huginn", options, [sampler]), np.random.default_rng(0)
+    prompts = [tuple(rng.integers(0, 23, rng.integers(1, 9)).tolist()) for _ in range(3)]
+    requests = [Request(prompt, 50, sampler=sampler) for prompt in prompts]
+    taken = [Taken() for _ in requests]
+    engine.submit_all(list(zip(requests, taken, strict=True)))
+    for request, its in zip(requests, taken, strict=True):
+        its.wait()
+        assert (its.tokens, its.depths, its.finish) == alone("huginn", request)
     engine.close(0)
 
 
