@@ -12,6 +12,9 @@ import numpy as np
 
 from dreamer_jax.errors import UserError
 
+COLDEST = 1e-30
+"""Temperatures below are as this one, so that no logit is divided to infinity, where all would be alike."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -122,7 +125,8 @@ def by_row(number: jax.Array, like: jax.Array) -> jax.Array:
 
 def tempered(logits: jax.Array, numbers: SamplingNumbers) -> jax.Array:
     """Logits [B, ..., V] divided by the temperature; those of greedy rows as they are."""
-    return logits / by_row(jnp.where(numbers.temperature > 0, numbers.temperature, 1), logits)
+    temperature = jnp.maximum(numbers.temperature, COLDEST)
+    return logits / by_row(jnp.where(numbers.temperature > 0, temperature, 1), logits)
 
 
 def probabilities(logits: jax.Array, numbers: SamplingNumbers, ranks: bool) -> jax.Array:

@@ -81,6 +81,14 @@ def test_a_draw_depends_on_seed_row_and_position_only():
     assert (other != drawn).any()
 
 
+@pytest.mark.parametrize("ranks", [False, True])
+def test_temperatures_next_to_zero_take_the_likeliest(ranks):
+    """Logits divided by them would all be infinite."""
+    numbers = Sampling(1e-38, top_p=0.9 if ranks else 1.0).numbers()
+    logits, first = jnp.array([[4.0, 9.0, 6.0, -3.0]]), jnp.zeros(1, jnp.int32)
+    assert choose(logits, numbers, first, first, True, ranks).tolist() == [1]
+
+
 def test_temperature_zero_takes_the_likeliest():
     logits = jnp.asarray([[0.0, 3.0, 1.0]])
     assert choose(logits, Sampling(seed=5).numbers(), jnp.zeros(1), jnp.zeros(1), False, False).tolist() == [1]
