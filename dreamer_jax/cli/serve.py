@@ -98,14 +98,14 @@ def engine_for(
         context: most tokens of a prompt and its answer.
         queue: answers that wait before requests are refused.
         depth: L; None for the trained one.
-        further: samplers beside static, adaptive and lossless.
+        further: samplers beside static, adaptive and lossless; a name alone stands for the first of them that has it.
         mesh: None for one device.
     """
     from dreamer_jax.serving.engine import ServedEngine, samplers_for
     from dreamer_jax.serving.options import Options
 
     folded = model.folded(depth)
-    samplers = [*samplers_for(folded), *further]
+    samplers = [*further, *samplers_for(folded)]
     options = Options(rows=rows, context=context, queue=queue)
     return ServedEngine(folded, samplers, options, say, mesh)
 

@@ -191,6 +191,8 @@ def programs_of(model: FoldedModel, samplers: Sequence[Sampler]) -> list[Sampler
             program = next((its for its in found if takes_static(its)), OneByOne())
         elif isinstance(own, Adaptive):
             program = OneByOne(own.criterion)
+        elif isinstance(own, Lossless):  # the first one takes all, see `group_of`
+            program = next((its for its in found if isinstance(its, Lossless)), own)
         else:
             program = own
         if program not in found:

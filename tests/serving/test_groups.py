@@ -1,0 +1,45 @@
+"""Which programs a server compiles for the samplers that it offers, and which of them takes a request."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from dreamer_jax.cli.serve import engine_for
+from dreamer_jax.inference import Adaptive, Lossless
+from dreamer_jax.serving import engine as served_engine
+from tests.inference.test_samplers import model_of
+from tests.serving.cases import wide
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with wide():
+        yield
+
+
+@pytest.fixture
+def offered(monkeypatch):
+    """The samplers of a server by name, as `dreamer serve --offer` has made them."""
+
+    class Engine(served_engine.ServedEngine):
+        def _warm_up(self) -> None:
+            pass
+
+    monkeypatch.setattr(served_engine, "ServedEngine", Engine)
+
+    def offer(*samplers):
+        engine = engine_for(SimpleNamespace(folded=lambda depth: model_of("huginn")), 2, 32, 4, None, samplers)
+        engine.close(0)
+        return engine
+
+    return offer
+
+
+def test_a_name_alone_stands_for_what_is_offered_under_it(offered):
+    """And a lossless sampler of other settings takes no program beside the one that takes all of them."""
+    engine = offered(Adaptive(threshold=0.2), Lossless(2))
+    assert engine.samplers["adaptive"] == Adaptive(threshold=0.2) and engine.samplers["lossless"] == Lossless(2)
+    assert [program.name for program in engine.programs] == ["one-by-one", "lossless"]
+    assert "static" in engine.samplers
