@@ -102,6 +102,7 @@ class ServedEngine:
         self.samplers: dict[str, Sampler] = {}
         for sampler in chosen:
             self.samplers.setdefault(sampler.name, sampler)
+        self._offered = list(dict.fromkeys(sampler.label for sampler in chosen))
         self.programs = programs_of(model, chosen)
         pages = -(-its.all_pages // self._shards)
         self._pages = [Pages(pages, its.page, its.chunk) for _ in range(self._shards)]
@@ -182,7 +183,7 @@ class ServedEngine:
         """A request and all that is made of it in its caller's thread, so that what can't be made is its caller's error
         alone; it gets its number when it is taken."""
         self._check(request)
-        group, depth, settings = group_of(self.programs, self.model, request.sampler, request.depth, self.samplers)
+        group, depth, settings = group_of(self.programs, self.model, request.sampler, request.depth, self._offered)
         job = Job(0, request.prompt, request.max_tokens, depth, group)
         job.of = Answer(request, deliver, request.sampling.numbers(), settings)
         return job

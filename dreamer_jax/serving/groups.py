@@ -224,7 +224,7 @@ def group_of(
         served: the programs.
         model: at the largest depth that is served.
         sampler, depth: of the request.
-        offered: names of samplers that are served, for messages.
+        offered: samplers that are served, by name and settings, for messages.
 
     Raises:
         UserError: none of them, or the model can't do it.

@@ -7,10 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from dreamer_jax.cli.serve import engine_for
-from dreamer_jax.inference import Adaptive, Lossless
+from dreamer_jax.errors import UserError
+from dreamer_jax.inference import Adaptive, DiffusionForcing, Lossless
 from dreamer_jax.serving import engine as served_engine
+from dreamer_jax.serving.contract import Request
+from dreamer_jax.serving.groups import group_of, programs_of
 from tests.inference.test_samplers import model_of
-from tests.serving.cases import wide
+from tests.serving.cases import Taken, wide
 
 
 @pytest.fixture(autouse=True)
@@ -43,3 +46,13 @@ def test_a_name_alone_stands_for_what_is_offered_under_it(offered):
     assert engine.samplers["adaptive"] == Adaptive(threshold=0.2) and engine.samplers["lossless"] == Lossless(2)
     assert [program.name for program in engine.programs] == ["one-by-one", "lossless"]
     assert "static" in engine.samplers
+    with pytest.raises(UserError, match=r"not among .*lossless-guess_depth-2"):
+        engine.submit(Request((1,), 2, sampler=Adaptive("kl")), Taken())
+
+
+def test_a_refusal_says_with_which_settings_samplers_are_there():
+    model, forcing = model_of("huginn"), DiffusionForcing(2, wavefront=8)
+    served = programs_of(model, [forcing])
+    with pytest.raises(UserError, match=r"threshold-0.1: not among .*\(diffusion-forcing-.*-wavefront-8\)"):
+        group_of(served, model, DiffusionForcing(threshold=0.1), None, [forcing.label])
+    assert group_of(served, model, DiffusionForcing(2, wavefront=8, threshold=0.1), None, [])[:2] == (0, 4)
