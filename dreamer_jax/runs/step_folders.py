@@ -67,6 +67,14 @@ class StepFolders:
         """What a step says of itself beside its arrays."""
         return json.loads((self[step] / "meta" / "metadata").read_text())
 
+    def skipping(self, step: int) -> bool:
+        """Whether the last train step before it was skipped, as far as can be read: a run that diverges can't go back
+        to such a one."""
+        try:
+            return bool(self.meta(step).get("run", {}).get("streak"))
+        except (OSError, ValueError):  # damaged
+            return True
+
     @contextlib.contextmanager
     def reading(self, *steps: int) -> Iterator[None]:
         """Arrays of steps are read in this block: training may remove them meanwhile, and what is gone reads as zeros.
@@ -109,13 +117,14 @@ class StepFolders:
     def prune(self, keep: int, keep_every: int) -> list[int]:
         """Remove what needn't be kept; returns the steps that went.
 
-        The newest `keep` complete steps stay, and every multiple of `keep_every`. Steps cut short go if there is a
-        complete one after them.
+        The newest `keep` complete steps stay, and every multiple of `keep_every`; and the newest that isn't `skipping`.
+        Steps cut short go if there is a complete one after them.
         """
         complete = self.complete()
         if not complete:
             return []
         kept = set(complete[-keep:]) | {step for step in complete if keep_every and step % keep_every == 0}
+        kept.add(next((step for step in reversed(complete) if not self.skipping(step)), complete[-1]))
         gone = [step for step in self.all() if step < complete[-1] and step not in kept]
         for step in gone:
             self.remove(step)

@@ -147,6 +147,18 @@ def test_no_checkpoint_within_a_streak(train, tmp_path):
     assert records[7]["loss"] == 14, "step 8 trained on batch 7 + 7"
 
 
+def test_stopped_within_a_streak_it_can_still_go_back(train, tmp_path, monkeypatch):
+    """Also where one checkpoint is kept: that of the stop doesn't replace the one from before the skipped steps."""
+    passed = iter(range(1, BATCHES))
+    monkeypatch.setattr(loop.StopRequest, "reached", lambda _: next(passed) == 10)
+    with pytest.raises(AssertionError):  # exit code 75
+        train(bad={8, 9, 10}, skipped_in_a_row=3, keep=1)
+    assert saved(tmp_path) == [8, 10]
+    seen, most, records = train(bad={8, 9, 10}, skipped_in_a_row=3, keep=1)
+    assert seen.tolist() == [*range(8), *range(11, 23)] and most == 1
+    assert [record["step"] for record in records] == list(range(1, 21)) and saved(tmp_path) == [20]
+
+
 def test_where_a_run_is_in_its_data_survives_a_restart(train):
     train(bad={5, 6}, skipped_in_a_row=2, steps=10)
     seen, most, records = train(steps=20)
