@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -76,11 +76,7 @@ class Recovery:
         step = self.checkpoints.newest_good()
         folders = self.checkpoints.folders
         if step is None:
-            if any(manifests(folders[damaged]) for damaged in folders.all()):
-                raise UserError(
-                    f"all checkpoints in {folders.path} are damaged. Bring them back from a copy, or remove that "
-                    "folder to start from step 0"
-                )
+            self._refuse_damaged(folders.all())
             return create_state(self._config, self._mesh), RunCounters()
         wait_for_all("chosen")
         if is_primary():  # else a damaged step would count as one that is kept
@@ -131,7 +127,7 @@ class Recovery:
             failed: the step at which too many in a row had been skipped.
             counters: where the run was then.
         Raises:
-            UserError: it has gone back often enough.
+            UserError: it has gone back often enough; or every checkpoint to go back to is damaged.
         """
         in_a_row = self._config.safety.skipped_in_a_row
         what = f"{in_a_row} steps in a row, up to step {failed}, had no finite loss and gradient"
@@ -141,7 +137,15 @@ class Recovery:
                 "again with a lower --training.learning_rate and another --run.dir"
             )
         self.checkpoints.settle(wait=True)
-        step = self.checkpoints.newest_good(lambda step: self._counters_at(step).streak == 0)
+        whole: list[int] = []  # of which some may have been saved when the run was asked to stop meanwhile
+
+        def before_it(step: int) -> bool:
+            whole.append(step)
+            return self._counters_at(step).streak == 0
+
+        step = self.checkpoints.newest_good(before_it)
+        if step is None:
+            self._refuse_damaged(set(self.checkpoints.folders.all()) - set(whole))
         state = create_state(self._config, self._mesh) if step is None else self._restore(step)
         step = step or 0
         if is_primary():  # else a restart before the next checkpoint would resume from one of them
@@ -150,6 +154,15 @@ class Recovery:
         offset = counters.offset + failed - step
         self._say(f"{what}: going back to step {step}, which goes on with batch {step + offset} of the data")
         return state, dataclasses.replace(counters, offset=offset, streak=0, rollbacks=counters.rollbacks + 1)
+
+    def _refuse_damaged(self, steps: Iterable[int]) -> None:
+        """Don't start from step 0 where one of these was saved to its end and can't be used."""
+        folders = self.checkpoints.folders
+        if any(manifests(folders[step]) for step in steps):
+            raise UserError(
+                f"all checkpoints in {folders.path} are damaged. Bring them back from a copy, or remove that "
+                "folder to start from step 0"
+            )
 
     def _notes(self, done: int, counters: RunCounters) -> dict[str, Any]:
         # All randomness is a function of the seed, the step and the position in the data.

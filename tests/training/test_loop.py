@@ -236,6 +236,27 @@ def test_damaged_checkpoints_are_not_trained_over(train, tmp_path):
     assert len(read_metrics(tmp_path / "run")) == 8
 
 
+def test_going_back_does_not_start_over_either(train, tmp_path, monkeypatch):
+    """Where all checkpoints are damaged by then: it would remove them, and the record."""
+    batches = FakeData.training_batches
+
+    def damaging(self: FakeData, start: int, stop: int, rows: range) -> Iterator:
+        for position, batch in batches(self, start, stop, rows):
+            if position == 11:
+                for step in saved(tmp_path):
+                    metadata = tmp_path / "run" / "checkpoints" / str(step) / "meta" / "metadata"
+                    metadata.write_bytes(metadata.read_bytes()[:-1])
+            yield position, batch
+
+    with monkeypatch.context() as patch, pytest.raises(AssertionError):  # exit code 75
+        patch.setattr(loop.StopRequest, "reached", lambda _: True)
+        train()
+    monkeypatch.setattr(FakeData, "training_batches", damaging)
+    with pytest.raises(UserError, match=r"all checkpoints .* are damaged"):
+        train(bad={9, 10, 11}, skipped_in_a_row=3, every=100)
+    assert saved(tmp_path) == [1]
+
+
 def test_a_damaged_checkpoint_counts_no_longer(train, tmp_path, capsys):
     train(steps=12, keep=2)
     path = tmp_path / "run" / "checkpoints" / "12" / "meta" / "metadata"
