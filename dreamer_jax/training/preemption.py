@@ -33,6 +33,7 @@ class StopRequest:
         self._asked = threading.Event()
         self._closed = threading.Event()
         self._steps = 0
+        self._reached = False
         self._before: dict[int, object] = {}
         self._together = jax.distributed.is_initialized()
         self.exit_code = RESTART_EXIT_CODE
@@ -40,7 +41,7 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             # With several processes jax listens to SIGTERM itself, and tells the others.
-            signals = () if self._together else (signal.SIGTERM, signal.SIGINT)
+            signals = (signal.SIGINT,) if self._together else (signal.SIGTERM, signal.SIGINT)
             self._before = {number: signal.signal(number, self._on_signal) for number in signals}
         if jax.default_backend() == "tpu" or "GCE_METADATA_HOST" in os.environ:
             threading.Thread(target=self._watch_metadata, name="metadata", daemon=True).start()
@@ -54,8 +55,9 @@ class StopRequest:
     def reached(self) -> bool:
         """To be asked once after every step, by every process."""
         self._steps += 1
-        if self._together:
-            return multihost_utils.reached_preemption_sync_point(self._steps)
+        if self._together:  # jax says it at a single step, which the run may leave again by going back
+            self._reached = multihost_utils.reached_preemption_sync_point(self._steps) or self._reached
+            return self._reached
         return self._asked.is_set()
 
     def _on_signal(self, number: int, _: object) -> None:
@@ -64,6 +66,8 @@ class StopRequest:
                 raise KeyboardInterrupt  # the second Ctrl-C doesn't wait for the step
             self.exit_code = INTERRUPTED_EXIT_CODE
             os.write(2, b"stopping after this step and saving; Ctrl-C again stops at once\n")  # print may be under way
+            if self._together:
+                os.kill(os.getpid(), signal.SIGTERM)  # jax passes it on
         self._asked.set()
 
     def _watch_metadata(self) -> None:

@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable
 from typing import ClassVar
 
+import jax
 import pytest
+from jax.experimental import multihost_utils
 
 from dreamer_jax.errors import RESTART_EXIT_CODE
 from dreamer_jax.training import preemption
@@ -152,3 +154,17 @@ def test_a_standstill_ends_the_process(silence, code):
     assert "alive" in done.stdout and done.returncode == code
     assert ("nothing was finished" in done.stderr and "most recent call first" in done.stderr) == bool(code)
     assert time.monotonic() - began < 15
+
+
+def test_several_processes_are_asked_through_jax(monkeypatch, capfd):
+    """Also by Ctrl-C at one of them. What jax says of one step holds for those after it: the run may go back there."""
+    says, sent = iter([False, True, False]), []
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda _: next(says))
+    with StopRequest(print) as request:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "kill", lambda _, number: sent.append(number))
+            signal.raise_signal(signal.SIGINT)
+        assert sent == [signal.SIGTERM] and "Ctrl-C again" in capfd.readouterr().err
+        assert [request.reached() for _ in range(3)] == [False, True, True]
+        assert request.exit_code == 130
