@@ -37,8 +37,10 @@ export XLA_FLAGS="${XLA_FLAGS:-} --xla_force_host_platform_device_count=$devices
 pids=()
 stopping=""
 pass_on() { # to the processes; whoever sends it to us wants the run to stop, not to be restarted
+    local sent=TERM # also for Ctrl-C: bash has what it starts in the background ignore that
+    [[ "$stopping" != INT || "$1" != INT ]] || sent=KILL
     stopping=$1
-    ((${#pids[@]} == 0)) || kill -s "$1" "${pids[@]}" 2>/dev/null || true
+    ((${#pids[@]} == 0)) || kill -s "$sent" "${pids[@]}" 2>/dev/null || true
 }
 trap 'pass_on TERM' TERM
 trap 'pass_on INT' INT

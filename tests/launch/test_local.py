@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,26 @@ def test_so_many_processes_with_so_many_devices(local):
     lines = started.read_text().splitlines()
     assert sorted(line.split()[-1] for line in lines) == ["0", "1"]
     assert all("device_count=3 -m dreamer_jax train tiny.yaml " in line and "--processes 2" in line for line in lines)
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_reaches_the_processes(tmp_path, presses):
+    """Which bash starts with Ctrl-C ignored. The first has them save, as SIGTERM does; the second doesn't wait."""
+    python, started, ended = (tmp_path / name for name in ("python", "started", "ended"))
+    end_it = f"echo >>{ended}; exit 75" if presses == 1 else ":"
+    python.write_text(f"#!/bin/sh\ntrap '{end_it}' TERM\necho >>{started}\nwhile :; do sleep 0.1; done\n")
+    python.chmod(0o755)
+    command = ["bash", str(ROOT / "launch/local.sh"), "-n", "2", "--", "train", "tiny.yaml"]
+    process = subprocess.Popen(command, env=os.environ | {"PYTHON": str(python)}, stderr=subprocess.PIPE, text=True)
+    give_up = time.monotonic() + 60
+    while not started.exists() or started.stat().st_size < 2:
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+    for _ in range(presses):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    assert process.wait(60) == 130, process.stderr and process.stderr.read()
+    assert ended.exists() == (presses == 1)
 
 
 @pytest.mark.parametrize(
