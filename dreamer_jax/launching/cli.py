@@ -20,7 +20,7 @@ from dreamer_jax.launching.archive import check_configuration
 from dreamer_jax.launching.cloud import Cloud, Runner, run_command
 from dreamer_jax.launching.machine import Asked, Machine, Preempted
 from dreamer_jax.launching.rehearsal import Rehearsal
-from dreamer_jax.launching.settings import Settings, read_settings
+from dreamer_jax.launching.settings import Settings, check_name, read_settings
 from dreamer_jax.launching.state import State, Store
 from dreamer_jax.launching.supervisor import Supervisor
 
@@ -50,6 +50,8 @@ def main(arguments: Sequence[str] | None = None, runner: Runner = run_command) -
         options.options = rest
     command: _Command | None = None
     try:
+        if options.name is not None:
+            check_name(options.name)  # before it names any file
         command = _Command(options, runner)
         return getattr(command, options.command)()
     except Asked as event:

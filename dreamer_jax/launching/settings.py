@@ -61,10 +61,7 @@ class Settings:
         return slice_of(self.tpu)
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", self.name):
-            raise UserError(
-                f"the name '{self.name}' won't do: at most 40 lower-case letters, digits and dashes, a letter first"
-            )
+        check_name(self.name)
         if not re.fullmatch(r"gs://[a-z0-9][-_.a-z0-9]+/.+", self.run_dir):
             raise UserError(
                 f"run_dir '{self.run_dir}' is not gs://BUCKET/FOLDER; a run in a machine's own folder is lost with it"
@@ -79,6 +76,16 @@ class Settings:
     def training_words(self) -> list[str]:
         """The words of `dreamer` that every worker runs."""
         return ["train", self.config, "--run.dir", self.run_dir, *self.options]
+
+
+def check_name(name: str) -> None:
+    """That a run may be called so.
+
+    Raises:
+        UserError: it may not.
+    """
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
+        raise UserError(f"the name '{name}' won't do: at most 40 lower-case letters, digits and dashes, a letter first")
 
 
 def read_settings(path: Path | None, given: dict[str, Any]) -> Settings:

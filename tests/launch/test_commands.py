@@ -16,6 +16,7 @@ from fake_gcloud import World
 
 from dreamer_jax.errors import UserError
 from dreamer_jax.launching.archive import check_configuration, pack
+from dreamer_jax.launching.cli import main
 from dreamer_jax.launching.cloud import Kind, classify
 from dreamer_jax.launching.settings import read_settings
 from dreamer_jax.launching.slices import all_slices, slice_of
@@ -144,6 +145,16 @@ def test_without_gcloud_the_message_says_so(tmp_path):
         text=True,
     )
     assert done.returncode == 2 and "gcloud is not installed" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["create", "run", "logs", "status", "stop", "delete"])
+def test_a_name_that_is_a_path_is_refused(tmp_path, monkeypatch, capsys, command):
+    """Before it names a file: it would lie outside of the folder of states, or nowhere."""
+    monkeypatch.setenv("DREAMER_LAUNCH_DIR", str(tmp_path / "launch"))
+    for name in ("runs/first", "../first"):
+        assert main([command, name]) == 2
+        assert f"the name '{name}' won't do" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
