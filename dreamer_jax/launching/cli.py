@@ -27,6 +27,8 @@ from dreamer_jax.launching.supervisor import Supervisor
 ROOT = Path(__file__).resolve().parents[2]
 OF_THE_MACHINE = ("tpu", "zone", "project", "spot", "network", "subnetwork", "service_account", "runtime_version")
 """Settings that a machine which exists can't change."""
+KILLED = "the training did not end in two minutes; killing it"
+"""What launch/worker.sh says on stderr."""
 EPILOG = """Settings are the keys of a TOML file (--settings) or options; what follows -- goes to `dreamer train`.
 What exists in the cloud is remembered in ~/.dreamer/launch (DREAMER_LAUNCH_DIR), so that a second start goes on where
 the first one was cut off. Exit codes: 0 done, 1 the training failed, 2 something to mend, 130 interrupted."""
@@ -146,7 +148,10 @@ class _Command:
         answer = machine.stop()
         if answer.code != 0:
             raise UserError(f"could not reach every worker of {self.name}; look with: launch/tpu status {self.name}")
-        _say(f"the training of {self.name} is stopped, its state saved; 'launch/tpu run {self.name}' goes on")
+        how = "stopped, its state saved"
+        if KILLED in answer.err:
+            how = "killed, since it didn't end in two minutes; steps after its last checkpoint are lost"
+        _say(f"the training of {self.name} is {how}; 'launch/tpu run {self.name}' goes on")
         return 0
 
     def delete(self) -> int:

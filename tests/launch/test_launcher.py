@@ -273,6 +273,20 @@ def test_stop_from_another_terminal_saves_and_keeps_the_machine(capsys):
     check_end(world, 0, "")
 
 
+def test_a_training_that_had_to_be_killed_is_not_said_to_be_saved(capsys):
+    world = World(hosts=HOSTS)
+    assert launch(world, CREATE) == 0
+
+    def killing(words, seconds):
+        answer = world(words, seconds)
+        return dataclasses.replace(answer, err=cli.KILLED) if "--command=bash worker.sh stop" in words else answer
+
+    assert cli.main(["stop", "demo"], runner=killing) == 0
+    err = capsys.readouterr().err
+    assert "killed, since it didn't end" in err and "saved" not in err
+    assert cli.KILLED in (cli.ROOT / "launch/worker.sh").read_text()
+
+
 def test_a_second_supervisor_is_refused(capsys):
     world = World(hosts=HOSTS)
     elsewhere = Elsewhere(world, 16, ["run", "demo"])
