@@ -11,6 +11,12 @@ from rich.markup import escape
 from dreamer_jax.config.sections import Config
 
 
+class _Out(RichConsole):
+    def on_broken_pipe(self) -> None:
+        """Nobody reads: rich would end the program here, as if by its own wish; `cli.main` has a code for that."""
+        raise  # the BrokenPipeError that is being handled
+
+
 class Console:
     """Prints the progress of one run.
 
@@ -21,7 +27,7 @@ class Console:
 
     def __init__(self, config: Config, quiet: bool = False):
         self._steps = config.training.steps
-        self._out = RichConsole(highlight=False, soft_wrap=True, quiet=quiet)
+        self._out = _Out(highlight=False, soft_wrap=True, quiet=quiet)
 
     def say(self, text: str) -> None:
         """A plain line."""

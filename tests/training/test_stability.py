@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import io
 import os
 import signal
 import subprocess
@@ -11,13 +12,16 @@ import threading
 import time
 from collections.abc import Callable
 from typing import ClassVar
+from unittest.mock import Mock
 
 import jax
 import pytest
 from jax.experimental import multihost_utils
 
+from dreamer_jax.config import Config
 from dreamer_jax.errors import RESTART_EXIT_CODE
 from dreamer_jax.training import preemption
+from dreamer_jax.training.console import Console
 from dreamer_jax.training.preemption import StopRequest
 from dreamer_jax.training.stability import LAG, SkipCounter, Unstable
 
@@ -168,3 +172,12 @@ def test_several_processes_are_asked_through_jax(monkeypatch, capfd):
         assert sent == [signal.SIGTERM] and "Ctrl-C again" in capfd.readouterr().err
         assert [request.reached() for _ in range(3)] == [False, True, True]
         assert request.exit_code == 130
+
+
+def test_a_reader_that_is_gone_is_no_regular_end(monkeypatch):
+    """rich makes of it a SystemExit, which `dreamer` would take for a run that is complete."""
+    closed = io.StringIO()
+    monkeypatch.setattr(closed, "write", Mock(side_effect=BrokenPipeError))
+    monkeypatch.setattr(sys, "stdout", closed)
+    with pytest.raises(BrokenPipeError):
+        Console(Config()).say("step 1")
