@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -56,18 +57,18 @@ def _train_together(loaded: LoadedConfig) -> int:
 
     try:
         return _train(loaded)
+    except BrokenPipeError:  # nobody reads what is printed
+        code, said = 141, ""
     except UserError as error:
-        print(f"dreamer: error: process {jax.process_index()}: {error}", file=sys.stderr)
-        code = 2
+        code, said = 2, f"dreamer: error: process {jax.process_index()}: {error}"
     except Exception as error:
         if _lost_others(error):
-            print(f"dreamer: error: process {jax.process_index()} lost another one: {error}", file=sys.stderr)
-            code = RESTART_EXIT_CODE
+            code, said = RESTART_EXIT_CODE, f"dreamer: error: process {jax.process_index()} lost another one: {error}"
         else:
-            traceback.print_exc()
-            code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+            code, said = 1, traceback.format_exc()
+    with contextlib.suppress(OSError):  # an error here would lead to the regular exit
+        print(said.rstrip(), file=sys.stderr, flush=True)
+        sys.stdout.flush()
     os._exit(code)
 
 

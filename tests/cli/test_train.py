@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import jax
 import pytest
 
+from dreamer_jax.cli import train
 from dreamer_jax.cli.main import main
 from dreamer_jax.cli.train import _lost_others, _split_flags
+from dreamer_jax.config import Config, LoadedConfig
 from dreamer_jax.errors import UserError
 from dreamer_jax.parallel.distributed import named_processes
 
@@ -42,3 +47,16 @@ def test_incomplete_flags(capsys):
 )
 def test_the_loss_of_a_process_is_told_from_a_defect(error, lost):
     assert _lost_others(error) == lost
+
+
+def test_one_of_several_ends_at_once_when_nobody_reads(monkeypatch):
+    """Neither the error nor what is said of it may lead to Python's regular exit, which waits for the others."""
+
+    def broken(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(train, "_train", broken)
+    monkeypatch.setattr(train.sys, "stderr", SimpleNamespace(write=broken, flush=broken))
+    monkeypatch.setattr(train.os, "_exit", exits := Mock())
+    train._train_together(LoadedConfig(Config(), {}))
+    exits.assert_called_once_with(141)
