@@ -99,8 +99,8 @@ class ServedEngine:
         self.options = its = dataclasses.replace(its, rows=rows * self._shards, places=places * self._shards)
         self.model, self._report, self._programs = model, report, programs_for(sharding)
         chosen = samplers_for(model) if samplers is None else samplers
-        self.samplers: dict[str, Sampler] = {}
-        for sampler in chosen:
+        self.samplers: dict[str, Sampler] = {}  # by the name that stands for them; first what requests without one get
+        for sampler in sorted(chosen, key=lambda each: not isinstance(each, Static)):
             self.samplers.setdefault(sampler.name, sampler)
         self._offered = list(dict.fromkeys(sampler.label for sampler in chosen))
         self.programs = programs_of(model, chosen)
