@@ -322,7 +322,7 @@ def test_settings_that_are_refused():
     ):
         with pytest.raises(UserError, match=said):
             Engine(model_of("dreamer"), sampler)
-    with pytest.raises(UserError, match="less than the depth of the model, 1"):
+    with pytest.raises(UserError, match="guess_depth 1: needs a depth of 2 or more"):
         Engine(model_of("huginn").replace(total_depth=1), Lossless())
     for kind, changes in (
         (Speculative, {"lookahead": 0}),

@@ -85,7 +85,8 @@ class Lossless(Sampler):
         guess_depth = self.guess_depth or max(1, depth // 4)
         lanes = -(-depth // guess_depth)
         chosen = Lossless(guess_depth, min(self.wavefront or lanes, lanes))
-        chosen._require(guess_depth < depth, "guess_depth", f"must be less than the depth of the model, {depth}")
+        enough = f"must be less than the depth of the model, {depth}" if depth > 1 else "needs a depth of 2 or more"
+        chosen._require(guess_depth < depth, "guess_depth", enough)
         return chosen
 
     @property
