@@ -18,7 +18,6 @@ from etils import epath
 
 from dreamer_jax.config import Config, LoadedConfig, difference, load_config, to_yaml
 from dreamer_jax.errors import UserError, how_to_install
-from dreamer_jax.families import build
 from dreamer_jax.parallel.distributed import is_primary, wait_for_all
 
 CHANGEABLE = (
@@ -180,14 +179,6 @@ def _refuse_other(place: epath.Path, before: Config, now: Config) -> None:
         changeable = tuple(key for key in CHANGEABLE if key != "training.steps")
     changed = [line for line in difference(before, now) if not line.startswith(changeable)]
     refused = [line for line in changed if not line.startswith(allowed)] if allowed else changed
-    has, wanted = build(before.model), build(now.model)
-    other_depth = any(line.startswith("model.depth:") for line in changed)
-    fits = wanted.flags.recurrent or has.depth <= wanted.depth <= 2 * has.depth
-    if "depth" in now.checkpoint.allowed and other_depth and not fits:
-        raise UserError(
-            f"model.depth: {place} holds a model of {has.depth} layers of their own. They can become up to "
-            f"{2 * has.depth}, the middle ones repeated, but not {wanted.depth}"
-        )
     if not refused:
         return
     names = [name for name, keys in ALLOWED.items() if any(line.startswith(keys) for line in refused)]

@@ -71,7 +71,8 @@ class Recovery:
         """The state of the newest good checkpoint, or a fresh one if none was ever saved to its end.
 
         Raises:
-            UserError: there are checkpoints, and all of them are damaged.
+            UserError: there are checkpoints, and all of them are damaged; or the layers of the one that is good can't
+                become as many as the configuration says.
         """
         step = self.checkpoints.newest_good()
         folders = self.checkpoints.folders
@@ -183,11 +184,17 @@ class Recovery:
         old_depth, new_depth = (getattr(model, "depth", None) for model in (saved.model, self._config.model))
         if old_depth == new_depth:
             return self.checkpoints.restore(like, step)
+        layers = not now.flags.recurrent and before.depth != now.depth
+        if layers and not before.depth < now.depth <= 2 * before.depth:
+            # config.yaml may name another depth, which no checkpoint has come to
+            raise UserError(
+                f"model.depth: {self.checkpoints.folders[step]} holds a model of {before.depth} layers of their own. "
+                f"They can become up to {2 * before.depth}, the middle ones repeated, but not {now.depth}"
+            )
         model = dataclasses.replace(self._config.model, depth=old_depth)
         old = self.checkpoints.restore(abstract_state(dataclasses.replace(self._config, model=model), self._mesh), step)
         self._say(f"depth {old_depth} of checkpoint {step} becomes {new_depth}")
         fresh = create_state(self._config, self._mesh)
-        layers = not now.flags.recurrent and before.depth != now.depth
         return with_more_layers(old, fresh) if layers else with_other_depth(old, fresh)
 
 

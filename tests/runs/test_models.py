@@ -6,21 +6,24 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
-from dreamer_jax.config import LoadedConfig
+from dreamer_jax.config import LoadedConfig, to_yaml
 from dreamer_jax.config.sections import Config, RunConfig
 from dreamer_jax.errors import UserError
 from dreamer_jax.parallel import make_mesh
 from dreamer_jax.runs import array_files
 from dreamer_jax.runs.checkpoints import Checkpoints
-from dreamer_jax.runs.folders import open_run, path_of
+from dreamer_jax.runs.folders import folder_of, open_run, path_of, save_configuration
+from dreamer_jax.runs.integrity import write_manifest
 from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run, locate_run
 from dreamer_jax.runs.step_folders import StepFolders
+from dreamer_jax.training.recovery import Recovery
 from dreamer_jax.training.state import create_state
 from tests.training.cases import tiny_config
 
@@ -106,6 +109,31 @@ def test_a_new_run_starts_from_the_weights_of_another(run, tmp_path):
     equal(state.params, trained.params)
     equal(state.model_state, trained.model_state)
     assert int(state.step) == 0 and not any(np.any(leaf) for leaf in jax.tree.leaves(state.optimizer))
+
+
+def test_layers_are_counted_where_they_lie(run, tmp_path):
+    """In the checkpoint: a run that was to become deeper, and saved nothing since, has no more of them."""
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    data = SimpleNamespace(fingerprint="d", tokenizer=SimpleNamespace(fingerprint="t"))
+
+    def resumed(depth: int):
+        config = run_config(copy, model__depth=depth)
+        config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, allow="depth"))
+        open_run(LoadedConfig(config, {}))
+        recovery = Recovery(LoadedConfig(config, {}), data, make_mesh(config.mesh), print)
+        state = recovery.resume()[0]
+        save_configuration(LoadedConfig(config, {}), folder_of(copy))
+        recovery.checkpoints.close()
+        return state.params["layers"]["sequence_norm"]["scale"]
+
+    meta = copy / "checkpoints" / "3" / "meta" / "metadata"
+    meta.write_text(json.dumps({**META, "config": to_yaml(run_config(copy))}))
+    StepFolders(path_of(copy)).disqualify(3)
+    write_manifest(path_of(copy) / "checkpoints" / "3", 0, 1)
+    assert len(resumed(4)) == 4
+    with pytest.raises(UserError, match=r"checkpoints/3 holds a model of 2 layers .* can become up to 4, .* but not 8"):
+        resumed(8)
+    equal(resumed(2), load_run(run).params["layers"]["sequence_norm"]["scale"])
 
 
 @pytest.mark.parametrize("early", [False, True])
