@@ -10,14 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from dreamer_jax.config.recurrence import RecurrenceConfig
-from dreamer_jax.errors import ConfigError
+from dreamer_jax.errors import ConfigError, UserError
 from dreamer_jax.families import build, forward
 from dreamer_jax.families.contract import Drawn
-from dreamer_jax.parallel import make_mesh
+from dreamer_jax.parallel import batch_spec, make_mesh
 from dreamer_jax.training import depths
-from dreamer_jax.training.state import create_state
+from dreamer_jax.training.batch import batch_entries
+from dreamer_jax.training.state import abstract_state, create_state
 from dreamer_jax.training.train_step import make_train_step
 from tests.families.cases import TINY_MODELS, drawn_params, random_weights, small_config
 from tests.families.puzzle_cases import puzzles
@@ -363,3 +365,17 @@ def test_devices_draw_the_same_depth():
 def test_rows_go_as_deep_on_any_mesh(mesh):
     """Also where devices exchange tokens in every depth, whose deepest rows differ."""
     np.testing.assert_allclose(trained("row", **mesh), trained("row"), rtol=1e-4)
+
+
+@pytest.mark.parametrize("expert", [1, 2])
+def test_groups_that_do_not_divide_the_rows_of_a_device(expert):
+    """Are refused in one line, where devices compute depths together as elsewhere."""
+    config = tiny_config(model__variant="DR", training__batch_size=24, mesh__data=(4 // expert,), mesh__expert=expert)
+    config = dataclasses.replace(config, recurrence=RecurrenceConfig(draw="uniform", by="row"))
+    mesh = make_mesh(config.mesh, jax.devices()[:4])
+    batch = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, batch_spec(mesh)))
+        for name, (shape, dtype) in batch_entries(config).items()
+    }
+    with pytest.raises(UserError, match="6 rows at once can't be divided into 4 groups"):
+        make_train_step(config, mesh).lower(abstract_state(config, mesh), batch)
