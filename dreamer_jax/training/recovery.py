@@ -22,7 +22,7 @@ from dreamer_jax.runs.folders import config_of_text
 from dreamer_jax.runs.integrity import manifests
 from dreamer_jax.runs.state import TrainState
 from dreamer_jax.runs.step_folders import StepFolders
-from dreamer_jax.training.state import abstract_state, create_state
+from dreamer_jax.training.state import abstract_state, create_state, draw_state
 
 SECONDS_BETWEEN_TRIES = (1.0, 5.0, 15.0, 30.0)
 """Between attempts to save at the end of a run."""
@@ -194,7 +194,7 @@ class Recovery:
         model = dataclasses.replace(self._config.model, depth=old_depth)
         old = self.checkpoints.restore(abstract_state(dataclasses.replace(self._config, model=model), self._mesh), step)
         self._say(f"depth {old_depth} of checkpoint {step} becomes {new_depth}")
-        fresh = create_state(self._config, self._mesh)
+        fresh = draw_state(self._config, self._mesh)  # what the run began from has the old depth, and may be gone
         return with_more_layers(old, fresh) if layers else with_other_depth(old, fresh)
 
 

@@ -34,6 +34,18 @@ def create_state(config: Config, mesh: Mesh) -> TrainState:
         UserError: there is no such run, or it holds another model; or no such file, or it holds something else.
     """
     texts = _texts(config)  # what is wrong with them shows before anything is compiled
+    state = draw_state(config, mesh)
+    if config.training.initial_weights:
+        state = _with_weights_of(config.training.initial_weights, state)
+    if texts is None:
+        return state
+    sharding = state.model_state[KNOWLEDGE]["texts"].sharding
+    placed = jax.make_array_from_callback(texts.shape, sharding, lambda index: texts[index])
+    return state.replace(model_state={**state.model_state, KNOWLEDGE: {"texts": placed}})
+
+
+def draw_state(config: Config, mesh: Mesh) -> TrainState:
+    """The same drawn from `run.seed` alone, whatever else a new run begins from; its embeddings of texts are none."""
     family = build(config.model)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, _abstract(config, family, mesh))
 
@@ -45,14 +57,7 @@ def create_state(config: Config, mesh: Mesh) -> TrainState:
     # Drawing every matrix takes the CPU backend seconds to compile at full effort; this little gives the same bits.
     quick = mesh.devices.flat[0].platform == "cpu"
     options = {"xla_backend_optimization_level": 1} if quick else None
-    state = jax.jit(fresh, out_shardings=shardings, compiler_options=options)()
-    if config.training.initial_weights:
-        state = _with_weights_of(config.training.initial_weights, state)
-    if texts is None:
-        return state
-    sharding = state.model_state[KNOWLEDGE]["texts"].sharding
-    placed = jax.make_array_from_callback(texts.shape, sharding, lambda index: texts[index])
-    return state.replace(model_state={**state.model_state, KNOWLEDGE: {"texts": placed}})
+    return jax.jit(fresh, out_shardings=shardings, compiler_options=options)()
 
 
 def check_beginning(config: Config) -> None:

@@ -7,23 +7,23 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from dreamer_jax.config import LoadedConfig, to_yaml
+from dreamer_jax.config import LoadedConfig
 from dreamer_jax.config.sections import Config, RunConfig
 from dreamer_jax.errors import UserError
 from dreamer_jax.parallel import make_mesh
 from dreamer_jax.runs import array_files
 from dreamer_jax.runs.checkpoints import Checkpoints
-from dreamer_jax.runs.folders import folder_of, open_run, path_of, save_configuration
-from dreamer_jax.runs.integrity import write_manifest
+from dreamer_jax.runs.folders import open_run, path_of, save_configuration
 from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run, locate_run
 from dreamer_jax.runs.step_folders import StepFolders
-from dreamer_jax.training.recovery import Recovery
+from dreamer_jax.training.recovery import Recovery, stacking
 from dreamer_jax.training.state import create_state
 from tests.training.cases import tiny_config
 
@@ -111,29 +111,41 @@ def test_a_new_run_starts_from_the_weights_of_another(run, tmp_path):
     assert int(state.step) == 0 and not any(np.any(leaf) for leaf in jax.tree.leaves(state.optimizer))
 
 
-def test_layers_are_counted_where_they_lie(run, tmp_path):
-    """In the checkpoint: a run that was to become deeper, and saved nothing since, has no more of them."""
-    copy = Path(shutil.copytree(run, tmp_path / "copy"))
-    data = SimpleNamespace(fingerprint="d", tokenizer=SimpleNamespace(fingerprint="t"))
-
-    def resumed(depth: int):
-        config = run_config(copy, model__depth=depth)
-        config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, allow="depth"))
-        open_run(LoadedConfig(config, {}))
-        recovery = Recovery(LoadedConfig(config, {}), data, make_mesh(config.mesh), print)
-        state = recovery.resume()[0]
-        save_configuration(LoadedConfig(config, {}), folder_of(copy))
+def resumed(config: Config, step: int | None = None) -> np.ndarray:
+    """The scales of all layers with which a run goes on that may become deeper, saved as those of a step."""
+    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, allow="depth"))
+    loaded, mesh = LoadedConfig(config, {}), make_mesh(config.mesh)
+    folder = open_run(loaded)
+    data: Any = SimpleNamespace(fingerprint="d", tokenizer=SimpleNamespace(fingerprint="t"))
+    recovery = Recovery(loaded, data, mesh, print)
+    try:
+        state, counters = recovery.resume()
+        save_configuration(loaded, folder)
+        if step:
+            recovery.save_now(state.replace(step=state.step + step), step, counters, 1)
+    finally:
         recovery.checkpoints.close()
-        return state.params["layers"]["sequence_norm"]["scale"]
+    return jax.device_get(state.params["layers"]["sequence_norm"]["scale"])
 
-    meta = copy / "checkpoints" / "3" / "meta" / "metadata"
-    meta.write_text(json.dumps({**META, "config": to_yaml(run_config(copy))}))
-    StepFolders(path_of(copy)).disqualify(3)
-    write_manifest(path_of(copy) / "checkpoints" / "3", 0, 1)
-    assert len(resumed(4)) == 4
-    with pytest.raises(UserError, match=r"checkpoints/3 holds a model of 2 layers .* can become up to 4, .* but not 8"):
-        resumed(8)
-    equal(resumed(2), load_run(run).params["layers"]["sequence_norm"]["scale"])
+
+def test_layers_are_counted_where_they_lie(tmp_path):
+    """In the checkpoint: a run that was to become deeper, and saved nothing since, has no more of them."""
+    two, four, eight = (run_config(tmp_path / "run", model__depth=depth) for depth in (2, 4, 8))
+    saved = resumed(two, step=1)
+    assert len(resumed(four)) == 4
+    with pytest.raises(UserError, match=r"checkpoints/1 holds a model of 2 layers .* up to 4, .* but not 8"):
+        resumed(eight)
+    equal(resumed(two), saved)
+
+
+def test_a_run_from_the_weights_of_another_becomes_deeper(run, tmp_path):
+    """Whose depth it no longer has, and which may be gone."""
+    base = Path(shutil.copytree(run, tmp_path / "base"))
+    config = run_config(tmp_path / "new", training__initial_weights=str(base))
+    saved = resumed(config, step=1)
+    shutil.rmtree(base)
+    deeper = dataclasses.replace(config, model=dataclasses.replace(config.model, depth=3))
+    equal(resumed(deeper), saved[stacking(2, 3)])
 
 
 @pytest.mark.parametrize("early", [False, True])
