@@ -33,7 +33,7 @@ def run(arguments: list[str]) -> int:
     """Print the table, and draw the figure that is asked for; returns the exit code."""
     options = _parser().parse_args(arguments)
     figure = options.figure and figure_file("--figure", options.figure)
-    directories = list(dict.fromkeys(options.runs))
+    directories = list(dict.fromkeys(str(Path(run)) for run in options.runs))  # a/ is a
     rows = [_row(Path(directory)) for directory in directories]
     configs = {directory: load_config(Path(directory) / "config.yaml").config for directory in directories}
     curves = {d: accuracies(Path(d), config, read_metrics(Path(d))) for d, config in configs.items()}
@@ -105,9 +105,9 @@ def _baseline(asked: str | None, directories: list[str], rows: list[dict[str, An
     if asked is None:
         layered = (d for d, row in zip(directories, rows, strict=True) if row["variant"].startswith("LA"))
         return next(layered, directories[0])
-    if asked not in directories:
+    if str(Path(asked)) not in directories:
         raise UserError(f"--baseline {asked} is none of the runs that are compared: {', '.join(directories)}")
-    return asked
+    return str(Path(asked))
 
 
 def _benchmarks(curves: dict[str, Curve], baseline: dict[str, Curve]) -> dict[str, Any]:

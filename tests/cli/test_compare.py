@@ -75,6 +75,12 @@ def test_data_efficiency_against_a_baseline(runs, capsys):
     assert "none of the runs" in capsys.readouterr().err
 
 
+def test_a_slash_behind_a_run_makes_no_other_run(runs, capsys):
+    """Shells complete a folder's name with one."""
+    assert main(["compare", *runs, f"{runs[1]}/", "--baseline", f"{runs[1]}/", "--json"]) == 0
+    assert [row["run"] for row in json.loads(capsys.readouterr().out)] == runs
+
+
 def results_of(**measured: tuple[float, int]) -> bytes:
     """results.json of step 5: accuracy and questions by benchmark."""
     headlines = {"gsm8k": "strict", "math": "boxed", "mathqa": "acc"}
