@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def run(arguments: list[str]) -> int:
             panels[label] = {names[directory]: its.get(label, []) for directory, its in curves.items()}
         if not draw(panels, names[baseline], figure):
             raise UserError("none of the runs has been evaluated yet; see evaluation.every")
-        print(f"figure {figure}")
+        print(f"figure {figure}", file=sys.stderr if options.json else sys.stdout)
     return 0
 
 

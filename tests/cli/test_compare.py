@@ -46,6 +46,14 @@ def test_table_and_figure(runs, tmp_path, capsys):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_json_stays_json_beside_a_figure(runs, tmp_path, capsys):
+    figure = tmp_path / "loss.png"
+    assert main(["compare", *runs, "--json", "--figure", str(figure)]) == 0
+    told = capsys.readouterr()
+    assert len(json.loads(told.out)) == 2
+    assert told.err == f"figure {figure}\n" and figure.exists()
+
+
 def test_every_evaluation_is_drawn(runs, tmp_path, monkeypatch):
     """Tokens follow from the step, whether or not a line of the log falls on it."""
     with open(f"{runs[1]}/metrics.jsonl", "a") as file:
