@@ -64,6 +64,15 @@ def _verify(folders, wanted: int | None) -> int:
 
 
 def _prune(folders, keep: int, keep_every: int) -> int:
+    from dreamer_jax.runs.integrity import problem_of
+
+    complete = folders.complete()
+    problem = problem_of(folders[complete[-1]]) if complete else None
+    if problem is not None:  # an older one may be all that is left of the run
+        raise UserError(
+            f"nothing was removed: the newest step, {complete[-1]}, is damaged ({problem}); remove its folder first, "
+            f"{folders[complete[-1]]}"
+        )
     gone = [str(step) for step in folders.prune(keep, keep_every)]
     left = ", ".join(map(str, folders.all())) or "none"
     print(f"removed {', '.join(gone) or 'nothing'}; left: {left}")

@@ -258,6 +258,16 @@ def test_more_layers():
     assert stacking(4, 8) == [0, 1, 2, 3, 0, 1, 2, 3] and stacking(3, 4) == [0, 1, 1, 2] and stacking(2, 2) == [0, 1]
 
 
+def test_pruning_leaves_good_steps_before_a_damaged_one(two, tmp_path, capsys):
+    """They are all that a training could go on from."""
+    directory = copy_of(two, tmp_path)
+    flip(next((directory / "checkpoints" / "2" / "params" / "d").iterdir()))
+    assert main(["checkpoint", "prune", str(directory), "--keep", "1"]) == 2
+    told = capsys.readouterr().err
+    assert "the newest step, 2, is damaged" in told and told.count("\n") == 1
+    assert folders(directory) == [1, 2]
+
+
 def test_command_line(two, tmp_path, capsys):
     directory = copy_of(two, tmp_path)
     assert main(["checkpoint", "list", str(directory)]) == 0
