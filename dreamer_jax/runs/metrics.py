@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +162,18 @@ def _without_torch() -> Iterator[None]:
 def read_metrics(directory: Path) -> list[dict[str, float]]:
     """The records of a run's metrics.jsonl, in order; a line cut short by a kill is left out."""
     return list(read_lines(directory / "metrics.jsonl"))
+
+
+def newest_values(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The newest value of each name. What an evaluation measured comes from one record: a perplexity that wasn't
+    finite, which records leave out, isn't that of an evaluation before."""
+    newest: dict[str, float] = {}
+    for record in records:
+        measured = {_evaluation(name) for name in record} - {None}
+        newest = {name: value for name, value in newest.items() if _evaluation(name) not in measured} | record
+    return newest
+
+
+def _evaluation(name: str) -> str | None:
+    kind = name.partition("/")[0]
+    return kind if kind in ("heldout", "harder", "eval") else None

@@ -104,7 +104,7 @@ def draw(config: RecurrenceConfig, family: Family, key: jax.Array, step: jax.Arr
 def as_deep_together(drawn: Drawn, axis: str) -> Drawn:
     """The same where devices along an axis of the mesh compute every depth together: groups of rows go as deep as the
     deepest of theirs on any of them."""
-    if jnp.ndim(drawn.depth) == 0 or len(drawn.depth) % drawn.groups:  # the pass refuses such groups
+    if jnp.ndim(drawn.depth) == 0 or jnp.shape(drawn.depth)[0] % drawn.groups:  # the pass refuses such groups
         return drawn
     deepest = jnp.max(jnp.sort(drawn.depth).reshape(drawn.groups, -1), axis=1)
     return drawn._replace(group_depths=jax.lax.pmax(deepest, axis))

@@ -22,7 +22,7 @@ from dreamer_jax.parallel import batch_spec, make_mesh
 from dreamer_jax.parallel.distributed import is_primary, place_rows, rows_of_devices
 from dreamer_jax.runs.checkpoints import Checkpoints
 from dreamer_jax.runs.folders import RunFolder, open_run, save_configuration, write_atomically
-from dreamer_jax.runs.metrics import MetricsWriter, read_metrics
+from dreamer_jax.runs.metrics import MetricsWriter, newest_values, read_metrics
 from dreamer_jax.runs.state import TrainState
 from dreamer_jax.training import metrics as measure
 from dreamer_jax.training.clock import Schedule, StepClock
@@ -350,11 +350,9 @@ def _finish(config: Config, console: Console, folder: RunFolder, state: TrainSta
     """Summary, figures and worked examples of a complete run."""
     if not is_primary():
         return
-    last: dict[str, float] = {}
-    for record in read_metrics(folder.local):
-        last |= record
+    summary = newest_values(read_metrics(folder.local))
     try:
-        write_atomically(folder.local / "summary.json", json.dumps(last, indent=1) + "\n")
+        write_atomically(folder.local / "summary.json", json.dumps(summary, indent=1) + "\n")
         figures = draw_figures(folder.local)
         folder.publish()
     except OSError as error:

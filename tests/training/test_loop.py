@@ -24,7 +24,7 @@ from dreamer_jax.config.sections import (
 )
 from dreamer_jax.errors import UserError
 from dreamer_jax.runs.checkpoints import Checkpoints
-from dreamer_jax.runs.metrics import MetricsWriter, read_metrics
+from dreamer_jax.runs.metrics import MetricsWriter, newest_values, read_metrics
 from dreamer_jax.runs.state import TrainState
 from dreamer_jax.training import clock, loop, recovery
 from dreamer_jax.training.console import Console
@@ -310,3 +310,15 @@ def test_throughput_and_time_left_are_those_of_the_steps(train, monkeypatch):
     assert rates == pytest.approx(dict.fromkeys((1, 4, 8, 12, 16, 20, 21), tokens / 2))
     assert [step for step, _ in shown] == list(rates)
     assert [end for step, end in shown if step >= 8] == pytest.approx([now[0]] * 5)  # all have come once by then
+
+
+def test_the_summary_mixes_no_evaluations(tmp_path):
+    """Values that aren't finite are left out of records: what is there of an earlier evaluation isn't theirs."""
+    writer = MetricsWriter(tmp_path, 0)
+    writer.write(8, {"loss": 2.0, "experts/gini": 0.5})
+    writer.write(8, {"heldout/loss": 2.0, "heldout/perplexity": 7.4, "eval/ppl/loss": 3.0})
+    writer.write(16, {"loss": 1.0})
+    writer.write(16, {"heldout/loss": 800.0, "heldout/perplexity": float("inf")})
+    writer.close()
+    expected = {"step": 16, "loss": 1.0, "experts/gini": 0.5, "heldout/loss": 800.0, "eval/ppl/loss": 3.0}
+    assert newest_values(read_metrics(tmp_path)) == expected
