@@ -170,7 +170,7 @@ def newest_values(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
     newest: dict[str, float] = {}
     for record in records:
         measured = {_evaluation(name) for name in record} - {None}
-        newest = {name: value for name, value in newest.items() if _evaluation(name) not in measured} | record
+        newest = {name: value for name, value in newest.items() if _evaluation(name) not in measured} | dict(record)
     return newest
 
 

@@ -151,7 +151,8 @@ def rows_of(result: Mapping[str, Any], task: str) -> list[dict[str, Any]]:
     for name, member in members.items():
         runs = seeds_of(member, metric)
         value, interval = (1.0, None) if name == result["baseline"] and runs else efficiency(runs, theirs)
-        speeds = [seed["tokens_per_second"] for seed in member["seeds"].values()]
+        seeds = member["seeds"].values()
+        speeds = [seed["tokens_per_second"] for seed in seeds if "tokens_per_second" in seed]
         rows.append(
             {
                 "member": name,

@@ -36,13 +36,15 @@ def test_members_and_tasks_join_what_is_recorded_in_the_order_of_the_file():
 
 
 def test_more_seeds_join_those_of_the_same_model():
-    recorded = result(text={"a": {"0": "old", "1": "old"}, "b": {"0": "old"}})
+    old, again = ({"parts": name, "tokens_per_second": 5.0} for name in ("old", "new"))
+    added = {"parts": "new"}  # perhaps on another machine: their speed says nothing
+    recorded = result(text={"a": {"0": old, "1": old}, "b": {"0": old}})
     recorded["tasks"]["text"]["members"]["a"]["swept"] = {"1e-3": 0.5}
-    new = result(text={"a": {"10": "new", "3": "new", "1": "new"}, "c": {"3": "new"}})
+    new = result(text={"a": {"10": again, "3": again, "1": again}, "c": {"3": again}})
     found = record.merged(recorded, new, ["text"], ["a", "b", "c"], more_seeds=True)["tasks"]["text"]["members"]
-    assert list(found["a"]["seeds"].items()) == [("0", "old"), ("1", "new"), ("3", "new"), ("10", "new")]
+    assert list(found["a"]["seeds"].items()) == [("0", old), ("1", added), ("3", added), ("10", added)]
     assert found["a"]["swept"] == {"1e-3": 0.5}  # further seeds need no sweep, and its losses stay
-    assert found["b"]["seeds"] == {"0": "old"} and found["c"]["seeds"] == {"3": "new"}
+    assert found["b"]["seeds"] == {"0": old} and found["c"]["seeds"] == {"3": again}
     new["tasks"]["text"]["members"]["a"]["depth"] = 2
     with pytest.raises(UserError, match="a: what is recorded is another model"):
         record.merged(recorded, new, ["text"], ["a", "b", "c"], more_seeds=True)
