@@ -85,7 +85,11 @@ def _row(directory: Path) -> dict[str, Any]:
     if not summary.is_file():
         raise UserError(f"{directory} is not a finished run: it has no summary.json; finish it with `dreamer train`")
     config = load_config(directory / "config.yaml").config
-    last = read_object(summary, "`dreamer train` with its config.yaml makes it again", ("step", "tokens"))
+    fix = "`dreamer train` with its config.yaml makes it again"
+    last = read_object(summary, fix, ("step", "tokens"))
+    for name, value in last.items():
+        if not isinstance(value, int | float):
+            raise UserError(f"{summary} is damaged: '{name}' isn't a number; {fix}")
     model = build(config.model)
     context = analytic.average_context(config.data.places, model.flags.causal)
     return {

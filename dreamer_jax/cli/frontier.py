@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dreamer_jax.cli.arguments import Parser, positive, say, split_overrides
+from dreamer_jax.errors import UserError
 
 
 def run(arguments: list[str]) -> int:
@@ -17,6 +18,8 @@ def run(arguments: list[str]) -> int:
 
     variants = variants_of(options.task, options.preset, options.ablation, options.model, overrides)
     folder = Path(options.out or f"runs/frontier/{options.task}_{options.preset}")
+    if folder.is_file():
+        raise UserError(f"--out {folder}: is a file; name a folder")
     seeds = options.seeds or (3 if options.preset == "paper" and options.task == "graph" else 1)
     result, code = study(
         options.task, options.preset, variants, seeds, folder, options.instances, options.ablation, say

@@ -134,6 +134,7 @@ def test_damaged_files_are_said_in_one_line(runs, tmp_path, capsys):
         (results, b'{"source": {"step": 5}, "tasks": []}', "results.json is damaged: 'list' object has no"),
         (tmp_path / "DR/summary.json", b"[]", "summary.json is damaged: not a JSON object"),
         (tmp_path / "DR/summary.json", b"{}", "summary.json is damaged: it has no 'step'"),
+        (tmp_path / "DR/summary.json", b'{"step": null, "tokens": 3}', "damaged: 'step' isn't a number"),
     ):
         path.write_bytes(content)
         assert main(["compare", *runs]) == 2

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dreamer_jax.cli import frontier as command
+from dreamer_jax.cli.main import main
 from dreamer_jax.data.puzzles import PuzzleSource
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import build, forward, initialise
@@ -133,6 +134,12 @@ def test_damaged_cells_are_said(accuracy: object, tmp_path: Path, monkeypatch) -
     (tmp_path / "cells.json").write_text(json.dumps({**kept, "accuracy": accuracy}))
     with pytest.raises(UserError, match=r"cells\.json is damaged: .*remove it"):
         cells.accuracies(tmp_path, [1], 2, 10, lambda _: None)
+
+
+def test_a_file_is_no_folder(tmp_path: Path, capsys) -> None:
+    (tmp_path / "out").touch()
+    assert main(["frontier", "graph", "--preset", "laptop", "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.endswith("/out: is a file; name a folder\n")
 
 
 def test_two_models_of_one_name_would_share_a_folder(tmp_path: Path) -> None:
