@@ -42,7 +42,7 @@ def test_more_seeds_join_those_of_the_same_model():
     recorded["tasks"]["text"]["members"]["a"]["swept"] = {"1e-3": 0.5}
     new = result(text={"a": {"10": again, "3": again, "1": again}, "c": {"3": again}})
     found = record.merged(recorded, new, ["text"], ["a", "b", "c"], more_seeds=True)["tasks"]["text"]["members"]
-    assert list(found["a"]["seeds"].items()) == [("0", old), ("1", added), ("3", added), ("10", added)]
+    assert list(found["a"]["seeds"].items()) == [("0", old), ("1", again), ("3", added), ("10", added)]
     assert found["a"]["swept"] == {"1e-3": 0.5}  # further seeds need no sweep, and its losses stay
     assert found["b"]["seeds"] == {"0": old} and found["c"]["seeds"] == {"3": again}
     new["tasks"]["text"]["members"]["a"]["depth"] = 2
