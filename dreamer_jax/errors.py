@@ -6,6 +6,8 @@ INTERRUPTED_EXIT_CODE = 130
 """Exit code after Ctrl-C, as of a process that died of it."""
 RESTART_EXIT_CODE = 75
 """Exit code of a run that was asked to stop, has saved its state and wants to be started again (EX_TEMPFAIL)."""
+DIVERGED = "training has diverged"
+"""What the last line of a run says that found no finite loss any more; a study looks for it."""
 
 
 def how_to_install(extra: str) -> str:

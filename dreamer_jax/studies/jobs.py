@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,7 +23,7 @@ from typing import IO
 
 from dreamer_jax.config import LoadedConfig
 from dreamer_jax.config.writing import to_yaml
-from dreamer_jax.errors import RESTART_EXIT_CODE, UserError
+from dreamer_jax.errors import DIVERGED, RESTART_EXIT_CODE, UserError
 from dreamer_jax.runs.folders import write_atomically
 
 PROGRAM = (sys.executable, "-m", "dreamer_jax")
@@ -56,6 +56,19 @@ class Job:
     def run(self) -> Path:
         """The run directory."""
         return Path(self.loaded.config.run.dir)
+
+
+class RunsFailed(UserError):
+    """Runs ended with an error; the others are complete.
+
+    Args:
+        lines: the last that each of them printed, and where, by name.
+    """
+
+    def __init__(self, lines: Mapping[str, str]):
+        super().__init__(f"{'; '.join(lines.values())}; the other runs are complete, and the same command tries again")
+        self.diverged = {name for name, line in lines.items() if DIVERGED in line}
+        self.others = lines.keys() - self.diverged
 
 
 @dataclass
@@ -96,9 +109,9 @@ def run_jobs(jobs: Sequence[Job], folder: Path, at_once: int, say: Callable[[str
         say: gets lines of progress.
 
     Raises:
-        UserError: a run failed; the message holds its last line. The others have saved and go on when started again.
+        RunsFailed: after the others have been made.
     """
-    waiting, running = deque(jobs), list[_Running]()
+    waiting, running, failed = deque(jobs), list[_Running](), dict[str, str]()
     began = said = time.monotonic()
     done = 0
     with _stopping() as stopping:
@@ -111,22 +124,28 @@ def run_jobs(jobs: Sequence[Job], folder: Path, at_once: int, say: Callable[[str
                 for each in tuple(running):
                     if (code := each.process.poll()) is None:
                         continue
-                    if code:
-                        raise UserError(f"{each.job.name} failed ({each.log}): {each.last_line().removeprefix(SAYS)}")
-                    if each.commands:
+                    if each.commands and not code:
                         each.start_next(at_once)
                         continue
                     running.remove(each)
                     each.lock.close()
                     done += 1
-                    left = (time.monotonic() - began) / done * (len(jobs) - done)
-                    say(f"{done}/{len(jobs)} {each.job.name} is complete; about {timedelta(seconds=round(left))} left")
+                    left = (
+                        f"about {timedelta(seconds=round((time.monotonic() - began) / done * (len(jobs) - done)))} left"
+                    )
+                    end = "is complete"
+                    if code:
+                        end = f"failed ({each.log}): {each.last_line().removeprefix(SAYS)}"
+                        failed[each.job.name] = f"{each.job.name} {end}"
+                    say(f"{done}/{len(jobs)} {each.job.name} {end}; {left}")
                 if time.monotonic() - said > LINE_SECONDS:
                     said = time.monotonic()
                     for each in running:
                         say(f"  {each.job.name}: {each.last_line() or 'starting'}")
         finally:
             _stop(running, say)
+    if failed and not stopping:
+        raise RunsFailed(failed)
     return RESTART_EXIT_CODE if stopping else 0
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from dreamer_jax.studies.depths import FILE as DEPTHS
 from dreamer_jax.studies.depths import Kept, takes, usual_depths
 from dreamer_jax.studies.difficulty import generated
 from dreamer_jax.studies.expert_use import SETTINGS as COUNTED
-from dreamer_jax.studies.jobs import Job, run_jobs
+from dreamer_jax.studies.jobs import Job, RunsFailed, run_jobs
 from dreamer_jax.studies.study_file import LOSS, TRIAL_SHARE, Member, StudyFile, Sweep, Task
 from dreamer_jax.training.evaluation import kept_parts
 from dreamer_jax.training.figures import heldout_curve
@@ -126,7 +126,8 @@ def conduct(
     """Train and evaluate what isn't yet; returns what study.json holds, and the exit code of a study that was stopped.
 
     Raises:
-        UserError: the folder holds another study, or a run fails.
+        UserError: the folder holds another study; or runs failed, when all others have been made. In a sweep, and of
+            several seeds that are begun, a run that diverges is only the worst.
     """
     every = entrants(study, words)
     for line in warnings(every, study.baseline):
@@ -134,27 +135,34 @@ def conduct(
     swept: dict[tuple[str, str], dict[str, float]] = {}
     if study.sweep:
         trials = [job for entrant in every for job in _trials(study, study.sweep, entrant, words, folder)]
-        code = _finish(trials, folder, at_once, say)
+        code, diverged = _try_out(trials, folder, at_once, say)
         if code:
             return {}, code
         for entrant in every:
-            ends = swept[entrant.task.name, entrant.member.name] = _sweep_losses(study.sweep, entrant, folder)
+            ends = swept[entrant.task.name, entrant.member.name] = _sweep_losses(study.sweep, entrant, folder, diverged)
             if ends:
                 say(f"{entrant.task.name}/{entrant.member.name}: {study.sweep.key} {_best(study.sweep, ends)} was best")
         every = [_with_value(study, study.sweep, entrant, swept, words) for entrant in every]
-    seeds = {}
+    seeds, diverged = {}, set[str]()
     if study.tries > 1:
-        code = _finish(_in_turn(_tries(study, entrant, words, folder) for entrant in every), folder, at_once, say)
+        tries = _in_turn(_tries(study, entrant, words, folder) for entrant in every)
+        code, diverged = _try_out(tries, folder, at_once, say)
         if code:
             return {}, code
     for entrant in every:
-        seeds[entrant.task.name, entrant.member.name] = _seeds(study, entrant, words, folder)
+        seeds[entrant.task.name, entrant.member.name] = _seeds(study, entrant, words, folder, diverged)
     runs = [
         _runs(study, entrant, seeds[key], folder, swept.get(key)) for key, entrant in zip(seeds, every, strict=True)
     ]
-    code = _finish(_in_turn(runs), folder, at_once, say)
+    code, failed = 0, None
+    try:
+        code = _finish(_in_turn(runs), folder, at_once, say)
+    except RunsFailed as error:
+        failed = error
     result = collect(study, every, swept, runs)
     write_atomically(folder / FILE, json.dumps(result, indent=1) + "\n")
+    if failed:
+        raise failed
     return result, code
 
 
@@ -168,6 +176,16 @@ def _finish(jobs: Sequence[Job], folder: Path, at_once: int, say: Callable[[str]
     if len(missing) < len(jobs):
         say(f"{len(jobs) - len(missing)} of {len(jobs)} runs are complete already")
     return run_jobs(missing, folder, at_once, say)
+
+
+def _try_out(jobs: Sequence[Job], folder: Path, at_once: int, say: Callable[[str], None]) -> tuple[int, set[str]]:
+    """Make short runs, of which the best are wanted; returns the exit code, and the names of those that diverged."""
+    try:
+        return _finish(jobs, folder, at_once, say), set()
+    except RunsFailed as error:
+        if error.others:
+            raise
+        return 0, error.diverged
 
 
 def _complete(job: Job) -> bool:
@@ -224,11 +242,14 @@ def _tries(study: StudyFile, entrant: Entrant, words: Sequence[Word], folder: Pa
     return [_job(tried, folder, f"try{seed}", seed, "") for seed in range(study.seeds * study.tries)]
 
 
-def _seeds(study: StudyFile, entrant: Entrant, words: Sequence[Word], folder: Path) -> list[int]:
+def _seeds(
+    study: StudyFile, entrant: Entrant, words: Sequence[Word], folder: Path, diverged: Container[str]
+) -> list[int]:
     """The seeds that are made whole: of each `tries` the one that had the lowest held-out loss."""
     if study.tries == 1:
         return list(study.run_seeds)
-    ends = [_last_loss(job.run) for job in _tries(study, entrant, words, folder)]
+    tries = _tries(study, entrant, words, folder)
+    ends = [math.inf if job.name in diverged else _last_loss(job.run) for job in tries]
     groups = (range(first, first + study.tries) for first in range(0, len(ends), study.tries))
     return [min(group, key=lambda seed: ends[seed]) for group in groups]
 
@@ -269,10 +290,20 @@ def _best(sweep: Sweep, swept: dict[str, float]) -> str:
     return min(swept, key=lambda value: swept[value]) if swept else sweep.values[0]
 
 
-def _sweep_losses(sweep: Sweep, entrant: Entrant, folder: Path) -> dict[str, float]:
-    """Held-out loss at the end of each run of a sweep; empty where its value is given."""
-    tried = sweep.values if sweep.share else ()
-    return {value: _last_loss(_job(entrant, folder, f"sweep-{value}", FIRST, "").run) for value in tried}
+def _sweep_losses(sweep: Sweep, entrant: Entrant, folder: Path, diverged: Container[str]) -> dict[str, float]:
+    """Held-out loss at the end of each run of a sweep that has one; empty where its value is given.
+
+    Raises:
+        UserError: all have diverged.
+    """
+    jobs = {
+        value: _job(entrant, folder, f"sweep-{value}", FIRST, "") for value in (sweep.values if sweep.share else ())
+    }
+    ends = {value: _last_loss(job.run) for value, job in jobs.items() if job.name not in diverged}
+    if jobs and not ends:
+        member = f"{entrant.task.name}/{entrant.member.name}"
+        raise UserError(f"{member} diverged at every {sweep.key} of the sweep, {', '.join(jobs)}; give it other values")
+    return ends
 
 
 def _last_loss(run: Path) -> float:

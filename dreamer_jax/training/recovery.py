@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from dreamer_jax.config import Config, LoadedConfig, to_yaml
 from dreamer_jax.data import Data
-from dreamer_jax.errors import UserError
+from dreamer_jax.errors import DIVERGED, UserError
 from dreamer_jax.families import build
 from dreamer_jax.parallel.distributed import is_primary, wait_for_all
 from dreamer_jax.runs.checkpoints import Checkpoints
@@ -134,7 +134,7 @@ class Recovery:
         what = f"{in_a_row} steps in a row, up to step {failed}, had no finite loss and gradient"
         if counters.rollbacks >= self._config.safety.rollbacks:
             raise UserError(
-                f"{what}, and the run had gone back {counters.rollbacks} times already: training has diverged; start "
+                f"{what}, and the run had gone back {counters.rollbacks} times already: {DIVERGED}; start "
                 "again with a lower --training.learning_rate and another --run.dir"
             )
         self.checkpoints.settle(wait=True)

@@ -405,6 +405,8 @@ with (here / "notes").open("a") as notes:
 print("hello from", name, flush=True)
 if name == "seed7":
     sys.exit("no such data\\n")
+if name == "seed9":
+    sys.exit("dreamer: error: no finite loss: training has diverged; a lower rate\\n")
 if name == "seed8":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit((here / "saved").touch() or 75))
     (here / "ready").touch()
@@ -505,10 +507,13 @@ def test_the_value_of_a_sweep_can_be_given(tmp_path, monkeypatch):
     assert settled(study, others) == study
 
 
-def test_a_run_that_fails_ends_the_study_with_its_last_line(tmp_path, stand_in):
-    with pytest.raises(UserError, match=r"seed7 failed \(.*logs/seed7.log\): no such data"):
-        jobs.run_jobs([stand_in(7), stand_in(0)], tmp_path, 1, lambda _: None)
-    assert len(notes(tmp_path)) == 1
+def test_runs_that_fail_are_said_and_the_others_made(tmp_path, stand_in):
+    said: list[str] = []
+    with pytest.raises(jobs.RunsFailed, match=r"seed7 failed \(.*seed7.log\): no such data; seed9 .*diverged") as found:
+        jobs.run_jobs([stand_in(7, "1,2"), stand_in(0), stand_in(9)], tmp_path, 1, said.append)
+    assert [line.split()[:2] for line in notes(tmp_path)] == [["train", f"seed{seed}"] for seed in (7, 0, 9)]
+    assert said[0].startswith("1/3 seed7 failed") and said[1].startswith("2/3 seed0 is complete")
+    assert (found.value.diverged, found.value.others) == ({"seed9"}, {"seed7"})
 
 
 @pytest.fixture
