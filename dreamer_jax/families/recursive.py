@@ -291,7 +291,7 @@ class Recursive(Family):
     def loss(self, params: Any, passed: Pass, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """L_B + alpha (L_1 + ... + L_{B-1}), cross-entropies of the next token."""
         last, _ = super().loss(params, passed, batch)
-        if not self.config.exit_weight or self.config.depth == 1:
+        if not self.flags.weighs_depths or len(passed.outputs) == 1:
             return last, {}
         earlier = passed.outputs[:-1]  # [B - 1, rows, S, h]
         hidden = rms_norm(earlier, params["final_norm"], self.config.norm_epsilon)

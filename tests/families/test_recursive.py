@@ -122,6 +122,17 @@ def test_the_loss_reads_every_loop():
     np.testing.assert_allclose(logged["last_loss"], losses[2], rtol=1e-5)
 
 
+def test_a_pass_of_one_loop_has_no_earlier_ones_to_read():
+    family, params = build(TINY), drawn_params(TINY)
+
+    def losses(params):
+        passed = forward(family, params, {}, BATCH, 1)
+        return family.loss(params, passed, BATCH)[0]
+
+    read = PlainRecursive(TINY, wide(params)).read(plainly("cycle")[2][0])
+    np.testing.assert_allclose(jit(losses)(params), cross_entropy(read), rtol=1e-5)
+
+
 def unrolled(config):
     """The loss as a plain loop with plain formulas, for autodiff."""
     family = build(config)
