@@ -43,7 +43,8 @@ class AlgoformerConfig:
     score: Literal["all", "sampled"] = "all"
     """How that mean is taken: all dT losses in every step; or one, of a loop drawn for each step."""
     truncate: bool = False
-    """Differentiate the last dT loops of a step only. Without `inject: add` nothing before them is trained then."""
+    """Differentiate the last dT loops of a step only; with `score: sampled` of those that it goes, so that its gradient
+    isn't the mean of that of `all`. Without `inject: add` nothing before them is trained then."""
     rope_base: float = 10_000.0
     """RoPE base over the positions of the sequence."""
     norm_epsilon: float = 1e-6
