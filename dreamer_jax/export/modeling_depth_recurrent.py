@@ -46,7 +46,7 @@ class Attention(nn.Module):
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """RoPE in halves: [B, n, S, d], element i is paired with element i + d/2."""
         half = x.shape[-1] // 2
-        frequency = self.rope_base ** (-torch.arange(half, dtype=torch.float32) / half)
+        frequency = self.rope_base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
         angle = positions[:, None, :, None].float() * frequency
         first, second = x.float().chunk(2, -1)
         cos, sin = angle.cos(), angle.sin()
@@ -132,9 +132,9 @@ class DepthRecurrent(nn.Module):
         segments = torch.ones_like(tokens) if segment_ids is None else segment_ids
         seen = segments[:, :, None] == segments[:, None]
         seen = seen if visible is None else seen & visible
-        positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
         state = self.embedding(tokens).float()
-        rows, states, logits = torch.arange(len(tokens))[:, None], [], []
+        rows, states, logits = torch.arange(len(tokens), device=tokens.device)[:, None], [], []
         for step in range(steps or self.settings["depth"]):
             state = self.step(state, step, seen, positions)
             states.append(state)

@@ -76,6 +76,18 @@ def test_pytorch_computes_the_equations(run: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(logits[:, real], wanted[:, real], atol=2e-4, rtol=1e-4)
 
 
+def test_pytorch_computes_where_its_inputs_are(run: Path, tmp_path: Path) -> None:
+    """Another device than the CPU; this one has shapes only, and refuses tensors of others."""
+    torch = pytest.importorskip("torch", reason=WHY_SKIPPED)
+    from dreamer_jax.export.modeling_depth_recurrent import DepthRecurrent
+
+    twin = DepthRecurrent.load(str(write(run, tmp_path / "folder"))).to("meta")
+    batch = puzzles(load_run(run).config.model)
+    names = ("tokens", "read", "visible", "segment_ids")
+    logits = twin(**{name: torch.tensor(batch[name], device="meta") for name in names if name in batch}, steps=3)
+    assert logits.device.type == "meta" and logits.shape[:2] == (3, len(batch["tokens"]))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_export_verifies_and_import_goes_on(run: Path, tmp_path: Path, capsys, dtype: str) -> None:
     pytest.importorskip("torch", reason=WHY_SKIPPED)
