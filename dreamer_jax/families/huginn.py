@@ -132,7 +132,7 @@ class Huginn(Family):
 
     def draw(self, key: jax.Array, step: jax.Array, rows: jax.Array) -> Drawn:
         """r of a train step (section 3.3): 1 + Poisson(rate), rate log-normal with the configured mean and spread; or
-        1 + an exponential's whole part, whose mean is then the same. A curriculum lets the mean grow."""
+        1 + an exponential's whole part, whose mean is half a recurrence less. A curriculum lets the mean grow."""
         c, mean = self.config, mean_depth(self.config, step)
         if c.depth_draw == "fixed":
             return Drawn(mean, c.depth, c.gradient_recurrences)
