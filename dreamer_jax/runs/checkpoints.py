@@ -35,6 +35,8 @@ SMALL_FILES = 1 << 20
 """Bytes of what stands beside the arrays of a checkpoint, at most."""
 SAVE_SECONDS = 600
 """A save that takes longer has failed; less than safety.stuck_seconds."""
+SECONDS_TO_ABANDON = 30.0
+"""What a save may still take when its process can't go on."""
 
 
 def warn(text: str) -> None:
@@ -147,6 +149,13 @@ class Checkpoints:
         done = jax.device_put(jnp.asarray(step, jnp.int32), like.step.sharding)
         own = {name: found[name] for name in like.model_state}
         return TrainState(done, found["params"], found["optimizer"], own)
+
+    def abandon(self) -> None:
+        """As `close`, after an error that other processes may not have had: they train on, and aren't waited for."""
+        if jax.process_count() == 1:
+            return self.close()
+        if self._thread is not None:
+            self._thread.join(SECONDS_TO_ABANDON)
 
     def close(self) -> None:
         """Wait until everything is on disk."""

@@ -99,6 +99,7 @@ def train(loaded: LoadedConfig, extras: Extras = Extras()) -> int:
                 f"one of {jax.device_count()} devices is used; --mesh.data {jax.device_count()} takes all of them"
             )
         recovery = Recovery(loaded, data, mesh, console.say)
+        stopped = False
         try:
             with heartbeat.suspended():
                 state, counters = recovery.resume()
@@ -110,10 +111,13 @@ def train(loaded: LoadedConfig, extras: Extras = Extras()) -> int:
             else:
                 loop = _Loop(config, console, mesh, data, folder, recovery, heartbeat, stop_request, extras)
                 state = loop.run(state, counters)
-                if loop.stopped:
-                    return stop_request.exit_code
-        finally:
-            recovery.checkpoints.close()
+                stopped = loop.stopped
+        except BaseException:  # perhaps of this process alone: the others can't be asked anything
+            recovery.checkpoints.abandon()
+            raise
+        recovery.checkpoints.close()
+        if stopped:
+            return stop_request.exit_code
         with heartbeat.suspended():
             _finish(config, console, folder, state, data, extras)
     return 0

@@ -23,6 +23,7 @@ from dreamer_jax.config.sections import (
     TrainingConfig,
 )
 from dreamer_jax.errors import UserError
+from dreamer_jax.runs import checkpoints
 from dreamer_jax.runs.checkpoints import Checkpoints
 from dreamer_jax.runs.metrics import MetricsWriter, newest_values, read_metrics
 from dreamer_jax.runs.state import TrainState
@@ -310,6 +311,24 @@ def test_throughput_and_time_left_are_those_of_the_steps(train, monkeypatch):
     assert rates == pytest.approx(dict.fromkeys((1, 4, 8, 12, 16, 20, 21), tokens / 2))
     assert [step for step, _ in shown] == list(rates)
     assert [end for step, end in shown if step >= 8] == pytest.approx([now[0]] * 5)  # all have come once by then
+
+
+def test_an_error_of_one_process_asks_the_others_nothing(train, monkeypatch):
+    """They are in the next step: an exchange of its own would meet theirs, and the error would never be said."""
+    began = []
+
+    def with_an_end(self, start, stop, rows):
+        yield from ((at, {"tokens": np.full((len(rows), 4), at, np.int32)}) for at in range(start, 5))
+        began.append(True)
+        raise UserError("a record can't be read")
+
+    monkeypatch.setattr(FakeData, "training_batches", with_an_end)
+    monkeypatch.setattr(checkpoints, "largest", lambda value: pytest.fail("asked") if began else int(value))
+    monkeypatch.setattr(checkpoints.jax, "process_count", lambda: 2 if began else 1)
+    with pytest.raises(UserError, match="a record can't be read"):
+        train(every=4, log_every=100)
+    monkeypatch.undo()
+    assert began
 
 
 def test_the_summary_mixes_no_evaluations(tmp_path):
