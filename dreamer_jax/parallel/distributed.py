@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 from dataclasses import dataclass
@@ -83,6 +84,15 @@ def largest(value: int) -> int:
     if jax.process_count() == 1:
         return value
     return int(np.max(multihost_utils.process_allgather(np.int32(value))))
+
+
+def others_than_the_first(text: str) -> list[int]:
+    """The processes that bring another text than process 0 does; all of them must call this at the same point."""
+    if jax.process_count() == 1:
+        return []
+    digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.int32)
+    digests = np.asarray(multihost_utils.process_allgather(digest))
+    return np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
 
 
 def place_rows(batch: dict[str, np.ndarray], rows: range, total: int, sharding: jax.sharding.NamedSharding) -> Any:

@@ -19,7 +19,7 @@ from dreamer_jax.data import Data, Record, open_data
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import KNOWLEDGE, build
 from dreamer_jax.parallel import batch_spec, make_mesh
-from dreamer_jax.parallel.distributed import is_primary, place_rows, rows_of_devices
+from dreamer_jax.parallel.distributed import is_primary, others_than_the_first, place_rows, rows_of_devices
 from dreamer_jax.runs.checkpoints import Checkpoints
 from dreamer_jax.runs.folders import RunFolder, open_run, save_configuration, write_atomically
 from dreamer_jax.runs.metrics import MetricsWriter, newest_values, read_metrics
@@ -92,6 +92,7 @@ def train(loaded: LoadedConfig, extras: Extras = Extras()) -> int:
             mesh = make_mesh(config.mesh)
             check_memory(config, mesh)
             data = open_data(config)
+            _check_alike(data)
             folder = open_run(loaded, recorded_config, check_beginning)
         console.say(f"run {folder.place}: {build(config.model).headline()}; {data.summary}")
         if mesh.size < jax.device_count():
@@ -121,6 +122,16 @@ def train(loaded: LoadedConfig, extras: Extras = Extras()) -> int:
         with heartbeat.suspended():
             _finish(config, console, folder, state, data, extras)
     return 0
+
+
+def _check_alike(data: Data) -> None:
+    """Each process reads rows of its own by one plan, so all of them must have read the same files."""
+    if others := others_than_the_first(data.fingerprint + data.tokenizer.fingerprint):
+        numbers = ", ".join(map(str, others))
+        raise UserError(
+            f"the data or the tokenizer of process {numbers} are others than those of process 0; give all hosts "
+            "the same files, or a place that all of them see"
+        )
 
 
 class _Loop:

@@ -18,11 +18,13 @@ from dreamer_jax.config.sections import (
     AnalysisConfig,
     CheckpointConfig,
     EvaluationConfig,
+    MeshConfig,
     RunConfig,
     SafetyConfig,
     TrainingConfig,
 )
 from dreamer_jax.errors import UserError
+from dreamer_jax.parallel import distributed
 from dreamer_jax.runs import checkpoints
 from dreamer_jax.runs.checkpoints import Checkpoints
 from dreamer_jax.runs.metrics import MetricsWriter, newest_values, read_metrics
@@ -311,6 +313,18 @@ def test_throughput_and_time_left_are_those_of_the_steps(train, monkeypatch):
     assert rates == pytest.approx(dict.fromkeys((1, 4, 8, 12, 16, 20, 21), tokens / 2))
     assert [step for step, _ in shown] == list(rates)
     assert [end for step, end in shown if step >= 8] == pytest.approx([now[0]] * 5)  # all have come once by then
+
+
+def test_hosts_that_read_other_files_are_refused(train, monkeypatch, tmp_path):
+    """Each reads its rows by a plan of its own: records would come twice, and the run couldn't be resumed."""
+    mesh = loop.make_mesh(MeshConfig())
+    monkeypatch.setattr(loop, "make_mesh", lambda _: mesh)
+    monkeypatch.setattr(distributed.jax, "process_count", lambda: 3)
+    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda its: np.stack([its, its + 1, its]))
+    with pytest.raises(UserError, match="tokenizer of process 1 are others than those of process 0"):
+        train()
+    monkeypatch.undo()
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_error_of_one_process_asks_the_others_nothing(train, monkeypatch):
