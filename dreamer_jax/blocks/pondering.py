@@ -48,8 +48,8 @@ class Pondering(Counted):
         return self.vocab_size + self.hidden_size
 
     def extra_training_flops(self) -> float:
-        """Both products a second time, for the gradient."""
-        return self.matmul_flops(Reach(1, 1))
+        """The logits a second time, for the gradient; nothing of that asks for the mean."""
+        return 2 * self.vocab_size * self.hidden_size
 
     def intermediate_elements(self) -> int:
         """The prediction's state and the mean; probabilities exist in chunks only."""

@@ -154,7 +154,8 @@ def executed_training_flops(
     """As training_flops, with what the program does beyond it.
 
     Some blocks take more than two products for each of the forward. `remat` computes the forward of the differentiated
-    depths a second time; the head is computed once.
+    depths a second time. Layers before and after the recurrence keep their input only and are computed again in any
+    case; pondering says itself what it computes again, and the head is computed once.
     """
     matmul, elementwise = training_flops(family, sequence_length, work)
     for its in work or whole(family):
@@ -162,8 +163,8 @@ def executed_training_flops(
         for share in family.blocks():
             count = its.share * applied(family, share, its)[1]
             matmul += count * share.block.extra_training_flops()
-            if remat:
-                matmul += count * share.block.matmul_flops(reach) * (share.part != "head")
+            if (remat or share.outside) and share.part not in ("head", "pondering"):
+                matmul += count * share.block.matmul_flops(reach)
                 elementwise += count * share.block.elementwise_flops(reach)
     return matmul, elementwise
 

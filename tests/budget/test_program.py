@@ -1,6 +1,7 @@
 """The lowered program against the analytic count, and the counter of lowered programs against known ones."""
 
-from typing import get_args
+import dataclasses
+from typing import Any, get_args
 
 import flax.linen as nn
 import jax
@@ -13,9 +14,12 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from dreamer_jax.blocks.operations import operations_of
 from dreamer_jax.budget import analytic, lowered, memory, program
+from dreamer_jax.config.models.cotformer import CotformerConfig
 from dreamer_jax.config.models.dreamer import DreamerConfig, Mixing, Variant
+from dreamer_jax.config.models.huginn import HuginnConfig
+from dreamer_jax.config.models.ponder import PonderConfig
 from dreamer_jax.errors import UserError
-from dreamer_jax.families import build
+from dreamer_jax.families import build, forward
 from pallas_kernels.depth_attention import DepthCache
 from tests.families.cases import apply
 
@@ -180,6 +184,30 @@ def test_the_gradient_takes_the_factors_of_the_training_count(remat: str) -> Non
     forward = analytic.matmul_flops(build(model), context=6)
     again = analytic.total(forward) - forward["head"] if remat == "full" else 0
     assert step == pytest.approx(3 * analytic.total(forward) + again, rel=1e-3)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        HuginnConfig(depth=3, gradient_recurrences=3, hidden_size=24, heads=2, kv_heads=2, head_size=8, mlp_size=40),
+        CotformerConfig(depth=3, middle_layers=2, hidden_size=24, heads=2, mlp_size=40),
+        PonderConfig(depth=3, layers=2, hidden_size=24, heads=2, kv_heads=2, head_size=8, mlp_size=40),
+    ],
+    ids=lambda model: model.family,
+)
+def test_what_the_gradient_computes_again(model: Any, remat: Any) -> None:
+    """Layers before and after the recurrence, and a pondering's logits, whatever the policy is."""
+    family = build(dataclasses.replace(model, vocab_size=50, dtype="float32"), program.COUNTING)
+    params, state = nn.meta.unbox(family.shapes)
+
+    def loss(params, tokens):
+        passed = forward(family, params, state, {"tokens": tokens}, None, remat)
+        hidden, _ = family.readout(params, passed.state, passed.memory, passed.context)
+        return jnp.sum(family.logits(params, hidden) ** 2)
+
+    step = flops(jax.grad(loss), params, jax.ShapeDtypeStruct((6, 1), jnp.int32)) / 6
+    assert step == pytest.approx(analytic.executed_training_flops(family, 1, remat == "full")[0], rel=0.02)
 
 
 def test_products_of_any_shape() -> None:
