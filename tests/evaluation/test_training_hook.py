@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,23 @@ def test_benchmarks_during_training(tmp_path, capsys):
     for line in (results / "mathqa.jsonl").read_text().splitlines()[1:]:
         record = json.loads(line)
         assert record["logprobs"] == pytest.approx(again[record["index"]]["logprobs"], abs=1e-4)
+
+
+def test_records_of_weights_that_a_run_went_back_from(tmp_path, capsys):
+    """It comes to the same step again with other ones; where it repeats what it did, records are used again."""
+    directory, data = tmp_path / "run", write_benchmarks(tmp_path / "data")
+    assert train(directory, data, **{"checkpoint.every": "2"}) == 0
+    first = (directory / "evaluation" / "step-4" / "mathqa.jsonl").read_text()
+    shutil.rmtree(directory / "checkpoints" / "4")
+    assert train(directory, data, **{"checkpoint.every": "2"}) == 0
+    assert "3 of 3 are already there" in capsys.readouterr().out
+    assert (directory / "evaluation" / "step-4" / "mathqa.jsonl").read_text() == first
+
+    shutil.rmtree(directory / "checkpoints" / "4")
+    changed = {"checkpoint.every": "2", "training.learning_rate": "1.0", "checkpoint.allow": "learning_rate"}
+    assert train(directory, data, **changed) == 0
+    assert "mathqa: 3/3 100%" in capsys.readouterr().out
+    assert (directory / "evaluation" / "step-4" / "mathqa.jsonl").read_text() != first
 
 
 def test_missing_files_stop_before_training(tmp_path, capsys):
