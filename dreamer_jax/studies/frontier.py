@@ -84,7 +84,7 @@ def study(
     grid = GRIDS[task, preset]
     result = open_result(folder, task, preset, instances)
     for variant in variants:
-        entry = result["models"].setdefault(variant.name, describe(variant.loaded.config))
+        entry = entry_of(result, variant)
         entry["trained"] = trained_range(variant.loaded.config)
         for seed in range(seeds):
             run = folder / variant.name / f"seed{seed}"
@@ -123,6 +123,15 @@ def open_result(folder: Path, task: str, preset: str, instances: int) -> Result:
         said = ", ".join(f"{name} {before.get(name)} instead of {about[name]}" for name in other)
         raise UserError(f"{folder} holds another study: {said}; use another --out")
     return before
+
+
+def entry_of(result: Result, variant: Variant) -> Result:
+    """A model's part of the result: what is known of it, or a fresh one where that is of another model of its name,
+    whose runs were removed since."""
+    known, fresh = result["models"].get(variant.name), describe(variant.loaded.config)
+    if known is None or any(known[name] != fresh[name] for name in ("headline", "parameters")):
+        known = result["models"][variant.name] = fresh
+    return known
 
 
 def describe(config: Config) -> Result:

@@ -142,6 +142,17 @@ def test_a_file_is_no_folder(tmp_path: Path, capsys) -> None:
     assert capsys.readouterr().err.endswith("/out: is a file; name a folder\n")
 
 
+def test_what_is_known_of_another_model_of_the_name_goes() -> None:
+    """Its runs were removed, or there would have been a refusal: its parameters and seeds aren't the new one's."""
+    result: dict = {"models": {}}
+    sizes = (["--model.mlp_size", size] for size in ("8", "16"))
+    small, wide = (variants.variants_of("graph", "paper", False, [], words) for words in sizes)
+    frontier.entry_of(result, small[0])["seeds"]["1"] = {"accuracy": {}}
+    assert frontier.entry_of(result, small[0])["seeds"]
+    found = frontier.entry_of(result, wide[0])
+    assert found == frontier.describe(wide[0].loaded.config) and result["models"][wide[0].name] is found
+
+
 def test_two_models_of_one_name_would_share_a_folder(tmp_path: Path) -> None:
     """And the second would be refused after the first has been trained."""
     (tmp_path / "no_gate.yaml").write_text("model: {family: huginn_classifier}\n")
