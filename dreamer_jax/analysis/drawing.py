@@ -28,7 +28,7 @@ DARK = {
 }
 """Colours of a theme. `range` is the part of the map that shows up as lines; `lines` are mostly of Okabe and Ito, and
 curves of one panel differ in marker and dash too."""
-MARKERS = (("o", "-"), ("s", "--"), ("^", ":"))
+MARKERS = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-"), ("v", "--"), ("P", ":"))
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,14 @@ def draw_heat(canvas, axes, table, label, x_label, y_label, **options) -> None:
 
 
 def draw_curves(axes, theme, curves: dict[str, list[float]], y_label: str) -> None:
-    """Label -> values by depth, from 0, as lines that differ in colour, marker and dash."""
-    for (label, values), colour, (marker, dash) in zip(curves.items(), theme["lines"], MARKERS, strict=False):
+    """Label -> values by depth, from 0, as lines that differ in colour, marker and dash, up to 18 of them."""
+    colours, markers = len(theme["lines"]), len(MARKERS)
+    for number, (label, values) in enumerate(curves.items()):
+        # Where the markers begin anew they are one ahead, so that each meets another colour.
+        colour, (marker, dash) = theme["lines"][number % colours], MARKERS[(number + number // markers) % markers]
         axes.plot(range(len(values)), values, dash, marker=marker, color=colour, markersize=4, label=label)
     axes.set(xlabel="depth", ylabel=y_label)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.5)
     if len(curves) > 1:
-        axes.legend()
+        axes.legend(fontsize=None if len(curves) <= 3 else 6)

@@ -33,8 +33,8 @@ def make_figures(summary: Summary, layered: Summary | None = None) -> list[Figur
     counts = np.array(summary["routers"][EXPERTS]["counts"] if "experts" in summary else 0)
     figures = []
 
-    def add(name: str, size: tuple[float, float], draw: Callable) -> None:
-        figures.append(Figure(name, texts.TITLES[name], texts.TEXTS[name], size, draw))
+    def add(name: str, size: tuple[float, float], draw: Callable, more: str = "") -> None:
+        figures.append(Figure(name, texts.TITLES[name], texts.TEXTS[name] + more, size, draw))
 
     if summary["depth_attention"]:
         add("depth_attention", (5.2, 4.4), lambda c, t: _depth_attention(c, t, summary))
@@ -60,7 +60,9 @@ def make_figures(summary: Summary, layered: Summary | None = None) -> list[Figur
     if "hops" in summary:
         add("hops", (5.2, 4.0), lambda c, _: _hops(c, summary["hops"]))
     if summary["routers"]:
-        add("routers", (9, 2.9), lambda c, t: _routers(c, t, summary))
+        biased = any(router["bias"] for router in summary["routers"].values())
+        more = texts.BIASES if biased else ""
+        add("routers", (9, 2.9), lambda c, t: _routers(c, t, summary), more)
     if "observed" in summary:
         add("observed", (6.4, 3.4), lambda c, t: _observed(c, t, summary))
     return figures
@@ -174,22 +176,29 @@ def _observed(canvas, theme, summary: Summary) -> None:
 
 def _routers(canvas, theme, summary: Summary) -> None:
     routers = summary["routers"]
+    biases = {name: router["bias"] for name, router in routers.items() if router["bias"]}
+    panels = 3 if biases else 2
     share = {
         name.replace("_", " "): [value / max(router["largest_entropy"], 1e-12) for value in router["entropy"]]
         for name, router in routers.items()
     }
-    draw_curves(canvas.add_subplot(1, 3, 1), theme, share, "entropy over the largest possible")
-    axes = canvas.add_subplot(1, 3, 2)
-    histogram = np.array(routers.get(EXPERTS, next(iter(routers.values())))["score_histogram"])
+    draw_curves(canvas.add_subplot(1, panels, 1), theme, share, "entropy over the largest possible")
+    axes = canvas.add_subplot(1, panels, 2)
+    shown = EXPERTS if EXPERTS in routers else next(iter(routers))
+    histogram = np.array(routers[shown]["score_histogram"])
     edges = (0, 1, -0.5, len(histogram) - 0.5)
-    draw_heat(canvas, axes, histogram, "share", "score of selected experts", "depth", extent=edges, vmin=0)
+    label = "score of selected experts" + ("" if shown == EXPERTS else f": {shown.replace('_', ' ')}")
+    draw_heat(canvas, axes, histogram, "share", label, "depth", extent=edges, vmin=0)
     axes.xaxis.get_major_locator().set_params(integer=False)
-    axes = canvas.add_subplot(1, 3, 3)
-    for place, router in enumerate(router for router in routers.values() if router["bias"]):
-        low, _, first, middle, third, _, high = router["bias"].values()
+    if not biases:
+        return
+    axes = canvas.add_subplot(1, panels, 3)
+    for place, bias in enumerate(biases.values()):
+        low, _, first, middle, third, _, high = bias.values()
         axes.plot([place, place], [low, high], color=theme["lines"][0], linewidth=1)
         axes.plot([place, place], [first, third], color=theme["lines"][0], linewidth=6, solid_capstyle="butt")
         axes.plot(place, middle, "o", color=theme["lines"][1], markersize=4)
-    axes.set_xticks(range(len(routers)), [name.split("_")[0] for name in routers])
-    axes.set(ylabel="balancing bias", xlim=(-0.6, len(routers) - 0.4))
+    names = [name.split("_")[0] for name in biases]
+    axes.set_xticks(range(len(names)), names, rotation=0 if len(names) <= 3 else 30)
+    axes.set(ylabel="balancing bias", xlim=(-0.6, len(names) - 0.4))
     axes.grid(alpha=0.5, axis="y")

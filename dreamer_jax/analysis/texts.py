@@ -84,8 +84,13 @@ TEXTS = {
     ),
     "routers": (
         "Left: entropy of each router's sigmoid scores over all its experts, as a share of the largest possible; "
-        "near 1 all scores are alike. Middle: scores of the selected experts. Right: balancing biases of each "
-        "router; thin from least to greatest, thick the middle half, a dot for the median."
+        "near 1 all scores are alike. Beside it: scores of the selected experts, of the expert attention where there "
+        "is one, else of the router that is named."
     ),
     "observed": "Averages over the tokens at each depth of the quantities that this family of models records.",
 }
+
+BIASES = (
+    " Right: balancing biases of each router; thin from least to greatest, thick the middle half, a dot for the median."
+)
+"""Of the figure of routers, where they have biases."""
