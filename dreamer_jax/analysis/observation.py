@@ -35,7 +35,7 @@ def observe_batch(config: Any, params: Any, model_state: Any, batch: Mapping[str
 
     Returns:
         `norm`, `cosine`, `distance`: [L] float32, of the residual stream after each depth: its L2 norm, cosine with
-        the stream before, and distance from it relative to the norm before.
+        the stream before, and distance from it relative to the norm before; NaN where that is 0.
         `lens_loss` [L] float32, `lens_correct`, `lens_answers_correct` [L] int32: the head applied after each depth.
         `tokens`, `lens_targets`, `lens_answers`: scalars int32, what those sums are over.
         Of a family that injects its inputs: `settled` [L+1] and `changes` [L, BINS] int32, see `count_changes`; and if
@@ -121,8 +121,9 @@ def _entropy(family: Family, params: Any, hidden: jax.Array) -> jax.Array:
 def _stream(x: jax.Array, new: jax.Array, real: jax.Array) -> Sums:
     """How the residual stream [B, S, h] changes at one depth."""
     before, after = (t.reshape(real.size, -1).astype(jnp.float32) for t in (x, new))
-    norms = [jnp.maximum(jnp.linalg.norm(t, axis=-1), 1e-30) for t in (before, after)]
+    norms = [jnp.linalg.norm(t, axis=-1) for t in (before, after)]
     cosine = jnp.einsum("th,th->t", before, after, precision="highest") / (norms[0] * norms[1])
     distance = jnp.linalg.norm(after - before, axis=-1) / norms[0]
-    values = {"norm": norms[1], "cosine": cosine, "distance": distance}
+    # From a state of 0, as AlgoFormer with model.inject add begins with, nothing has a direction or is relatively far.
+    values = {"norm": norms[1], "cosine": cosine, "distance": jnp.where(norms[0] > 0, distance, jnp.nan)}
     return {name: jnp.sum(jnp.where(real, value, 0)) for name, value in values.items()}

@@ -29,8 +29,9 @@ def summarise(config: Any, sums: Sums, model_state: Any) -> Summary:
 
     Returns:
         `model` (variant, depth L, what it predicts, experts), `tokens`.
-        `residual`: `norm`, `cosine`, `distance` [L]. `lens`: `targets`, `answers`; `accuracy`, `answer_accuracy`,
-        `loss` [L]; of a family that injects its inputs and generates `entropy` [L] (nats) too.
+        `residual`: `norm`, `cosine`, `distance` [L], None after a state that is 0. `lens`: `targets`, `answers`;
+        `accuracy`, `answer_accuracy`, `loss` [L]; of a family that injects its inputs and generates `entropy` [L]
+        (nats) too.
         `convergence`, of all that inject theirs: `threshold`; `settled` [L+1], tokens by the steps they need to settle,
         the last of them those that don't; `edges` [BINS+1] and `changes` [L, BINS] (shares), how far each step moves
         the state.
@@ -57,7 +58,7 @@ def summarise(config: Any, sums: Sums, model_state: Any) -> Summary:
         choices = {name: config.attention_experts for name in counts if not name.startswith("experts_")}
     summary["routers"] = {name: _router(name, sums, bias.get(name), tokens, choices.get(name)) for name in counts}
     summary["depth_attention"] = attention
-    summary["residual"] = {name: (sums[name] / max(1, tokens)).tolist() for name in RESIDUAL}
+    summary["residual"] = {name: _finite(sums[name] / max(1, tokens)) for name in RESIDUAL}
     summary["lens"] = _lens(sums)
     if "settled" in sums:
         summary["convergence"] = {
@@ -72,6 +73,11 @@ def summarise(config: Any, sums: Sums, model_state: Any) -> Summary:
         summary["hops"] = hop_summary(sums["hop_reached"], sums["hop_nodes"])
     others = {name: (values / max(1, tokens)).tolist() for name, values in sums.items() if name not in KNOWN}
     return summary | ({"observed": others} if others else {})
+
+
+def _finite(values: np.ndarray) -> list[float | None]:
+    """Numbers as JSON has them."""
+    return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
 RESIDUAL = ("norm", "cosine", "distance")
@@ -155,7 +161,8 @@ def scalars(summary: Summary) -> dict[str, float]:
         by_depth["depth_attention/on_first"] = scores[:, 0].tolist()
         by_depth["depth_attention/depths_back"] = (np.arange(depth) - scores @ np.arange(depth)).tolist()
     digits = len(str(depth - 1))
-    values |= {f"{name}/{l:0{digits}d}": row[l] for name, row in by_depth.items() for l in range(depth)}
+    for name, row in by_depth.items():
+        values |= {f"{name}/{l:0{digits}d}": row[l] for l in range(depth) if row[l] is not None}
     return {f"analysis/{name}": float(value) for name, value in values.items()}
 
 

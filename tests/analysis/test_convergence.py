@@ -149,6 +149,22 @@ def test_other_families_get_nothing_of_it():
     assert "convergence" not in summary and "entropy" not in summary["lens"]
 
 
+def test_a_first_state_of_zero_has_no_direction():
+    """AlgoFormer with model.inject add starts from one: nothing is 1e29 times as far from it."""
+    config = dataclasses.replace(TINY_MODELS["algoformer"], inject="add")
+    weights = initialise(build(config), jax.random.key(0))
+    batch = random_batch(0)
+    summary = summarise(config, collect(config, *weights, [batch], ONE), {})
+    for name in ("cosine", "distance"):
+        first, *others = summary["residual"][name]
+        assert first is None and all(0 < value < 10 for value in others)
+        assert {f"analysis/residual/{name}/{l}" for l in range(config.depth)} - scalars(summary).keys() == {
+            f"analysis/residual/{name}/0"
+        }
+    assert all(value > 0 for value in summary["residual"]["norm"])
+    assert all(figure.render("svg") for figure in make_figures(summary) if figure.name == "residual")
+
+
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_what_is_seen_of_every_family(name):
     """Traced only: convergence of all that inject their inputs, entropy of those among them that generate."""
