@@ -110,6 +110,8 @@ def expert_numbers(counts: np.ndarray, recurrent: bool) -> dict[str, Any]:
 
 
 def depth_map(scores: np.ndarray) -> np.ndarray:
-    """Fig. 4 from average scores [L, L] (depth, attended depth): each row over its largest, NaN for depths to come."""
-    scaled = scores / np.maximum(scores.max(axis=1, keepdims=True), 1e-30)
-    return np.where(np.tril(np.ones_like(scores)) > 0, scaled, np.nan)
+    """Fig. 4 from average scores [L, L] (depth, attended depth): each row over its largest, NaN for depths to come, and
+    in rows of depths without depth attention."""
+    largest = scores.max(axis=1, keepdims=True)
+    scaled = scores / np.maximum(largest, 1e-30)
+    return np.where((np.tril(np.ones_like(scores)) > 0) & (largest > 0), scaled, np.nan)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from etils import epath
 
 MAP = "cividis"
@@ -88,13 +89,18 @@ def draw_heat(canvas, axes, table, label, x_label, y_label, **options) -> None:
     canvas.colorbar(image, ax=axes, label=label)
 
 
-def draw_curves(axes, theme, curves: dict[str, list[float]], y_label: str) -> None:
-    """Label -> values by depth, from 0, as lines that differ in colour, marker and dash, up to 18 of them."""
+def draw_curves(axes, theme, curves: Mapping[str, Any], y_label: str) -> None:
+    """Label -> values by depth, from 0, as lines that differ in colour, marker and dash, up to 18 of them.
+
+    A depth without a value is left out of its line.
+    """
     colours, markers = len(theme["lines"]), len(MARKERS)
     for number, (label, values) in enumerate(curves.items()):
         # Where the markers begin anew they are one ahead, so that each meets another colour.
         colour, (marker, dash) = theme["lines"][number % colours], MARKERS[(number + number // markers) % markers]
-        axes.plot(range(len(values)), values, dash, marker=marker, color=colour, markersize=4, label=label)
+        values = np.array(values, float)  # None is not a number
+        known = np.flatnonzero(~np.isnan(values))
+        axes.plot(known, values[known], dash, marker=marker, color=colour, markersize=4, label=label)
     axes.set(xlabel="depth", ylabel=y_label)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.5)

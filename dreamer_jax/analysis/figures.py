@@ -45,7 +45,7 @@ def make_figures(summary: Summary, layered: Summary | None = None) -> list[Figur
     if recurrent:
         add("expert_given_depth", (7.5, 3.6), lambda c, t: _experts(c, counts, expert_given_depth, "P(expert | depth)"))
         if len(summary["routers"]) > 1:
-            add("attention_experts", (7.5, 3.6), lambda c, _: _attention_experts(c, summary))
+            add("attention_experts", (7.5, 3.6), lambda c, t: _attention_experts(c, t, summary))
     add("lens", (6.4, 3.4), lambda c, t: _lens(c, t, summary))
     if "entropy" in summary["lens"]:
         add("entropy", (6.4, 3.4), lambda c, t: draw_entropy(c, t, summary["lens"]))
@@ -134,11 +134,13 @@ def layered_curve(layered: Summary) -> tuple[np.ndarray, np.ndarray]:
     return lorenz(ranked.mean(axis=0), ranked.size)
 
 
-def _attention_experts(canvas, summary: Summary) -> None:
+def _attention_experts(canvas, theme, summary: Summary) -> None:
     names = [name for name in summary["routers"] if name != EXPERTS]
     for place, name in enumerate(names, 1):
         axes = canvas.add_subplot(1, len(names), place)
-        table = expert_given_depth(np.array(summary["routers"][name]["counts"]))
+        axes.set_facecolor(theme["background"])
+        counts = np.array(summary["routers"][name]["counts"])
+        table = np.where(counts.any(axis=1, keepdims=True), expert_given_depth(counts), np.nan)
         title = "dimension" if name == "dimensions" else f"expert of the {name.replace('_', ' ')}"
         draw_heat(canvas, axes, table, "P(expert | depth)", title, "depth", vmin=0, vmax=1)
 
@@ -179,7 +181,7 @@ def _routers(canvas, theme, summary: Summary) -> None:
     biases = {name: router["bias"] for name, router in routers.items() if router["bias"]}
     panels = 3 if biases else 2
     share = {
-        name.replace("_", " "): [value / max(router["largest_entropy"], 1e-12) for value in router["entropy"]]
+        name.replace("_", " "): np.array(router["entropy"], float) / max(router["largest_entropy"], 1e-12)
         for name, router in routers.items()
     }
     draw_curves(canvas.add_subplot(1, panels, 1), theme, share, "entropy over the largest possible")

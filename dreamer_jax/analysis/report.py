@@ -100,7 +100,8 @@ def numbers(summary: Summary) -> list[tuple[str, str, str]]:
         frontier = ", ".join(map(str, summary["hops"]["frontier"]))
         table.append(("edges from the source that its news has come after each step", frontier, ""))
     if "slots" in summary:
-        for l in dict.fromkeys((0, depth // 2, depth - 1)):
+        having = [l for l, its in enumerate(summary["slots"]["most"]) if its]
+        for l in dict.fromkeys(having[i] for i in (0, len(having) // 2, -1)):
             its = summary["slots"]["most"][l][0]
             name = f'text "{_short(its["text"])}"' if "text" in its else f"slot {its['slot']}"
             table.append(

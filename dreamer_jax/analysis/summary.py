@@ -35,9 +35,10 @@ def summarise(config: Any, sums: Sums, model_state: Any) -> Summary:
         `convergence`, of all that inject theirs: `threshold`; `settled` [L+1], tokens by the steps they need to settle,
         the last of them those that don't; `edges` [BINS+1] and `changes` [L, BINS] (shares), how far each step moves
         the state.
-        `depth_attention`: `scores` [L, L] and `scores_by_head` [n, L, L], or None.
-        `routers`, name -> `counts` [L, E], `entropy` [L] and `largest_entropy` (nats), `score_histogram` [L, BINS]
-        (shares), `bias` (quantiles); and `experts`, see `expert_numbers`, of models that have some.
+        `depth_attention`: `scores` [L, L] and `scores_by_head` [n, L, L], or None; 0 at depths that have none.
+        `routers`, name -> `counts` [L, E], `entropy` [L] and `largest_entropy` (nats; None at depths without the
+        router), `score_histogram` [L, BINS] (shares), `bias` (quantiles); and `experts`, see `expert_numbers`, of
+        models that have some.
         `slots`, of models with parameter attention, see `_slots`.
         `hops`, of graphs, see `hop_summary`.
         `observed`: averages over the tokens, [L], of what else the family's blocks saw, where there is something.
@@ -101,9 +102,10 @@ def _model(config: Any) -> dict[str, Any]:
 def _router(name: str, sums: Sums, bias: Any, tokens: int, choices: int | None) -> dict[str, Any]:
     """Of a router that may choose among so many experts at each depth; None: among all."""
     counts, scores = sums["counts"][name], sums["scores"][name]
+    absent = (counts.sum(axis=1) == 0) & (sums["entropy"][name] == 0)
     return {
         "counts": counts.tolist(),
-        "entropy": (sums["entropy"][name] / max(1, tokens)).tolist(),
+        "entropy": _finite(np.where(absent, np.nan, sums["entropy"][name] / max(1, tokens))),
         "largest_entropy": math.log(choices or counts.shape[1]),
         "score_histogram": (scores / np.maximum(scores.sum(axis=1, keepdims=True), 1)).tolist(),
         "bias": {f"{q:.0%}": float(np.quantile(np.asarray(bias), q)) for q in QUANTILES} if bias is not None else {},
@@ -113,10 +115,13 @@ def _router(name: str, sums: Sums, bias: Any, tokens: int, choices: int | None) 
 def _slots(scores: Any) -> dict[str, Any]:
     """Of mean weights [L, n, M]: `count` M; `read` [L], slots of which a token reads more than it would of each if all
     were alike; and `most` [L, READ], the slots that are read most at each depth, the first one most: `slot` from 0, and
-    `weight`, the mean over tokens and heads."""
+    `weight`, the mean over tokens and heads; none at depths without parameter attention."""
     mean = np.asarray(scores).mean(axis=1)  # [L, M]
     order = np.argsort(-mean, axis=1, kind="stable")[:, :READ]
-    most = [[{"slot": int(i), "weight": float(row[i])} for i in its] for row, its in zip(mean, order, strict=True)]
+    most = [
+        [{"slot": int(i), "weight": float(row[i])} for i in its] if row.any() else []
+        for row, its in zip(mean, order, strict=True)
+    ]
     return {"count": mean.shape[1], "read": (mean > 1 / mean.shape[1]).sum(axis=1).tolist(), "most": most}
 
 
@@ -157,14 +162,15 @@ def scalars(summary: Summary) -> dict[str, float]:
         by_depth |= {f"lens/{name}": summary["lens"][name] for name in ("entropy",) if name in summary["lens"]}
     if summary["depth_attention"]:
         scores = np.array(summary["depth_attention"]["scores"])
-        by_depth["depth_attention/on_itself"] = np.diag(scores).tolist()
-        by_depth["depth_attention/on_first"] = scores[:, 0].tolist()
-        by_depth["depth_attention/depths_back"] = (np.arange(depth) - scores @ np.arange(depth)).tolist()
+        scores[scores.sum(axis=1) == 0] = np.nan  # depths without it
+        by_depth["depth_attention/on_itself"] = _finite(np.diag(scores))
+        by_depth["depth_attention/on_first"] = _finite(scores[:, 0])
+        by_depth["depth_attention/depths_back"] = _finite(np.arange(depth) - scores @ np.arange(depth))
     digits = len(str(depth - 1))
     for name, row in by_depth.items():
         values |= {f"{name}/{l:0{digits}d}": row[l] for l in range(depth) if row[l] is not None}
     return {f"analysis/{name}": float(value) for name, value in values.items()}
 
 
-def _mean_of_bins(shares: list[float]) -> float:
-    return float(np.dot(shares, (np.arange(len(shares)) + 0.5) / len(shares)))
+def _mean_of_bins(shares: list[float]) -> float | None:
+    return float(np.dot(shares, (np.arange(len(shares)) + 0.5) / len(shares))) if any(shares) else None

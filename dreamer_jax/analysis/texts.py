@@ -21,7 +21,8 @@ TEXTS = {
     "depth_attention": (
         "Average attention scores of a token at one depth (vertical) over its own earlier depths and the current one "
         "(horizontal), over all heads. Each row is divided by its largest score, so 1 is the depth looked at most. A "
-        "uniform skip connection would be a triangle of one colour; a model that only looks at one depth, one column."
+        "uniform skip connection would be a triangle of one colour; a model that only looks at one depth, one column. "
+        "Depths without depth attention (model.da_every) have an empty row."
     ),
     "depth_given_expert": (
         "Each column is one expert of the expert attention, and shows how its selections spread over the depths. "
@@ -43,7 +44,7 @@ TEXTS = {
         "The projections around each attention are a top-1 mixture of as many experts as there are depths. A diagonal "
         "would be classical layers, found again by training; spread rows are depths whose tokens choose differently. "
         "Dimensions that tokens choose are attention over the sequence, depths, learned slots and experts, in this "
-        "order, as far as the model has them."
+        "order, as far as the model has them. Depths without that attention have an empty row."
     ),
     "lens": (
         "The output head applied to the residual stream after every depth (the logit lens): how often its most likely "

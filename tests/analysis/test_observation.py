@@ -8,11 +8,15 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from matplotlib.figure import Figure as Canvas
 
 from dreamer_jax.analysis import observation
 from dreamer_jax.analysis.collection import add, collect, make_observer
 from dreamer_jax.analysis.distributions import depth_map
-from dreamer_jax.analysis.summary import summarise
+from dreamer_jax.analysis.drawing import LIGHT
+from dreamer_jax.analysis.figures import make_figures
+from dreamer_jax.analysis.report import numbers
+from dreamer_jax.analysis.summary import scalars, summarise
 from dreamer_jax.config.sections import MeshConfig
 from dreamer_jax.errors import UserError
 from dreamer_jax.parallel import make_mesh
@@ -97,6 +101,29 @@ def test_slots_that_are_read(variant):
     for most, row in zip(its["most"], mean, strict=True):
         assert [each["slot"] for each in most] == np.argsort(-row).tolist()
         np.testing.assert_allclose([each["weight"] for each in most], np.sort(row)[::-1], rtol=1e-5)
+
+
+def test_depths_without_an_attention_have_no_numbers_of_it():
+    """Its router there isn't decided, and nobody looks back; nor is slot 0 read most where none is read."""
+    config = small_config("DR+DA", depth=5, da_every=3, sa_every=2, pa_slots=4, pa_head_size=8, pa_every=3)
+    params, bias = random_weights(config)
+    summary = summarise(config, collect(config, params, {"balancing": bias}, [make_batch(config)], ONE), {})
+    entropies = {name: [its is not None for its in router["entropy"]] for name, router in summary["routers"].items()}
+    every = {"expert_attention": 1, "sequence_attention": 2, "depth_attention": 3}
+    assert entropies == {name: [l % each == 0 for l in range(5)] for name, each in every.items()}
+    empty = np.isnan(depth_map(np.array(summary["depth_attention"]["scores"]))).all(axis=1)
+    assert empty.tolist() == [False, True, True, False, True]
+    values = scalars(summary)
+    for name in ("entropy/depth_attention", "score/depth_attention", "depth_attention/depths_back"):
+        assert [f"analysis/{name}/{l}" in values for l in range(5)] == [True, False, False, True, False]
+    assert np.isfinite(list(values.values())).all()
+    said = [label for label, _, _ in numbers(summary) if "read most" in label]
+    assert [label.split(",")[0] for label in said] == ["read most at depth 0", "read most at depth 3"]
+    for figure in make_figures(summary):
+        canvas = Canvas()
+        figure.draw(canvas, LIGHT)
+        if figure.name == "routers":
+            assert sorted(len(line.get_xdata()) for line in canvas.axes[0].lines) == [2, 3, 5]
 
 
 def test_model_is_not_changed_by_being_observed():
