@@ -104,6 +104,8 @@ def _panel(
         colour = np.array(to_rgb(colours[kind]))
         image[cell.step, cell.position - columns.start] = part * colour + (1 - part) * background
     axes.imshow(image, aspect="auto", interpolation="nearest")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.get_major_locator().set_params(integer=True)
     patches = [Patch(color=colour, label=kind) for kind, colour in colours.items() if kind in kinds]
     axes.legend(handles=patches, fontsize=7, loc="upper right")
 

@@ -57,3 +57,11 @@ def test_the_picture_has_a_cell_for_each_position_and_step():
     assert (left[0, 0] > left[1, 0]).any() and (left[0, 0] >= left[1, 0]).all()  # darker: deeper
     assert [label.get_text() for label in canvas.axes[0].get_xticklabels()] == [r"_7\$", r"_8\$", r"_9\$"]
     assert trace_figure.figure_of(TRACE, Digits(), "lossless").render("svg").startswith(b"<?xml")
+
+
+def test_steps_are_counted_in_whole_numbers():
+    """Also of a text that ends at its second token, after few steps."""
+    short = Trace([1, 1], Generated([7], [2]), [Cell(step, 2, step + 1, 0, 7, 8) for step in range(3)])
+    canvas = Figure()
+    trace_figure._draw(canvas, LIGHT, short, Digits())
+    assert all(tick == round(tick) for tick in canvas.axes[0].get_yticks())
