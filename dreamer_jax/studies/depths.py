@@ -152,8 +152,11 @@ class Kept:
         self._content: dict[str, Any] = {"step": step}
         if file.is_file():
             before = read_object(file)
-            if any(not isinstance(part, dict) for name, part in before.items() if name != "step"):
+            parts = {name: part for name, part in before.items() if name != "step"}
+            if any(not isinstance(part, dict) for part in parts.values()):
                 raise UserError(f"{file} is damaged: a part of it isn't an object; {AGAIN}")
+            if not all(map(_numbers, parts.get("depths", {}).values())):
+                raise UserError(f"{file} is damaged: what it has of a depth isn't numbers by name; {AGAIN}")
             if before.get("step") == step:
                 self._content = before
 
@@ -174,6 +177,11 @@ class Kept:
             its.clear()
             its.update(ordered)
         write_atomically(self._file, json.dumps(self._content, indent=1) + "\n")
+
+
+def _numbers(found: Any) -> bool:
+    """Whether something is name -> number."""
+    return isinstance(found, dict) and all(isinstance(value, int | float) for value in found.values())
 
 
 def _number(name: str) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import pytest
 
 from dreamer_jax.cli.main import main
 from dreamer_jax.data import open_data
+from dreamer_jax.errors import UserError
 from dreamer_jax.families import build, forward
 from dreamer_jax.parallel import make_mesh
 from dreamer_jax.runs.models import load_run
@@ -248,6 +249,14 @@ def test_what_is_kept_is_of_one_checkpoint_and_of_the_same_settings(tmp_path):
     assert Kept(file, 7).part("agreement", {"rows": 3}) == {"1": 0.5}
     assert Kept(file, 7).part("agreement", {"rows": 4}) == {}
     assert Kept(file, 8).part("depths") == {}
+
+
+@pytest.mark.parametrize("found", [3, ["loss"], {"loss": "low"}, {"loss": None}])
+def test_what_is_kept_of_a_depth_is_numbers(found, tmp_path):
+    file = tmp_path / "depth.json"
+    file.write_text(json.dumps({"step": 7, "depths": {"1": found}}))
+    with pytest.raises(UserError, match="is damaged: what it has of a depth isn't numbers by name; remove it"):
+        Kept(file, 7)
 
 
 def test_progress_is_said_after_two_seconds_and_then_every_ten(monkeypatch):
