@@ -59,7 +59,10 @@ def analyze(
         if not build(config.model).flags.recurrent:
             raise UserError("--compare puts an LA run beside a recurrent one, and this run is LA itself")
         if "experts" not in summary:
-            raise UserError("--compare is about the use of experts, and this model has none")
+            raise UserError(
+                "--compare is about the use of Dreamer's experts, and this model has none: it is "
+                f"{build(config.model).headline()}"
+            )
         layered, _ = examine(compare, data, sequences, seed, only_layered=True)
         summary["compared_with"] = layered["run"]
         summary["against_layered"] = _against(summary, layered, "used")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import re
@@ -20,7 +21,10 @@ from dreamer_jax.analysis.figures import layered_curve, make_figures
 from dreamer_jax.analysis.report import numbers
 from dreamer_jax.cli.main import main
 from dreamer_jax.config import load_config
+from dreamer_jax.errors import UserError
 from tests.analysis.cases import draw_without_files, make_run
+from tests.families.cases import TINY_MODELS
+from tests.training.cases import tiny_config
 
 FIGURES = {
     "depth_attention": ("LA+DA", "DR+DA"),
@@ -184,6 +188,13 @@ def browser() -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for Chromium where Linux has it")
+def test_a_family_with_experts_of_another_kind_is_not_called_one_without(monkeypatch):
+    config = dataclasses.replace(tiny_config(), model=TINY_MODELS["moeut"])
+    monkeypatch.setattr(analyze, "examine", lambda *_: ({"routers": {"experts_0": {}}}, config))
+    with pytest.raises(UserError, match="Dreamer's experts, and this model has none: it is MoEUT"):
+        analyze.analyze("run", compare="la", out="nowhere")
+
+
 def test_report_opens_in_a_browser_light_and_dark(analysed, tmp_path):
     from matplotlib.image import imread
 
