@@ -110,7 +110,8 @@ def summarise_pass(family: Family, batch: records.Batch, seen: Seen, depth: int)
     Returns:
         `norm`, `residual` [L]: means over the tokens, padding excluded; `residual_tail` [L]: the quantile `TAIL` of the
         second. None where there is no such number (a first state that is 0). `needed` [L]: targets by the depths they
-        need, from 1. `halted` [L + 1], of models that halt: targets by the depths they take, and those that never halt.
+        need, from 1. `halted` [L + 1], of models that halt: targets by the depths they take, and those that never halt;
+        some models halt at depth L whatever still runs.
     """
     real, mask = batch["segment_ids"] > 0, counted(family, batch)
     norm, residual = (np.asarray(its)[:depth][:, real] for its in (seen.norm, seen.residual))

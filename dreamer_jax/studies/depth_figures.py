@@ -29,7 +29,8 @@ TEXTS = {
     "depth_needed": (
         "The likeliest token is read out after every depth of a pass. A target needs as many depths as it takes until "
         "that token stays what it is at the end. Bars at the left are targets that are settled early; a bar at the "
-        "very end are those that the last depth still changed. Where a model halts by itself the line says when."
+        "very end are those that the last depth still changed. Where a model halts by itself the line says when; at "
+        "the last depth some models halt all that still run."
     ),
     "depth_within": (
         "Left: the length of the stream after each depth, mean over tokens. Middle: how far a step moves it, "

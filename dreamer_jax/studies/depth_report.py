@@ -222,8 +222,9 @@ def highlights(result: Report) -> list[tuple[str, str]]:
         half, most = (needed_by(its["needed"], share) for share in (0.5, 0.9))
         lines.append((f"half and 90 % of the targets stand, in a pass of {depth}, from depth", f"{half}, {most}"))
         if "halted" in its:
-            stops = sum(its["halted"][:-1]) / max(1, sum(its["halted"]))
-            lines.append((f"targets that halt by themselves in a pass of {depth}", f"{stops:.1%}"))
+            # At the last depth a Universal Transformer halts whatever still runs.
+            stops = sum(its["halted"][:-2]) / max(1, sum(its["halted"]))
+            lines.append((f"targets that halt before the last depth in a pass of {depth}", f"{stops:.1%}"))
         last = its["spectral_radius"]["mean"][-1]
         lines.append(
             (f"spectral radius of its last step, in a pass of {depth}", "-" if last is None else f"{last:.3f}")

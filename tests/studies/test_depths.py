@@ -239,6 +239,15 @@ def test_the_depth_by_which_a_share_of_the_targets_stands():
     assert [needed_by([5, 0, 4, 1], share) for share in (0.5, 0.6, 0.9, 1.0)] == [1, 3, 3, 4]
 
 
+def test_what_is_halted_at_the_last_depth_has_not_halted_by_itself():
+    """A Universal Transformer whose units stay below 1 - epsilon halts everything there; of 8 targets 2 stop before."""
+    radius = {"depths": [1, 2, 3], "mean": [0.5] * 3}
+    halting = {"needed": [8, 0, 0], "halted": [0, 2, 6, 0], "spectral_radius": radius}
+    measured = {"3": {"loss": 1.0, "agreement": 1.0}}
+    lines = dict(highlights({"depths": measured, "trained": 3, "passes": {"3": halting}}))
+    assert lines["targets that halt before the last depth in a pass of 3"] == "25.0%"
+
+
 def test_what_is_kept_is_of_one_checkpoint_and_of_the_same_settings(tmp_path):
     file = tmp_path / "depth.json"
     kept = Kept(file, 7)
