@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dreamer_jax.analysis.drawing import Figure
+from dreamer_jax.errors import UserError
 from dreamer_jax.inference import Trace
 
 STAYS, AGAIN, LOST = "the text's token", "the same, entered again later", "another token"
@@ -33,7 +34,13 @@ class Decoder(Protocol):
 
 
 def figure_of(trace: Trace, tokenizer: Decoder, title: str) -> Figure:
-    """A figure of two panels: what entered at each position, how deep it is in each step, and what it predicts."""
+    """A figure of two panels: what entered at each position, how deep it is in each step, and what it predicts.
+
+    Raises:
+        UserError: the text is empty and nothing entered behind the prompt.
+    """
+    if not _columns(trace):
+        raise UserError("a trace of an empty text has nothing to draw: the first token of this one ends it")
     steps = 1 + max((cell.step for cell in trace.cells), default=0)
     width = min(9.0, max(3.2, 0.17 * len(_columns(trace))))
     height = min(11.0, max(3.4, 1.8 + 0.07 * steps))

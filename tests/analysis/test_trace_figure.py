@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from dreamer_jax.analysis import trace_figure
 from dreamer_jax.analysis.drawing import LIGHT
 from dreamer_jax.analysis.trace_figure import AGAIN, LOST, NONE, OTHER, RIGHT, SETTLED, STAYS, fates, predictions
+from dreamer_jax.errors import UserError
 from dreamer_jax.inference.batches import Generated
 from dreamer_jax.inference.tracing import Cell, Trace
 
@@ -65,3 +67,11 @@ def test_steps_are_counted_in_whole_numbers():
     canvas = Figure()
     trace_figure._draw(canvas, LIGHT, short, Digits())
     assert all(tick == round(tick) for tick in canvas.axes[0].get_yticks())
+
+
+def test_an_empty_text_has_no_picture():
+    """Its first token, which comes of the prompt, ends it."""
+    with pytest.raises(UserError, match="nothing to draw: the first token of this one ends it"):
+        trace_figure.figure_of(Trace([1, 1], Generated([], []), []), Digits(), "static")
+    one = Trace([1, 1], Generated([7], [2]), [])  # as --max-tokens 1 gives
+    assert trace_figure.figure_of(one, Digits(), "static").render("svg").startswith(b"<?xml")
