@@ -63,6 +63,8 @@ def _check_places(options: argparse.Namespace) -> None:
         prompt_file(options.data)
     if options.figure and not (options.vary or options.depths):
         raise UserError("--figure draws a setting over its values; name one with --vary or --depths")
+    if options.json and Path(options.json).is_dir():
+        raise UserError(f"--json {options.json}: is a folder; name a file")
     for path in (options.json and Path(options.json).parent, options.figure and Path(options.figure)):
         try:
             if path:

@@ -136,6 +136,13 @@ def test_mistakes_are_explained(run, capsys, words, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_place_that_takes_no_file_is_said_before_anything_is_measured(tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    assert main(["bench", "samplers", "no run", "--data", str(prompts), "--json", str(tmp_path)]) == 2
+    assert f"--json {tmp_path}: is a folder; name a file" in capsys.readouterr().err
+
+
 def test_what_is_compared():
     """Full depth first; parts of it that are fewer depths; every criterion; every sampler."""
     every = list(samplers.settings_for(8))
