@@ -131,11 +131,11 @@ class Counted:
         return 0.0
 
     def loss_flops(self) -> float:
-        """Of products that a loss of several depths needs in training beyond 3 times the forward's."""
+        """Of matrix products, forward, that a loss of several depths takes in training beyond those of one."""
         return 0.0
 
     def extra_training_flops(self) -> float:
-        """Of products that a train step executes beyond those."""
+        """Of products that a train step executes beyond 3 times the forward's."""
         return 0.0
 
     def cache_elements(self) -> int:

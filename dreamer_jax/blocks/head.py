@@ -58,8 +58,8 @@ class Head(Counted):
         return 2 * self.hidden_size * self.vocab_size
 
     def loss_flops(self) -> float:
-        """Three products for each state beyond the first that the loss reads out."""
-        return (self.losses - 1) * 3 * 2 * self.hidden_size * self.vocab_size
+        """One product for each state beyond the first that the loss reads out."""
+        return (self.losses - 1) * 2 * self.hidden_size * self.vocab_size
 
     def logit_elements(self) -> int:
         """V of every state that is read out."""

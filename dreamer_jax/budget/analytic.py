@@ -143,7 +143,7 @@ def training_flops(family: Family, sequence_length: int, work: Sequence[Work] | 
             matmul += count * share.block.matmul_flops(reach)
             # Of losses of all depths, those of the depths that there are.
             further = share.block.loss_flops() * (its.depth - 1) / max(1, family.depth - 1)
-            matmul += its.share * backward * further
+            matmul += count * further
             elementwise += count * share.block.elementwise_flops(reach)
     return matmul, elementwise
 

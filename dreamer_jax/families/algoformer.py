@@ -238,8 +238,8 @@ class Scored(Counted):
         self.blocks, self.losses = blocks, losses
 
     def loss_flops(self) -> float:
-        """Three products for each of the forward, for every loss beyond the first; of a token that sees no others."""
-        return 3 * (self.losses - 1) * sum(block.matmul_flops(Reach(1, 1)) for block in self.blocks)
+        """The forward once more for every loss beyond the first; of a token that sees no others."""
+        return (self.losses - 1) * sum(block.matmul_flops(Reach(1, 1)) for block in self.blocks)
 
 
 CORE = Algoformer

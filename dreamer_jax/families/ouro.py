@@ -75,6 +75,11 @@ class Ouro(Family):
         """R."""
         return self.config.depth
 
+    @property
+    def differentiated(self) -> int:
+        """None in stage 2, in which the model is frozen."""
+        return self.depth if self.config.stage == 1 else 0
+
     @functools.cached_property
     def layer(self) -> Layer:
         """Any of the layers, unbound."""
@@ -127,9 +132,7 @@ class Ouro(Family):
         shared = weights.shared
         x, kept = apply_layers(self.layer, shared["layers"], state.x, depth, memory.sequence, context)
         x = rms_norm(x, shared["final_norm"], self.config.norm_epsilon)
-        # In stage 2 the model is frozen, so nothing of what the gate learns goes back into it.
-        seen = x if self.config.stage == 1 else jax.lax.stop_gradient(x)
-        logit: Any = self.exit_gate.apply({"params": shared["exit_gate"]}, seen)
+        logit = self._gate(shared["exit_gate"], x)
         # Only decoding and analysis read the product; the loss makes its own in logarithms (`exit_distribution`).
         going_on = state.going_on * jax.nn.sigmoid(-jax.lax.stop_gradient(logit))
         counts = {}
@@ -137,6 +140,11 @@ class Ouro(Family):
             share = state.going_on - jnp.where(depth.index == depth.total - 1, 0.0, going_on)
             counts["exit_probability"] = jnp.sum(share.reshape(-1) * context.real)
         return Stepped(Looped(x, going_on), memory._replace(sequence=kept), (x, logit), counts)
+
+    def _gate(self, params: Any, x: jax.Array) -> jax.Array:
+        """The logit of leaving after a loop, from its state [..., h]."""
+        logit: Any = self.exit_gate.apply({"params": params}, x)
+        return logit
 
     def finished(self, params: Any, state: Looped, before: Looped, depth: Depth) -> jax.Array | None:
         """Q-exit (section 3.2, Algorithm 1): p_1 + ... + p_t = 1 - prod_{s<=t} (1 - lambda_s) has reached q.
@@ -171,6 +179,9 @@ class Ouro(Family):
     def loss(self, params: Any, passed: Pass, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Stage 1: sum_t p_t CE_t - beta H(p), Eq. 3. Stage 2: see `gate_losses`."""
         c, (x, logits) = self.config, passed.outputs  # [R, B, S, h], [R, B, S]
+        if c.stage == 2:  # the model is frozen: without a gradient of its own, the loops have no backward pass
+            x = jax.lax.stop_gradient(x)
+            logits = self._gate(params["exit_gate"], x)
         mask, head = batch["loss_mask"], self.head(params)
         flat = x.reshape(-1, x.shape[-1])
         targets = jnp.broadcast_to(batch["targets"], logits.shape).reshape(-1)
@@ -185,7 +196,7 @@ class Ouro(Family):
         if c.stage == 1:
             expected: Any = cross_entropy(flat, head, targets, (p * mask).reshape(-1))
             return expected - c.entropy_weight * jnp.sum(entropy * mask), logged
-        losses, _ = token_losses(*jax.lax.stop_gradient((flat, head)), targets)
+        losses, _ = token_losses(flat, jax.lax.stop_gradient(head), targets)
         by_loop = gate_losses(logits, losses.reshape(logits.shape), c.improvement_slope, c.improvement_threshold)
         taken = jnp.arange(1, len(logits)) < passed.depth
         mean = jnp.einsum("l,lbs->bs", taken * 1.0, by_loop) / jnp.maximum(jnp.sum(taken), 1)
@@ -196,12 +207,13 @@ class Ouro(Family):
     def blocks(self) -> list[Share]:
         """One set of layers, applied in every loop, with the final norm and the gate behind them."""
         c, hidden = self.config, self.config.hidden_size
+        truncated = None if c.stage == 1 else 0
         return [
-            Share("embedding", Embedding(c.vocab_size, hidden), 1, 1, outside=True),
+            Share("embedding", Embedding(c.vocab_size, hidden), 1, 1, outside=True, truncated=truncated),
             *layer_shares(self.layer, "layers", c.layers, c.depth, cached=None if c.cache == "loops" else 1),
             Share("layers", RMSNorm(hidden, parent=None), 1, c.depth),
             Share("exit gate", self.exit_gate, 1, c.depth),
-            Share("head", Head(c.vocab_size, hidden, losses=c.depth), 1, 1, outside=True),
+            Share("head", Head(c.vocab_size, hidden, losses=c.depth), 1, 1, outside=True, truncated=truncated),
         ]
 
     def state_elements(self) -> int:

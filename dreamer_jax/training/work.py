@@ -35,14 +35,20 @@ def deepest_of(config: Config) -> Work:
     if recurrence.draw == "model":
         return whole(family)[0]
     depth = depths.deepest(recurrence, family)
-    return Work(1.0, depth, min(recurrence.differentiated or depth, depth))
+    return Work(1.0, depth, _differentiated(recurrence, family, depth))
+
+
+def _differentiated(recurrence: RecurrenceConfig, family: Family, depth: int) -> int:
+    """Of the depths of a step, those with a backward pass."""
+    if recurrence.draw == "model" or not family.differentiated:  # a model that is frozen has none in any step
+        return min(family.differentiated, depth)
+    return min(recurrence.differentiated or depth, depth)
 
 
 @functools.lru_cache(maxsize=64)
 def _work(recurrence: RecurrenceConfig, model: ModelConfig, steps: int, results: int) -> tuple[Work, ...]:
     family = build(model)
     depths.check(recurrence, family)
-    truncated = family.differentiated if recurrence.draw == "model" else recurrence.differentiated
     drawn = Counter(_drawn(recurrence, family, steps).tolist())
 
     def work(depth: int, count: int) -> Work:
@@ -50,7 +56,7 @@ def _work(recurrence: RecurrenceConfig, model: ModelConfig, steps: int, results:
         if results:
             losses += min(results, depth // recurrence.depths_per_step)
         beside = OF_JACOBIAN if recurrence.jacobian and depth > 1 else 0
-        return Work(count / drawn.total(), depth, min(truncated or depth, depth), losses, beside)
+        return Work(count / drawn.total(), depth, _differentiated(recurrence, family, depth), losses, beside)
 
     return tuple(work(depth, count) for depth, count in sorted(drawn.items()))
 

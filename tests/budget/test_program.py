@@ -17,6 +17,7 @@ from dreamer_jax.budget import analytic, lowered, memory, program
 from dreamer_jax.config.models.cotformer import CotformerConfig
 from dreamer_jax.config.models.dreamer import DreamerConfig, Mixing, Variant
 from dreamer_jax.config.models.huginn import HuginnConfig
+from dreamer_jax.config.models.ouro import OuroConfig
 from dreamer_jax.config.models.ponder import PonderConfig
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import build, forward
@@ -208,6 +209,23 @@ def test_what_the_gradient_computes_again(model: Any, remat: Any) -> None:
 
     step = flops(jax.grad(loss), params, jax.ShapeDtypeStruct((6, 1), jnp.int32)) / 6
     assert step == pytest.approx(analytic.executed_training_flops(family, 1, remat == "full")[0], rel=0.02)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_frozen_model_has_no_backward_pass(remat: Any) -> None:
+    """Ouro's second stage reads every loop and teaches the gate alone."""
+    sizes = {"hidden_size": 24, "heads": 2, "kv_heads": 2, "head_size": 8, "mlp_size": 40, "vocab_size": 50}
+    family = build(OuroConfig(depth=3, stage=2, dtype="float32", **sizes), program.COUNTING)
+    params, state = nn.meta.unbox(family.shapes)
+
+    def loss(params, tokens):
+        batch = {"tokens": tokens, "targets": tokens, "loss_mask": jnp.ones(tokens.shape)}
+        return family.loss(params, forward(family, params, state, batch, None, remat), batch)[0]
+
+    step = flops(jax.grad(loss), params, jax.ShapeDtypeStruct((6, 1), jnp.int32)) / 6
+    heads = 2 * 24 * 50 * 2  # beyond that of the last loop
+    assert step == pytest.approx(analytic.total(analytic.matmul_flops(family, 1)) + heads, rel=1e-3)
+    assert step == pytest.approx(analytic.executed_training_flops(family, 1, remat == "full")[0], rel=1e-3)
 
 
 def test_products_of_any_shape() -> None:
