@@ -43,7 +43,7 @@ def summarise(config: Any, sums: Sums, model_state: Any) -> Summary:
         `hops`, of graphs, see `hop_summary`.
         `observed`: averages over the tokens, [L], of what else the family's blocks saw, where there is something.
     """
-    tokens = int(sums["tokens"])
+    family, tokens = build(config), int(sums["tokens"])
     attention = None
     if "depth_scores" in sums:
         by_head = np.swapaxes(sums["depth_scores"], 0, 1) / max(1, tokens)  # [n, L, L]
@@ -51,13 +51,12 @@ def summarise(config: Any, sums: Sums, model_state: Any) -> Summary:
     summary: Summary = {"model": _model(config), "tokens": tokens}
     counts = sums.get("counts", {})
     if EXPERTS in counts:
-        summary["experts"] = expert_numbers(counts[EXPERTS], build(config).flags.recurrent)
+        summary["experts"] = expert_numbers(counts[EXPERTS], family.flags.recurrent)
     bias = model_state.get("balancing", {})
-    subsets = getattr(config, "expert_subsets", None)
-    choices = {EXPERTS: subsets.size} if subsets else {}
-    if config.family == "moeut":  # every head has attention experts of its own, and entropies are means over heads
-        choices = {name: config.attention_experts for name in counts if not name.startswith("experts_")}
-    summary["routers"] = {name: _router(name, sums, bias.get(name), tokens, choices.get(name)) for name in counts}
+    summary["routers"] = {
+        name: _router(name, sums, bias.get(name), tokens, family.choices(name, table.shape[1]))
+        for name, table in counts.items()
+    }
     summary["depth_attention"] = attention
     summary["residual"] = {name: _finite(sums[name] / max(1, tokens)) for name in RESIDUAL}
     summary["lens"] = _lens(sums)
@@ -99,14 +98,14 @@ def _model(config: Any) -> dict[str, Any]:
     return described | {name: getattr(config, key) for name, key in names.items() if hasattr(config, key)}
 
 
-def _router(name: str, sums: Sums, bias: Any, tokens: int, choices: int | None) -> dict[str, Any]:
-    """Of a router that may choose among so many experts at each depth; None: among all."""
+def _router(name: str, sums: Sums, bias: Any, tokens: int, choices: int) -> dict[str, Any]:
+    """Of a router that may choose among so many experts at each depth."""
     counts, scores = sums["counts"][name], sums["scores"][name]
     absent = (counts.sum(axis=1) == 0) & (sums["entropy"][name] == 0)
     return {
         "counts": counts.tolist(),
         "entropy": _finite(np.where(absent, np.nan, sums["entropy"][name] / max(1, tokens))),
-        "largest_entropy": math.log(choices or counts.shape[1]),
+        "largest_entropy": math.log(choices),
         "score_histogram": (scores / np.maximum(scores.sum(axis=1, keepdims=True), 1)).tolist(),
         "bias": {f"{q:.0%}": float(np.quantile(np.asarray(bias), q)) for q in QUANTILES} if bias is not None else {},
     }

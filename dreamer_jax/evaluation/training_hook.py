@@ -80,7 +80,7 @@ def _discard_of_others(folder: Path, weights: Any) -> None:
 
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(weights):
-        digest.update(np.ascontiguousarray(leaf))
+        digest.update(np.asarray(leaf).tobytes())
     file, found = folder / WEIGHTS, digest.hexdigest()
     try:
         if file.is_file() and file.read_text(encoding="utf-8") != found:

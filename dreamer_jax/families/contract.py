@@ -394,6 +394,10 @@ class Family(abc.ABC):
         """What metrics say of the model's own state and of the counts of a step; on the host."""
         return {}
 
+    def choices(self, router: str, counted: int) -> int:
+        """Of the experts that are counted of a router, those that it chooses among at one depth."""
+        return counted
+
     # Counting.
 
     @abc.abstractmethod

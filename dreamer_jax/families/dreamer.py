@@ -340,6 +340,11 @@ class Dreamer(Family):
         subsets = self.routers[router].subsets
         return None if subsets is None else eligible(subsets, len(counts))
 
+    def choices(self, router: str, counted: int) -> int:
+        """Where depths have subsets of the experts, one of them."""
+        subsets = self.routers[router].subsets
+        return counted if subsets is None else subsets.size
+
     def log(self, state: dict[str, Any], counts: Any) -> dict[str, float]:
         """How evenly each router uses its experts, and the range of its bias."""
         tables = {name: self._eligible(name, table) for name, table in counts.items()}

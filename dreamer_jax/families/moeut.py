@@ -235,6 +235,10 @@ class Moeut(Family):
         total = entropy + c.expert_entropy_weight * experts + c.attention_entropy_weight * attention
         return total, {"expert_entropy": -experts / c.layers, "attention_entropy": -attention / (2 * c.layers)}
 
+    def choices(self, router: str, counted: int) -> int:
+        """Every head has attention experts of its own, and their numbers are counted in a row."""
+        return counted if router.startswith(EXPERTS) else self.config.attention_experts
+
     def log(self, state: dict[str, Any], counts: Mapping[str, np.ndarray]) -> dict[str, float]:
         """How evenly each router uses its experts."""
         return expert_use(counts, recurrent=True)
