@@ -9,7 +9,7 @@ _LINE_BREAK = re.compile("\r\n|[\r\x0b\x0c\x85\u2028\u2029]")
 _CONTROL = re.compile(
     "[\x00-\x08\x0e-\x1f\x7f-\x9f\ufeff\u200b\u2060\ufff9-\ufffb]"  # no text has a use for these
 )
-_SPACE_AT_LINE_END = re.compile(r"[ \t]+(?=\n)")
+_SPACE_AT_LINE_END = re.compile(r"(?<![ \t])[ \t]+(?=\n)")  # begun only where a run begins: else quadratic
 _CALCULATOR_NOTE = re.compile(r"<<[^<>\n]*>>")
 _THINK = re.compile(r"<(?P<close>/?)think>", re.IGNORECASE)
 _THOUGHT = re.compile(r"<\|(?P<edge>begin|end)_of_thought\|>")

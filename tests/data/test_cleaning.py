@@ -1,5 +1,6 @@
 """Repairing text, calculator notes, and traces in every format."""
 
+import time
 import unicodedata
 
 import pytest
@@ -59,3 +60,10 @@ def test_repair() -> None:
         assert repair(repair(text)) == repair(text) and unicodedata.is_normalized("NFC", repair(text))
     unchanged = "\u221a2 \u2264 \u03c0, \u4f60\u597d\n"
     assert repair(unchanged) == unchanged
+
+
+def test_a_long_run_of_spaces_takes_no_longer_than_other_text() -> None:
+    run = " \t" * 100_000
+    began = time.perf_counter()
+    assert repair(f"a{run}b\nc{run}\nd") == f"a{run}b\nc\nd"
+    assert time.perf_counter() - began < 5
