@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, TextIO, cast
 
 from dreamer_jax.data import tasks
 from dreamer_jax.data.jsonl import Broken, parse_object
@@ -256,31 +256,61 @@ def _text_record(where: str, lines: list[bytes]) -> Item:
         return Item(where, Broken("not valid UTF-8", f"is not valid UTF-8 ({error.start} bytes in)"))
 
 
+class _CsvLines:
+    """The lines of a CSV file, with the quotes of the record that is being read."""
+
+    def __init__(self, file: TextIO):
+        self._file = file
+        self._quotes = self.number = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._file)
+        self.number += 1
+        self._quotes += line.count('"')
+        return line
+
+    def begin_record(self) -> None:
+        """The next line begins a record."""
+        self._quotes = 0
+
+    def end_record(self) -> None:
+        """Pass over what is left of a record that csv gave up: the lines up to the end of its quoted field."""
+        while self._quotes % 2 and next(self, None) is not None:
+            pass
+
+
 def _read_csv(spec: Spec, unit: Unit, limit: int) -> Iterator[Item]:
     csv.field_size_limit(limit)
     with _opened(unit) as binary:
         # Invalid bytes become half surrogates, which no template accepts: the one record is counted.
-        rows = csv.reader(io.TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline=""))
+        lines = _CsvLines(io.TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline=""))
+        rows = csv.reader(lines)
         try:
             names = [name.strip() for name in spec.columns.split(",")] if spec.columns else []
             names = names or next(filter(None, rows), [])
         except csv.Error as error:
             raise UserError(f"{unit.file}: its header is not CSV ({error}); mend it, or set columns") from None
         while True:
+            lines.begin_record()
             try:
                 row = next(rows)
             except StopIteration:
                 return
             except csv.Error as error:
-                yield Item(f"line {rows.line_num}", Broken("not CSV", f"is not CSV: {error}"))
+                lines.end_record()
+                over = "field limit" in str(error)
+                yield Item(f"line {lines.number}", _over(limit) if over else Broken("not CSV", f"is not CSV: {error}"))
                 continue
             if not row:  # an empty line
                 continue
             if len(row) != len(names):
                 detail = f"has {len(row)} columns instead of {len(names)}"
-                yield Item(f"line {rows.line_num}", Broken("with other columns", detail))
+                yield Item(f"line {lines.number}", Broken("with other columns", detail))
             else:
-                yield Item(f"line {rows.line_num}", dict(zip(names, row, strict=True)))
+                yield Item(f"line {lines.number}", dict(zip(names, row, strict=True)))
 
 
 def _parquet(file: str) -> Any:

@@ -80,6 +80,18 @@ def test_csv(tmp_path: Path) -> None:
     assert report["sources"]["a"]["dropped"]["broken: not valid Unicode"]["records"] == 1
 
 
+def test_a_csv_field_over_the_limit_is_one_record(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    long = "\n".join(f'part {i}, ""tail"" {i}' for i in range(100))  # each line of it has as many columns as a record
+    path.write_text(f'question,answer\nfirst,1\nlong,"{long}"\nlast,2\n{"x" * 300},3\n"in\ntwo lines",4\n')
+    first, last = {"question": "first", "answer": "1"}, {"question": "last", "answer": "2"}
+    over = "broken: over max_record_bytes"
+    end = {"question": "in\ntwo lines", "answer": "4"}
+    assert read(SourceSpec(path=str(path)), limit=200) == [first, over, last, over, end]
+    path.write_text(f'question,answer\nfirst,1\nlong,"{long}')
+    assert read(SourceSpec(path=str(path)), limit=200) == [first, over]
+
+
 def test_parquet(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
