@@ -348,7 +348,7 @@ def _read_parquet(spec: Spec, unit: Unit, limit: int) -> Iterator[Item]:
             for i in range(batch.num_rows):
                 row += 1
                 try:
-                    value = {name: batch.column(name)[i].as_py() for name in batch.schema.names}
+                    value = {name: _python(batch.column(name)[i]) for name in batch.schema.names}
                 except UnicodeDecodeError:
                     yield Item(f"row {row}", Broken("not valid UTF-8", "is not valid UTF-8"))
                     continue
@@ -358,6 +358,14 @@ def _read_parquet(spec: Spec, unit: Unit, limit: int) -> Iterator[Item]:
         raise UserError(f"{unit.file}: can't be read to its end ({error}); fetch it again") from None
     except ValueError as error:
         raise UserError(f"{unit.file}: can't be read to its end ({error}); fetch it again") from None
+
+
+def _python(scalar: Any) -> Any:
+    """A value of a Parquet file; None where Python has none, such as a date after the year 9999: no text anyway."""
+    try:
+        return scalar.as_py()
+    except (OverflowError, LookupError):  # pytz raises the second for a time zone that it doesn't know
+        return None
 
 
 def _tfds(spec: Spec) -> Any:

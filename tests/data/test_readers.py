@@ -126,6 +126,9 @@ def test_parquet(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(UserError, match=r"a\.parquet: (not a whole Parquet file|can't be read to its end)"):
             read(spec)
+    late = arrow.array([0, 1 << 50], arrow.timestamp("ms"))  # in the year 37648
+    parquet.write_table(arrow.table({"question": ["a", "b"], "when": late}), path)
+    assert [(row["question"], row["when"] is None) for row in read(spec)] == [("a", False), ("b", True)]
     bad = arrow.array([b"fine", b"\xff"], arrow.binary()).view(arrow.string())
     parquet.write_table(arrow.table({"question": bad}), path)
     assert read(spec) == [{"question": "fine"}, "broken: not valid UTF-8"]
