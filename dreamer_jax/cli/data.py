@@ -142,6 +142,6 @@ def _words(action: str, words: list[str], known: tuple[str, ...]) -> tuple[str, 
 
 
 def _number(written: str, option: str) -> int:
-    if not written.isdigit() or int(written) < 1:
+    if not written.isdecimal() or int(written) < 1:
         raise UserError(f"{option}: expected a number above zero, got '{written}'")
     return int(written)

@@ -200,7 +200,7 @@ def _descend(value: object, path: str) -> object:
                 value = "\n".join(value)
         elif isinstance(value, dict) and part in value:
             value = value[part]
-        elif isinstance(value, (list, tuple)) and part.isdigit() and int(part) < len(value):
+        elif isinstance(value, (list, tuple)) and part.isdecimal() and int(part) < len(value):
             value = value[int(part)]
         else:
             return _ABSENT

@@ -66,6 +66,7 @@ def test_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["prepare", "m.yaml", "--oot", "x"], "unknown option '--oot'; did you mean '--out'?"),
         (["prepare", "m.yaml", "--out"], "--out needs a value"),
         (["prepare", "m.yaml", "--out", "x", "--workers", "none"], "--workers: expected a number above zero"),
+        (["prepare", "m.yaml", "--out", "x", "--workers", "²"], "--workers: expected a number above zero, got '²'"),
         (["prepare", "m.yaml", "--out", "x"], "m.yaml: no such file"),
         (["show"], "name a configuration or a directory"),
         (["show", "."], "holds no index.json"),

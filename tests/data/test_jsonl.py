@@ -43,7 +43,7 @@ def test_nested_fields() -> None:
     record = {"messages": [{"content": "a"}, {"content": "b"}], "x.y": "c", "hints": ["d", "e"], "one": "f"}
     assert Template("{messages.1.content}{x.y}{hints.*}{one.*}", "k").fill(record) == "bcd\nef"
     assert Template("{q}", "k", {"q": "messages.0.content"}).fill(record) == "a"
-    for missing in ("messages.2.content", "messages.x", "one.y", "z.*"):
+    for missing in ("messages.2.content", "messages.x", "messages.².content", "one.y", "z.*"):
         with pytest.raises(Broken, match="has no field"):
             Template(f"{{{missing}}}", "k").fill(record)
 
