@@ -14,7 +14,7 @@ from dreamer_jax.data.filtering import templates
 from dreamer_jax.data.jsonl import Broken
 from dreamer_jax.data.mixture import Mixture
 from dreamer_jax.data.readers import plan_units, read_unit
-from dreamer_jax.data.storage import whole_file
+from dreamer_jax.data.storage import explained, whole_file
 from dreamer_jax.data.tokenizers import LLAMA3_PATTERN
 from dreamer_jax.errors import UserError
 
@@ -102,6 +102,8 @@ def train_tokenizer(mixture: Mixture, size: int, out: Path) -> JsonTokenizer:
     module = _tokenizers("training a tokenizer")
     if size < 260:
         raise UserError(f"--size {size}: too small; 256 bytes and 3 special tokens leave no merge, use more than 259")
+    with explained(out):  # before the work
+        out.parent.mkdir(parents=True, exist_ok=True)
     texts = _texts(mixture)
     tokenizer = module.Tokenizer(module.models.BPE())
     tokenizer.pre_tokenizer = module.pre_tokenizers.Sequence(
@@ -118,7 +120,6 @@ def train_tokenizer(mixture: Mixture, size: int, out: Path) -> JsonTokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    out.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(out) as temporary:
         temporary.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     return JsonTokenizer(out)

@@ -48,6 +48,8 @@ def test_train_tokenizer(mixture: Path, tmp_path: Path, capsys: pytest.CaptureFi
     made = out.read_bytes()
     assert main(["data", "train-tokenizer", str(mixture), "--size", "290", "--out", str(out)]) == 2
     assert "exists; choose another name, or remove it first" in capsys.readouterr().err and out.read_bytes() == made
+    assert main(["data", "train-tokenizer", str(mixture), "--size", "300", "--out", str(out / "below.json")]) == 2
+    assert f"can't write {out / 'below.json'}: " in capsys.readouterr().err
 
 
 def test_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
