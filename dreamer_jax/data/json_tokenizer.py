@@ -80,8 +80,12 @@ class JsonTokenizer:
         self.fingerprint = hashlib.sha256(f"tokenizer.json {special} {canonical}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        """Ids of the text; half of a surrogate pair counts as U+FFFD, as in tiktoken."""
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        except TypeError:  # what tokenizers raises for a str that isn't Unicode
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; special and unused ids are dropped."""

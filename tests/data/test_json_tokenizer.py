@@ -38,6 +38,7 @@ def test_round_trip_and_special_tokens(trained: Path) -> None:
         assert tokenizer.decode(ids) == text
         assert not special & set(ids), "text never becomes a special token"
     assert tokenizer.decode([tokenizer.bos, *tokenizer.encode("a"), tokenizer.eos, 10**6]) == "a"
+    assert tokenizer.decode(tokenizer.encode("a\ud800b\udcff")) == "a\ufffdb\ufffd", "what a terminal or JSON may send"
     text = problems(1)[0]["question"]
     assert len(tokenizer.encode(text)) < 0.5 * len(text), "it has learned the words"
     assert all(len(tokenizer.decode([i])) <= 3 for i in tokenizer.encode("1234567")), "numbers in groups of three"
