@@ -139,14 +139,22 @@ def mmlu_math(data: Path, shots: int) -> list[Question]:
 
 
 def _mmlu(path: Path) -> list[tuple[str, str]]:
+    try:
+        read_rows = list(csv.reader(io.StringIO(read(path).decode("utf-8"), newline="")))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not in UTF-8 ({error.reason} at byte {error.start})") from None
+    except csv.Error as error:
+        raise UserError(f"{path}: not CSV ({error})") from None
     rows = []
-    for number, row in enumerate(csv.reader(io.StringIO(read(path).decode("utf-8"), newline="")), start=1):
+    for number, row in enumerate(read_rows, start=1):
         if not row:  # an empty line
             continue
         if len(row) != 6 or row[5] not in ("A", "B", "C", "D"):
             raise UserError(f"{path}: row {number}: expected question, four options, and the letter of the right one")
         options = "".join(f"{letter}. {option}\n" for letter, option in zip("ABCD", row[1:5], strict=True))
         rows.append((f"{row[0].strip()}\n{options}Answer:", row[5]))
+    if not rows:
+        raise UserError(f"{path}: is empty")
     return rows
 
 

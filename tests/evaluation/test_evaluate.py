@@ -317,6 +317,20 @@ def test_broken_files_are_named(data, tmp_path, name, row, message):
         run(model_of(Scripted()), name, data, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"What\xe9 is 1?,1,2,3,4,A\r\n", "abstract_algebra_test.csv: not in UTF-8 .* at byte 4"),
+        (b"What is 1?,1,2,3," + b"4" * 200_000 + b",A\r\n", "abstract_algebra_test.csv: not CSV"),
+        (b"\r\n", "abstract_algebra_test.csv: is empty"),
+    ],
+)
+def test_broken_files_of_mmlu_are_named(data, tmp_path, content, message):
+    (data / "mmlu_math/abstract_algebra_test.csv").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        run(model_of(Scripted()), "mmlu_math", data, tmp_path)
+
+
 def test_the_command(tmp_path, data, capsys):
     directory = make_run(tmp_path / "run")
     words = ["eval", str(directory), "--data", str(data), "--batch-size", "8"]
