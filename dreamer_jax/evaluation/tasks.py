@@ -328,7 +328,11 @@ def _documents(settings: Settings) -> list[tuple[str, str]]:
     if settings.text:
         path, written = Path(settings.text), (settings.prompt, settings.template)
     content = benchmarks.read(path)
-    if ".jsonl" not in path.name:
+    lines = ".jsonl" in path.name
+    if (settings.prompt, settings.template) != (Settings.prompt, Settings.template) and not (settings.text and lines):
+        text = f"--text {path}: its name lacks .jsonl, so it" if settings.text else "the task ppl without --text"
+        raise UserError(f"{text} has no use for --prompt and --template")
+    if not lines:
         try:
             return [("", content.decode("utf-8"))]
         except UnicodeDecodeError as error:

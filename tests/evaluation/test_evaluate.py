@@ -296,6 +296,8 @@ def test_results_of_several_tasks_are_kept_together(data, tmp_path):
         ("gsm8k", {"shots": 99}, "has only 6 examples"),
         ("mmlu_math", {"shots": 3}, "abstract_algebra_dev.csv has only 2 examples"),
         ("ppl", {"text": "none.txt"}, "none.txt does not exist"),
+        ("ppl", {"text": __file__, "template": "{a}"}, "test_evaluate.py: its name lacks .jsonl, .* --template"),
+        ("ppl", {"prompt": "{a}"}, "without --text has no use for --prompt"),
     ],
 )
 def test_mistakes_are_explained(data, tmp_path, names, settings, message):
