@@ -28,7 +28,7 @@ from dreamer_jax.data import reporting
 from dreamer_jax.data.filtering import Tally, compared, templates
 from dreamer_jax.data.mixture import Mixture, load_mixture
 from dreamer_jax.data.preparation_worker import Worker, heldout_file
-from dreamer_jax.data.prepared import FORMAT
+from dreamer_jax.data.prepared import FORMAT, check_index
 from dreamer_jax.data.readers import Unit, files_of, plan_units
 from dreamer_jax.data.storage import PartReader, remove_leftovers, whole_file, write_array, write_json
 from dreamer_jax.data.tokenizers import Tokenizer, load_tokenizer
@@ -70,6 +70,7 @@ def prepare(path: str | Path, out: str | Path, workers: int, say: Callable[[str]
     with _locked(out):
         if _open_directory(out, plan):
             index, report = (read_object(out / name, DAMAGED) for name in ("index.json", "report.json"))
+            check_index(out / "index.json", index, DAMAGED)
             _write_index(out, index, mixture)
             _tidy(out)
             say(f"{out} is already prepared")

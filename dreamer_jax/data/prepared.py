@@ -189,7 +189,35 @@ def read_index(directory: Path, key: str) -> dict[str, Any]:
         raise UserError(f"{path}: not the index of prepared data ({error}); prepare again") from None
     if found != FORMAT:
         raise UserError(f"{path}: is of format {found}, this program reads format {FORMAT}; prepare again")
+    check_index(path, index)
     return index
+
+
+_TOKENIZER = {"name": str, "fingerprint": str, "vocab_size": int}
+_SOURCE = {"shards": list, "records": int, "weight": (int, float), "epochs": (int, float), "tokens": (int, float)}
+_SHARD = {"name": str, "records": int, "tokens": int, "bytes": int, "sha256": str}
+
+
+def check_index(path: Path, index: dict[str, Any], fix: str = "prepare again") -> None:
+    """That an index has all that is read of it.
+
+    Raises:
+        UserError: it lacks something, or something is of another kind: the file was changed.
+    """
+
+    def check(value: Any, kinds: dict[str, Any], where: str) -> None:
+        for name, kind in kinds.items():
+            if not isinstance(value, dict) or not isinstance(value.get(name), kind):
+                raise UserError(f"{path} is damaged: {where}{name} is missing or of another kind; {fix}")
+
+    check(index, {"tokenizer": dict, "dtype": str, "sources": dict}, "")
+    check(index["tokenizer"], _TOKENIZER, "tokenizer.")
+    if index["dtype"] not in ("<u2", "<u4"):
+        raise UserError(f"{path} is damaged: dtype is {index['dtype']!r}; {fix}")
+    for source, its in index["sources"].items():
+        check(its, _SOURCE, f"sources.{source}.")
+        for shard in its["shards"]:
+            check(shard, _SHARD, f"sources.{source}.shards.")
 
 
 def check_tokenizer(index: dict[str, Any], tokenizer: Tokenizer, where: str) -> None:

@@ -312,6 +312,18 @@ def test_damage_is_refused(prepared: Path, tmp_path: Path) -> None:
     (whole / "shards" / "b-00000.npy").write_bytes(b"\x93NUMPY")
     with pytest.raises(UserError, match=r"b-00000\.npy: can't be read"):
         open_data(config(whole))
+    index = json.loads((whole / "index.json").read_text())
+    source = index["sources"]["a"]
+    for name, change in {
+        "sources": {"sources": []},
+        "dtype": {"dtype": "<f2"},
+        r"tokenizer\.name": {"tokenizer": {}},
+        r"sources\.a\.weight": {"sources": {"a": {**source, "weight": None}}},
+        r"sources\.a\.shards\.name": {"sources": {"a": {**source, "shards": ["a-00000"]}}},
+    }.items():
+        (whole / "index.json").write_text(json.dumps({**index, **change}))
+        with pytest.raises(UserError, match=rf"index\.json is damaged: {name} is .*; prepare again"):
+            open_data(config(whole))
     (whole / "index.json").write_text("{")
     with pytest.raises(UserError, match="not the index of prepared data"):
         open_data(config(whole))
