@@ -10,7 +10,7 @@ import importlib
 import io
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -293,6 +293,7 @@ def _read_csv(spec: Spec, unit: Unit, limit: int) -> Iterator[Item]:
             names = names or next(filter(None, rows), [])
         except csv.Error as error:
             raise UserError(f"{unit.file}: its header is not CSV ({error}); mend it, or set columns") from None
+        _refuse_twins(unit.file, filter(None, names))  # columns without a name can't be asked for
         while True:
             lines.begin_record()
             try:
@@ -311,6 +312,13 @@ def _read_csv(spec: Spec, unit: Unit, limit: int) -> Iterator[Item]:
                 yield Item(f"line {lines.number}", Broken("with other columns", detail))
             else:
                 yield Item(f"line {lines.number}", dict(zip(names, row, strict=True)))
+
+
+def _refuse_twins(file: str, names: Iterable[str]) -> None:
+    """Of two columns of one name nobody knows which is meant."""
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise UserError(f"{file}: has several columns of the name {twice[0]!r}; rename them")
 
 
 def _parquet(file: str) -> Any:
@@ -340,9 +348,7 @@ def _read_parquet(spec: Spec, unit: Unit, limit: int) -> Iterator[Item]:
     file = _parquet(unit.file)
     groups = list(range(unit.start, file.num_row_groups if unit.stop < 0 else unit.stop))
     row = sum(file.metadata.row_group(group).num_rows for group in range(unit.start))
-    twice = [name for name, count in Counter(file.schema_arrow.names).items() if count > 1]
-    if twice:
-        raise UserError(f"{unit.file}: has several columns of the name {twice[0]!r}; rename them")
+    _refuse_twins(unit.file, file.schema_arrow.names)
     try:
         for batch in file.iter_batches(batch_size=64, row_groups=groups):
             for i in range(batch.num_rows):

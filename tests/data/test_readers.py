@@ -74,6 +74,11 @@ def test_csv(tmp_path: Path) -> None:
     assert rows[1] == "broken: with other columns" and len(rows) == 3
     with pytest.raises(UserError, match=r"a\.csv: its header is not CSV \(field larger than field limit \(5\)\)"):
         read(SourceSpec(path=str(path)), limit=5)
+    twins = tmp_path / "twins.csv"
+    twins.write_text("question,,answer,,answer\nq,,a,,b\n")
+    with pytest.raises(UserError, match=r"twins\.csv: has several columns of the name 'answer'"):
+        read(SourceSpec(path=str(twins)))
+    assert read(SourceSpec(path=str(twins), columns="question,,answer,,other"))[0]["answer"] == "answer"
     named = read(SourceSpec(path=str(path), columns="q, a"))
     assert named[0] == {"q": "question", "a": "answer"}
     report = run(write_mixture(tmp_path / "m.yaml", f"sources: {{a: {{path: {path}}}}}"), tmp_path / "out")
