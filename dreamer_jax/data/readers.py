@@ -236,12 +236,12 @@ def _read_jsonl(spec: Spec, unit: Unit, limit: int) -> Iterator[Item]:
 def _read_text(spec: Spec, unit: Unit, limit: int) -> Iterator[Item]:
     kept, size, first = [], 0, ""
     for where, line in _lines(unit, limit):
-        if line is None:
-            yield Item(where, _over(limit))
-            continue
-        if kept and size + len(line) > TEXT_RECORD_BYTES:
+        if kept and (line is None or size + len(line) > TEXT_RECORD_BYTES):
             yield _text_record(first, kept)
             kept, size = [], 0
+        if line is None:  # what stands around it doesn't follow on
+            yield Item(where, _over(limit))
+            continue
         first = first if kept else where
         kept.append(line)
         size += len(line)

@@ -64,6 +64,8 @@ def test_text(tmp_path: Path) -> None:
     assert "".join(value["text"] for value in read(spec, unit_bytes=10_000)) == "".join(lines)
     (tmp_path / "a.txt").write_bytes(b"good\n\xff\xfe\n")
     assert read(spec) == ["broken: not valid UTF-8"]
+    (tmp_path / "a.txt").write_text("before\n" + "x" * 300 + "\nafter\n")
+    assert read(spec, limit=200) == [{"text": "before\n"}, "broken: over max_record_bytes", {"text": "after\n"}]
 
 
 def test_csv(tmp_path: Path) -> None:
