@@ -234,6 +234,15 @@ def templates(name: str, spec: SourceSpec) -> tuple[Template, Template]:
     return Template(spec.prompt, f"{key}.prompt", spec.fields), completion
 
 
+def question_template(name: str, spec: BenchmarkSpec) -> Template:
+    """The template of a benchmark's questions, over the fields of its records."""
+    key = f"decontaminate.benchmarks.{name}.text"
+    template = Template(spec.text, key, spec.fields)
+    if not template.fields:
+        raise ConfigError(f"{key}: {spec.text!r} names no field, so no question would be looked for", key)
+    return template
+
+
 def read_benchmarks(mixture: Mixture) -> BenchmarkIndex | None:
     """The index of the mixture's benchmarks, or None when it names none.
 
@@ -250,7 +259,7 @@ def read_benchmarks(mixture: Mixture) -> BenchmarkIndex | None:
 
 def _questions(name: str, spec: BenchmarkSpec, limit: int) -> Iterator[str]:
     key = f"decontaminate.benchmarks.{name}"
-    template, empty = Template(spec.text, f"{key}.text", spec.fields), True
+    template, empty = question_template(name, spec), True
     for where, value in read_all(spec, key, limit):
         empty = False
         try:

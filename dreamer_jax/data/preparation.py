@@ -25,7 +25,7 @@ import numpy as np
 
 from dreamer_jax.data import deduplication as dedup
 from dreamer_jax.data import reporting
-from dreamer_jax.data.filtering import Tally, compared, templates
+from dreamer_jax.data.filtering import Tally, compared, question_template, templates
 from dreamer_jax.data.mixture import Mixture, load_mixture
 from dreamer_jax.data.preparation_worker import Worker, heldout_file
 from dreamer_jax.data.prepared import FORMAT, check_index
@@ -65,6 +65,8 @@ def prepare(path: str | Path, out: str | Path, workers: int, say: Callable[[str]
     tokenizer = load_tokenizer(mixture.tokenizer)
     for name, spec in mixture.sources.items():
         templates(name, spec)
+    for name, benchmark in mixture.decontaminate.benchmarks.items():
+        question_template(name, benchmark)
     units, plan = _plan(mixture, tokenizer)
     out = Path(out)
     with _locked(out):

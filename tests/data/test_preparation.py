@@ -267,6 +267,13 @@ def test_input_that_is_refused(corpus: Path, tmp_path: Path, name: str, content:
         assert not list((tmp_path / "out").glob("work/*.tmp-*"))
 
 
+def test_a_benchmark_without_questions_is_refused(corpus: Path, tmp_path: Path) -> None:
+    corpus.write_text(corpus.read_text().replace("/test.jsonl}", "/test.jsonl, text: question}"))
+    with pytest.raises(ConfigError, match=r"benchmarks\.test\.text: 'question' names no field"):
+        run(corpus, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_missing_files(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "test.jsonl").unlink()
     with pytest.raises(ConfigError, match=r"decontaminate\.benchmarks\.test\.path: no file"):
