@@ -77,10 +77,14 @@ def build(name: str, data_dir: str | Path, local: str = "") -> Path:
         local: see CatalogueBuilder.
     Returns:
         The folder to give as the path of a source of format tfds.
+    Raises:
+        UserError: there is no such set or file, or what was built before may be of another file.
     """
     if name not in TRAINING | BENCHMARKS:
         raise UserError(f"no data set '{name}' in the catalogue; one of {', '.join(TRAINING | BENCHMARKS)}")
     builder: Any = tfds.builder(f"{PREFIX}{name}", data_dir=str(data_dir), local=local)
+    if local and Path(builder.data_dir).is_dir():  # TFDS would leave it as it is
+        raise UserError(f"{builder.data_dir} is there already, perhaps of another file than {local}; remove it first")
     builder.download_and_prepare()
     return Path(builder.data_dir)
 

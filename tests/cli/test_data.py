@@ -57,6 +57,9 @@ def test_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_lines(tmp_path / "a.jsonl", problems(5))
     assert main(["data", "build", "gsm8k", "--out", str(tmp_path / "tfds"), "--from", str(tmp_path / "a.jsonl")]) == 0
     assert "dreamer_gsm8k/1.0.0: give it as the path" in capsys.readouterr().out
+    write_lines(tmp_path / "b.jsonl", problems(7))
+    assert main(["data", "build", "gsm8k", "--out", str(tmp_path / "tfds"), "--from", str(tmp_path / "b.jsonl")]) == 2
+    assert "dreamer_gsm8k/1.0.0 is there already, perhaps of another file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
