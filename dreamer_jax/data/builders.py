@@ -6,7 +6,7 @@ needs no TensorFlow for this. Importing this module registers them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ class CatalogueBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     def __init__(self, *, local: str = "", **rest: Any):
         self._local = local
+        self.broken, self.problem = 0, ""
+        """Records that were left out, and what was wrong with the last one."""
         super().__init__(file_format="array_record", **rest)
 
     def _info(self) -> Any:
@@ -54,7 +56,7 @@ class CatalogueBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         if not self._local:
             spec = SourceSpec(path=entry.hub, format="hub", config=entry.config, split=split)
         units = plan_units(self.name, spec, 1 << 40)
-        number, problem = 0, "it is empty"
+        number = 0
         for unit in units:
             for where, value in read_unit(spec, unit, LONGEST):
                 try:
@@ -63,18 +65,19 @@ class CatalogueBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
                     yield number, {"question": question.fill(value), "answer": answer.fill(value)}
                     number += 1
                 except Broken as broken:
-                    problem = f"the last problem: {where} {broken}"
+                    self.broken, self.problem = self.broken + 1, f"the last problem: {where} {broken}"
         if not number:
-            raise UserError(f"{key}: {spec.path} holds no usable record; {problem}")
+            raise UserError(f"{key}: {spec.path} holds no usable record; {self.problem or 'it is empty'}")
 
 
-def build(name: str, data_dir: str | Path, local: str = "") -> Path:
+def build(name: str, data_dir: str | Path, local: str = "", say: Callable[[str], None] = print) -> Path:
     """Build a data set of the catalogue.
 
     Args:
         name: in catalogue.TRAINING or catalogue.BENCHMARKS.
         data_dir: TFDS's folder.
         local: see CatalogueBuilder.
+        say: gets a line on broken records.
     Returns:
         The folder to give as the path of a source of format tfds.
     Raises:
@@ -86,6 +89,8 @@ def build(name: str, data_dir: str | Path, local: str = "") -> Path:
     if local and Path(builder.data_dir).is_dir():  # TFDS would leave it as it is
         raise UserError(f"{builder.data_dir} is there already, perhaps of another file than {local}; remove it first")
     builder.download_and_prepare()
+    if builder.broken:
+        say(f"{builder.broken:,} broken records are left out; {builder.problem}")
     return Path(builder.data_dir)
 
 

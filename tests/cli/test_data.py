@@ -54,9 +54,11 @@ def test_train_tokenizer(mixture: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tensorflow_datasets")
-    write_lines(tmp_path / "a.jsonl", problems(5))
+    write_lines(tmp_path / "a.jsonl", [*problems(5), {"question": "q"}])
     assert main(["data", "build", "gsm8k", "--out", str(tmp_path / "tfds"), "--from", str(tmp_path / "a.jsonl")]) == 0
-    assert "dreamer_gsm8k/1.0.0: give it as the path" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "1 broken records are left out; the last problem: line 6 has no field 'answer'" in printed
+    assert "dreamer_gsm8k/1.0.0: give it as the path" in printed
     write_lines(tmp_path / "b.jsonl", problems(7))
     assert main(["data", "build", "gsm8k", "--out", str(tmp_path / "tfds"), "--from", str(tmp_path / "b.jsonl")]) == 2
     assert "dreamer_gsm8k/1.0.0 is there already, perhaps of another file" in capsys.readouterr().err
