@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,13 +18,18 @@ import numpy as np
 
 from dreamer_jax.data.filtering import compared
 from dreamer_jax.data.storage import PartReader, write_array
-from dreamer_jax.data.words import jaccard
+from dreamer_jax.data.words import jaccard, shingle_set
 
 KEYS_IN_A_TASK = 2_000_000
 """About the keys that one task holds in memory."""
 
 COMPARED = 16
 """In a group of records with one key, each is compared with this many at the group's beginning and before it."""
+
+PENDING = 1_000_000
+"""Pairs that are gathered before those that are there already are taken out."""
+
+PAIRS_AT_ONCE = 65_536
 
 ID = np.dtype("<i8")
 PAIR = np.dtype([("later", "<i8"), ("earlier", "<i8")])
@@ -70,43 +76,78 @@ def find_candidates(parts: Sequence[Part], first: int, last: int, exact: np.ndar
     found = _gather(parts, "bands", first, last)
     found = found[~_is_in(found["id"], exact)]
     found = found[np.lexsort((found["id"], found["key"]))]
-    edges = (
-        np.flatnonzero(np.concatenate([[True], found["key"][1:] != found["key"][:-1], [True]])) if len(found) else []
-    )
-    pairs = []
-    for start, stop in itertools.pairwise(edges):
-        if stop - start < 2:
-            continue
-        ids = found["id"][start:stop].tolist()
-        for place in range(1, len(ids)):
-            others = {*ids[: min(place, COMPARED)], *ids[max(0, place - COMPARED) : place]}
-            pairs += [(ids[place], other) for other in others if other != ids[place]]
-    write_array(output, np.unique(np.array(pairs, PAIR)))
+    begins = np.concatenate([[True], found["key"][1:] != found["key"][:-1]]) if len(found) else np.zeros(0, np.bool_)
+    starts = np.maximum.accumulate(np.where(begins, np.arange(len(found)), 0)) if len(found) else np.zeros(0, np.int64)
+    places = np.flatnonzero(~begins)  # with another record of their key before them
+    starts, ids = starts[places], found["id"]
+    pairs, distinct = np.zeros(0, PAIR), 0
+    for distance in range(COMPARED):
+        for others in (starts + distance, places - 1 - distance):  # at the group's beginning, and before the record
+            inside = (others >= starts) & (others < places)
+            new = np.empty(int(inside.sum()), PAIR)
+            new["later"], new["earlier"] = ids[places[inside]], ids[others[inside]]
+            pairs = np.concatenate([pairs, new[new["later"] != new["earlier"]]])
+            if len(pairs) > 2 * distinct + PENDING:  # groups of many bands hold the same pairs
+                pairs = _distinct(pairs)
+                distinct = len(pairs)
+    write_array(output, _distinct(pairs))
+
+
+def _distinct(pairs: np.ndarray) -> np.ndarray:
+    """The pairs, sorted, each once; as np.unique, but faster on two columns."""
+    pairs = pairs[np.lexsort((pairs["earlier"], pairs["later"]))]
+    new = np.ones(len(pairs), np.bool_)
+    new[1:] = (pairs["later"][1:] != pairs["later"][:-1]) | (pairs["earlier"][1:] != pairs["earlier"][:-1])
+    return pairs[new]
 
 
 def confirm(
     parts: Sequence[Part], part: int, candidates: Sequence[Path], threshold: float, compare: str, output: Path
 ) -> None:
     """Write CONFIRMED pairs whose later record is in a part."""
-    pairs = np.unique(np.concatenate([of_part(np.load(path, mmap_mode="r"), part) for path in candidates]))
+    pairs = _distinct(np.concatenate([of_part(np.load(path, mmap_mode="r"), part) for path in candidates]))
     readers: dict[int, PartReader] = {}
 
-    def text(identity: int) -> str:
+    def read(identity: int) -> set[tuple[str, ...]]:
         number = identity >> 32
         if number not in readers:
             if len(readers) > 64:
                 readers.pop(next(iter(readers))).close()
             readers[number] = PartReader(parts[number].directory, parts[number].number)
-        return compared(readers[number][identity & 0xFFFFFFFF], compare)
+        return shingle_set(compared(readers[number][identity & 0xFFFFFFFF], compare))
 
-    confirmed = []
-    for later, earlier in pairs.tolist():
-        similarity = jaccard(text(later), text(earlier))
-        if similarity >= threshold:
-            confirmed.append((later, earlier, similarity))
+    texts = _Shingles(read)
+    confirmed = [np.zeros(0, CONFIRMED)]
+    for start in range(0, len(pairs), PAIRS_AT_ONCE):
+        alike = []
+        for later, earlier in pairs[start : start + PAIRS_AT_ONCE].tolist():
+            similarity = jaccard(texts(later), texts(earlier))
+            if similarity >= threshold:
+                alike.append((later, earlier, similarity))
+        confirmed.append(np.array(alike, CONFIRMED))
     for reader in readers.values():
         reader.close()
-    write_array(output, np.array(confirmed, CONFIRMED))
+    write_array(output, np.concatenate(confirmed))
+
+
+class _Shingles:
+    """The shingles of records, kept for the records that are compared often: in large groups those are the same."""
+
+    LIMIT = 200_000
+
+    def __init__(self, read: Callable[[int], set[tuple[str, ...]]]):
+        self._read, self._size = read, 0
+        self._kept: OrderedDict[int, set[tuple[str, ...]]] = OrderedDict()
+
+    def __call__(self, identity: int) -> set[tuple[str, ...]]:
+        found = self._kept.pop(identity, None)
+        if found is None:
+            found = self._read(identity)
+            self._size += len(found)
+        self._kept[identity] = found
+        while self._size > self.LIMIT and len(self._kept) > 2:
+            self._size -= len(self._kept.popitem(last=False)[1])
+        return found
 
 
 def resolve(confirmed: Sequence[Path]) -> np.ndarray:

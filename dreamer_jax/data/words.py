@@ -196,10 +196,13 @@ def band_keys(texts: Sequence[Sequence[int]], formula_keys: Sequence[int]) -> np
     return mix(mix(keys) + np.array(formula_keys, np.uint64)[:, None])
 
 
-def jaccard(a: str, b: str) -> float:
-    """Exact Jaccard similarity of the sets of word 3-grams of two texts (of the whole texts when shorter)."""
-    sets = []
-    for text in (a, b):
-        found = words(text)
-        sets.append({tuple(found[i : i + SHINGLE]) for i in range(max(1, len(found) - SHINGLE + 1))})
-    return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
+def shingle_set(text: str) -> set[tuple[str, ...]]:
+    """The word 3-grams of a text; of one with fewer words, all of it."""
+    found = words(text)
+    return {tuple(found[i : i + SHINGLE]) for i in range(max(1, len(found) - SHINGLE + 1))}
+
+
+def jaccard(a: set[tuple[str, ...]], b: set[tuple[str, ...]]) -> float:
+    """Exact Jaccard similarity of the shingles of two texts."""
+    shared = len(a & b)
+    return shared / (len(a) + len(b) - shared)

@@ -1,6 +1,7 @@
 """What near duplicates are, chains of them, plain text, and corpora of many parts."""
 
 import random
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from dreamer_jax.data import deduplication, filtering
 from dreamer_jax.data.deduplication import CONFIRMED, key_ranges, resolve
-from dreamer_jax.data.words import jaccard
+from dreamer_jax.data.words import jaccard, shingle_set
 from tests.data.preparing import contents, problems, run, texts, write_lines, write_mixture
 
 WORDS = [f"{a}{b}" for a in ("ba", "ce", "di", "fo", "gu", "ha") for b in ("lar", "men", "nis", "pot", "rus", "tel")]
@@ -38,7 +39,7 @@ def test_only_pairs_over_the_threshold_are_dropped(tmp_path: Path) -> None:
         pairs.append((" ".join(words), " ".join(changed)))
     records = [{"question": question, "answer": "yes"} for pair in pairs for question in pair]
     kept = set(prepared(tmp_path, records))
-    similar = [jaccard(f"{first}\nyes", f"{second}\nyes") >= 0.7 for first, second in pairs]
+    similar = [jaccard(shingle_set(f"{first}\nyes"), shingle_set(f"{second}\nyes")) >= 0.7 for first, second in pairs]
     assert 10 < sum(similar) < 50
     assert [f"{second}\nyes" not in kept for _, second in pairs] == similar
     assert all(f"{first}\nyes" in kept for first, _ in pairs)
@@ -82,6 +83,21 @@ def test_records_of_one_key_are_compared_with_the_first_and_the_last_before(
     pairs = np.load(tmp_path / "pairs.npy").tolist()
     assert [earlier for later, earlier in pairs if later == 10] == list(range(10))
     assert [earlier for later, earlier in pairs if later == 39] == [*range(16), *range(23, 39)]
+
+
+def test_large_groups_take_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = np.zeros(32 * 2000, [("key", "<u8"), ("id", "<i8")])  # records that are alike in every band
+    found["key"], found["id"] = np.divmod(np.arange(len(found)), 2000)
+    monkeypatch.setattr(deduplication, "_gather", lambda *_: found)
+    monkeypatch.setattr(deduplication, "PENDING", 100_000)
+    tracemalloc.start()
+    deduplication.find_candidates([], 0, 0, np.zeros(0, np.int64), tmp_path / "pairs.npy")
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(np.load(tmp_path / "pairs.npy")) == sum(
+        len({*range(min(i, 16)), *range(max(0, i - 16), i)}) for i in range(2000)
+    )
+    assert most < 50e6, "2 million pairs as numbers of Python were 200 MB"
 
 
 def test_key_ranges_cover_all_keys() -> None:
