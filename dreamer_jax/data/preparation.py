@@ -293,7 +293,7 @@ class _Preparation:
             assert source["records"] == report["sources"][name]["kept"]
         self._collect_heldout(parts)
         write_json(self._out / "report.json", report)
-        (self._out / "report.txt").write_text(reporting.table(report), encoding="utf-8")
+        (self._out / "report.txt").write_text(reporting.table(report), encoding="utf-8", errors="backslashreplace")
         index = {
             "format": FORMAT,
             "tokenizer": {

@@ -87,9 +87,10 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON as a whole file."""
+    """Write JSON as a whole file; half a surrogate pair, as in the name of a file or a field, becomes an escape."""
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
     with whole_file(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        temporary.write_bytes(text.encode("utf-8", errors="backslashreplace"))
 
 
 def write_array(path: Path, array: np.ndarray) -> None:

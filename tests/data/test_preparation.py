@@ -267,6 +267,20 @@ def test_input_that_is_refused(corpus: Path, tmp_path: Path, name: str, content:
         assert not list((tmp_path / "out").glob("work/*.tmp-*"))
 
 
+def test_names_that_are_no_unicode_are_reported(tmp_path: Path) -> None:
+    broken = b'{"\\ud800": "x"}\n'
+    content = b"".join(json.dumps(p).encode() + b"\n" for p in problems(2)) + broken
+    try:
+        (tmp_path / os.fsdecode(b"a\xff.jsonl")).write_bytes(content)
+    except OSError:  # where file names are Unicode
+        (tmp_path / "a.jsonl").write_bytes(content)
+    mixture = write_mixture(tmp_path / "m.yaml", f"sources: {{a: {{path: '{tmp_path}/*.jsonl'}}}}")
+    report = run(mixture, tmp_path / "out")
+    assert dropped(report, "a") == {"broken: without a field": 1} and report["total"]["kept"] == 2
+    assert r"(its fields: \ud800)" in (tmp_path / "out" / "report.txt").read_text(encoding="utf-8")
+    assert run(mixture, tmp_path / "out") == json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+
+
 def test_a_benchmark_without_questions_is_refused(corpus: Path, tmp_path: Path) -> None:
     corpus.write_text(corpus.read_text().replace("/test.jsonl}", "/test.jsonl, text: question}"))
     with pytest.raises(ConfigError, match=r"benchmarks\.test\.text: 'question' names no field"):
