@@ -74,14 +74,17 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def chosen(logprobs: Sequence[float], lengths: Sequence[int] | None = None) -> int:
-    """Index of the likeliest choice; the first of several that are equally likely.
+def chosen(logprobs: Sequence[float], lengths: Sequence[int] | None = None) -> int | None:
+    """Index of the likeliest choice; the first of several that are equally likely. None where one is NaN: a model
+    that diverges chooses nothing.
 
     Args:
         logprobs: summed log-probability of each choice.
         lengths: divide by these first (`acc_norm` divides by the characters of the choice). A choice of no length
             is never taken unless all are such.
     """
+    if any(map(math.isnan, logprobs)):
+        return None
     if lengths is None:
         ranked = list(logprobs)
     else:

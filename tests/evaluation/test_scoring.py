@@ -107,6 +107,7 @@ def test_choice():
     assert chosen([-3.0, -2.0, -2.0]) == 1  # the first of equals
     assert chosen([-3.0, -1.0, -2.0], [6, 1, 3]) == 0  # -0.5, -1, -0.67
     assert chosen([-3.0, -1.0], [3, 0]) == 0
+    assert chosen([float("nan"), -1.0]) is None and chosen([-1.0, float("nan")], [1, 1]) is None
 
 
 def test_mean_has_the_usual_standard_error():
