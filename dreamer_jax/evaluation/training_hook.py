@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from dreamer_jax.config.sections import Config
 from dreamer_jax.data.tokenizers import load_tokenizer
@@ -17,9 +13,6 @@ from dreamer_jax.evaluation.runner import Settings, choose_tasks, evaluate
 
 Benchmarks = Callable[[int, Any, Any], dict[str, float]]
 """(step, params, model state) -> metrics by name, `eval/gsm8k/strict` and so on."""
-
-WEIGHTS = "weights.sha256"
-"""In the folder of an evaluation made in training: of what it was made."""
 
 
 def during_training(config: Config) -> Benchmarks:
@@ -50,8 +43,7 @@ def during_training(config: Config) -> Benchmarks:
 
         mesh = make_mesh(config.mesh) if config.mesh.size > 1 else None
         model = LanguageModel(Engine(fold(config.model, params, model_state), mesh=mesh), tokenizer, length)
-        subject = subject_of(config, config.run.dir, step)
-        _discard_of_others(subject.folder, (params, model_state))
+        subject = subject_of(config, config.run.dir, step, (params, model_state))
         results = evaluate(
             model,
             chosen,
@@ -60,7 +52,7 @@ def during_training(config: Config) -> Benchmarks:
             subject.source,
             subject.row_length,
             limit=config.evaluation.limit or None,
-            renew=True,  # a run that goes on evaluates some steps again, perhaps with other settings
+            renew=True,  # a run that goes on evaluates some steps again, perhaps with other settings or weights
         )
         return {
             f"eval/{label}/{name}": number["value"]
@@ -71,22 +63,3 @@ def during_training(config: Config) -> Benchmarks:
     for task in chosen:  # reads the files
         task.items(settings, tokenizer, config.data.sequence_length)
     return benchmarks
-
-
-def _discard_of_others(folder: Path, weights: Any) -> None:
-    """Remove what a folder holds of other weights than these, as far as it says: a run that went back comes to the same
-    step with other ones."""
-    import jax
-
-    digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(weights):
-        digest.update(np.asarray(leaf).tobytes())
-    file, found = folder / WEIGHTS, digest.hexdigest()
-    try:
-        if file.is_file() and file.read_text(encoding="utf-8") != found:
-            for path in (*folder.glob("*.jsonl"), *folder.glob("results.json")):
-                path.unlink()
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(found, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"can't keep records in {folder}: {error.strerror}; make it writable") from error

@@ -71,7 +71,7 @@ def run_config(space: bool) -> Config:
 def asked(tmp_path: Path, task: str, space: bool) -> tuple[list[list[int]], Words]:
     """All rows of a task for a model that was trained so, with its tokenizer."""
     engine, tokenizer, data = Watching(), Words(), tmp_path / "data"
-    subject = subject_of(run_config(space), str(tmp_path), 1)
+    subject = subject_of(run_config(space), str(tmp_path), 1, {})
     settings = Settings(data=str(write_benchmarks(data)), space_in_prompt=subject.space_in_prompt)
     model = LanguageModel(engine, tokenizer, 4096)
     evaluate(model, choose_tasks(task), settings, tmp_path / "out", {}, 4096, say=lambda line: None)
@@ -145,7 +145,7 @@ def test_an_empty_choice_is_not_certain(tmp_path):
 )
 def test_where_the_space_stood_in_training(data, expected):
     config = Config(data=DataConfig(path="there", **data))
-    assert subject_of(config, "run", 3).space_in_prompt is expected
+    assert subject_of(config, "run", 3, {}).space_in_prompt is expected
 
 
 def spaced_run(directory: Path) -> Path:

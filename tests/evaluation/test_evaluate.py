@@ -342,6 +342,7 @@ def test_the_command(tmp_path, data, capsys):
     folder = directory / "evaluation" / "step-7"
     results = json.loads((folder / "results.json").read_text())
     depth = load_run(directory).config.model.depth
+    assert len(results["source"].pop("checkpoint")) == 16
     assert results["source"] == {"step": 7, "tokens": 7 * 32 * 32, "depth": depth, "dtype": "float32"}
     per_token = results["tasks"]["ppl"]["metrics"]["token_perplexity"]["value"]
     assert per_token == results["tasks"]["ppl"]["metrics"]["byte_perplexity"]["value"] > 100  # random weights, bytes

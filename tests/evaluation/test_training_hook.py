@@ -77,7 +77,12 @@ def test_records_of_weights_that_a_run_went_back_from(tmp_path, capsys):
     changed = {"checkpoint.every": "2", "training.learning_rate": "1.0", "checkpoint.allow": "learning_rate"}
     assert train(directory, data, **changed) == 0
     assert "mathqa: 3/3 100%" in capsys.readouterr().out
-    assert (directory / "evaluation" / "step-4" / "mathqa.jsonl").read_text() != first
+    records = directory / "evaluation" / "step-4" / "mathqa.jsonl"
+    assert records.read_text() != first
+    words = ["eval", str(directory / "checkpoints" / "4"), "--data", str(data), "--tasks", "mathqa", "--limit", "3"]
+    assert main(words) == 0 and "3 of 3 are already there" in capsys.readouterr().out
+    records.write_text(first)
+    assert main(words) == 2 and "of another evaluation (another checkpoint)" in capsys.readouterr().err
 
 
 def test_missing_files_stop_before_training(tmp_path, capsys):
