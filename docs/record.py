@@ -75,9 +75,7 @@ def _with_seeds(recorded: dict[str, Any] | None, new: dict[str, Any], member: st
     if any(new[key] != recorded.get(key) for key in new.keys() - {"seeds", "swept"}):
         raise UserError(f"{member}: what is recorded is another model, so its seeds can't be kept")
     seeds = {**recorded["seeds"], **new["seeds"]}
-    for seed in (
-        seeds.keys() - recorded["seeds"].keys()
-    ):  # perhaps of another machine: the speed stays that of those before
+    for seed in seeds.keys() - recorded["seeds"].keys():  # perhaps of another machine: speed is of those before
         seeds[seed] = {key: its for key, its in seeds[seed].items() if key != "tokens_per_second"}
     return {**recorded, **new, "seeds": {seed: seeds[seed] for seed in sorted(seeds, key=int)}}
 

@@ -130,14 +130,12 @@ def run_jobs(jobs: Sequence[Job], folder: Path, at_once: int, say: Callable[[str
                     running.remove(each)
                     each.lock.close()
                     done += 1
-                    left = (
-                        f"about {timedelta(seconds=round((time.monotonic() - began) / done * (len(jobs) - done)))} left"
-                    )
+                    left = (time.monotonic() - began) / done * (len(jobs) - done)
                     end = "is complete"
                     if code:
                         end = f"failed ({each.log}): {each.last_line().removeprefix(SAYS)}"
                         failed[each.job.name] = f"{each.job.name} {end}"
-                    say(f"{done}/{len(jobs)} {each.job.name} {end}; {left}")
+                    say(f"{done}/{len(jobs)} {each.job.name} {end}; about {timedelta(seconds=round(left))} left")
                 if time.monotonic() - said > LINE_SECONDS:
                     said = time.monotonic()
                     for each in running:

@@ -296,9 +296,8 @@ def _sweep_losses(sweep: Sweep, entrant: Entrant, folder: Path, diverged: Contai
     Raises:
         UserError: all have diverged.
     """
-    jobs = {
-        value: _job(entrant, folder, f"sweep-{value}", FIRST, "") for value in (sweep.values if sweep.share else ())
-    }
+    tried = sweep.values if sweep.share else ()
+    jobs = {value: _job(entrant, folder, f"sweep-{value}", FIRST, "") for value in tried}
     ends = {value: _last_loss(job.run) for value, job in jobs.items() if job.name not in diverged}
     if jobs and not ends:
         member = f"{entrant.task.name}/{entrant.member.name}"
