@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,3 +38,36 @@ def compile_for(warps: int, stages: int | None = None) -> dict[str, Any]:
     """The other arguments of `pallas_call`: warps of a program, and loads in flight. Interpreted on a CPU."""
     parameters = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
     return {"compiler_params": parameters, "interpret": jax.default_backend() == "cpu"}
+
+
+def unless_differentiated(form: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """`form`, which only computes forward; and, where a gradient is asked for, `other` of the same arrays."""
+    either = jax.custom_vjp(form)
+    either.defvjp(lambda *arrays: jax.vjp(other, *arrays), lambda vjp, d_out: vjp(d_out))
+    return either
+
+
+def load(ref: Any, rows: jax.Array | None, columns: jax.Array | None) -> jax.Array:
+    """A tile of two axes, zero outside of the array, which `inside` tells by rows and by columns."""
+    mask = mask_of(rows, columns, ref.shape)
+    return plgpu.load(ref, mask=mask, other=None if mask is None else 0.0)
+
+
+def mask_of(rows: jax.Array | None, columns: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
+    """Which of a tile's elements are in the array, by rows and by columns; None for all."""
+    masks = [
+        part
+        for part in (None if rows is None else rows[:, None], None if columns is None else columns[None])
+        if part is not None
+    ]
+    return jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), shape) if masks else None
+
+
+def inside(tile: jax.Array, size: int, length: int) -> jax.Array | None:
+    """Which of a tile's places are before the array's end [size]; None where tiles divide it."""
+    return None if length % size == 0 else tile * size + jnp.arange(size, dtype=jnp.int32) < length
+
+
+def tile_of(length: int, largest: int) -> int:
+    """The largest power of two up to `largest` and `length`. What sticks out costs less than smaller tiles."""
+    return min(largest, 1 << (length.bit_length() - 1))

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 
 from dreamer_jax.config.values import Implementation
 from pallas_kernels import backend as backends
+from pallas_kernels import gpu
 from pallas_kernels.attention_moe import cpu, in_place, tpu, tpu_int8, xla
 from pallas_kernels.attention_moe.shapes import Tiles, depths_aside, unsupported
 from pallas_kernels.attention_moe.tape import LinearTape
 from pallas_kernels.backend import target
-from pallas_kernels.dispatch import grouped, triton
+from pallas_kernels.dispatch import few, grouped, triton
 from pallas_kernels.dispatch.api import Dispatch, blocks_of, filled_blocks_of, plan_blocks, plan_dispatch
 from pallas_kernels.dispatch.aside import blocks_aside
 from pallas_kernels.weights import Arranged, OutputColumns, OutputRows
@@ -66,6 +67,9 @@ class ExpertLinear:
         Returns:
             [T, b], compute dtype.
         """
+        if shared is None and tape is None and self._takes_few(x, routed):
+            product = _few(x, index.reshape(-1), routed)
+            return product if score is None else score.astype(x.dtype)[:, None] * product
         if shared is None and (index.ndim == 0 or isinstance(routed, Arranged)):
             int8 = isinstance(routed, OutputColumns)
             product = self._from_int8(x, index, routed) if int8 else in_place.linear(x, index, routed)
@@ -122,6 +126,12 @@ class ExpertLinear:
         product = tpu_int8.forward(_flat(blocks_of(x, plan)), routed, plan, tile=its.outputs, target=target())
         return _of_token(product, plan)
 
+    def _takes_few(self, x, routed):
+        """Whether rows are taken one by one, on a GPU."""
+        if isinstance(routed, Arranged) or self._backend(x.shape[0], routed.shape, x.dtype) != "gpu":
+            return False
+        return few.few(x.shape[0], routed.shape, x.dtype)
+
     def _backend(self, tokens, routed, dtype):
         return backends.backend(
             "attention MoE",
@@ -129,6 +139,14 @@ class ExpertLinear:
             lambda: unsupported(tokens, routed, dtype, target()),
             lambda: triton.unsupported(tokens, routed, dtype),
         )
+
+
+def _in_blocks(x, index, routed):
+    index = jnp.broadcast_to(index, x.shape[:1])
+    return xla.expert_linear(x, index, jnp.ones(x.shape[0]), routed, None, products=triton.TRITON)
+
+
+_few = gpu.unless_differentiated(lambda x, index, routed: few.product(x, index, routed), _in_blocks)
 
 
 @jax.custom_vjp

@@ -41,7 +41,7 @@ class Tiles(NamedTuple):
 
 
 PRODUCT = Tiles(rows=128, columns=128, inner=64, warps=8, stages=3)
-OUTER = Tiles(rows=128, columns=128, inner=64, warps=8, stages=3)
+OUTER = Tiles(rows=64, columns=128, inner=64, warps=4, stages=4)
 
 
 def unsupported(pairs: int, matrices: tuple[int, ...], dtype: jnp.dtype) -> str | None:
@@ -82,7 +82,7 @@ def outer(
     Padding rows must be zero in `left` or in `right`, and finite in the other.
     """
     (_, block, size), hidden = left.shape, right.shape[-1]
-    rows, columns = _tile(size, tiles.rows), _tile(hidden, tiles.columns)
+    rows, columns = gpu.tile_of(size, tiles.rows), gpu.tile_of(hidden, tiles.columns)
     inner = min(block, tiles.inner)
     experts, added = plan.first_block.shape[0], () if into is None else (into,)
     return pl.pallas_call(
@@ -101,7 +101,7 @@ TRITON = grouped.Products(up, down, outer, block_size)
 def _product(rows, weight, plan, tiles, transposed):
     blocks, block, length = rows.shape
     width = weight.shape[1 if transposed else 2]
-    height, columns, inner = min(block, tiles.rows), _tile(width, tiles.columns), _tile(length, tiles.inner)
+    height, columns, inner = min(block, tiles.rows), gpu.tile_of(width, tiles.columns), gpu.tile_of(length, tiles.inner)
     return pl.pallas_call(
         functools.partial(_product_kernel, tile=(height, columns, inner), transposed=transposed),
         grid=(pl.cdiv(width, columns), block // height, blocks),
@@ -117,15 +117,15 @@ def _product_kernel(expert_ref, used_ref, rows_ref, weight_ref, out_ref, *, tile
     length, width = rows_ref.shape[2], out_ref.shape[2]
     expert = expert_ref[block]
     rows, across = pl.ds(part * height, height), pl.ds(column * columns, columns)
-    inside = _inside(column, columns, width)
+    inside = gpu.inside(column, columns, width)
 
     def add(step, total):
         along = pl.ds(step * inner, inner)
-        left = _inside(step, inner, length)
-        x = _load(rows_ref.at[block, rows, along], None, left)
+        left = gpu.inside(step, inner, length)
+        x = gpu.load(rows_ref.at[block, rows, along], None, left)
         if transposed:
-            return total + plgpu.dot(x, _load(weight_ref.at[expert, across, along], inside, left), trans_b=True)
-        return total + plgpu.dot(x, _load(weight_ref.at[expert, along, across], left, inside))
+            return total + plgpu.dot(x, gpu.load(weight_ref.at[expert, across, along], inside, left), trans_b=True)
+        return total + plgpu.dot(x, gpu.load(weight_ref.at[expert, along, across], left, inside))
 
     # A block that isn't used becomes zero, without a step.
     steps = jnp.where(block < used_ref[0], jnp.int32(pl.cdiv(length, inner)), jnp.int32(0))
@@ -139,47 +139,21 @@ def _outer_kernel(first_ref, blocks_ref, left_ref, right_ref, *refs, tile, steps
     rows, columns, inner = tile
     column, row, expert = (pl.program_id(axis) for axis in range(3))
     down, across = pl.ds(row * rows, rows), pl.ds(column * columns, columns)
-    inside = _inside(row, rows, left_ref.shape[1]), _inside(column, columns, right_ref.shape[1])
+    inside = gpu.inside(row, rows, left_ref.shape[1]), gpu.inside(column, columns, right_ref.shape[1])
 
     def add(step, total):
         along = pl.ds(step * inner, inner)
-        left = _load(left_ref.at[along, down], None, inside[0])
-        return total + plgpu.dot(left, _load(right_ref.at[along, across], None, inside[1]), trans_a=True)
+        left = gpu.load(left_ref.at[along, down], None, inside[0])
+        return total + plgpu.dot(left, gpu.load(right_ref.at[along, across], None, inside[1]), trans_a=True)
 
     first = first_ref[expert] * steps
     last = first + blocks_ref[expert] * steps
     total = jax.lax.fori_loop(first, last, add, jnp.zeros((rows, columns), F32))
     place = out_ref.at[expert, down, across]
     if not added:
-        plgpu.store(place, total, mask=_mask(*inside, total.shape))
+        plgpu.store(place, total, mask=gpu.mask_of(*inside, total.shape))
         return
 
     @pl.when(last > first)  # the others' stay as they are
     def _():
-        plgpu.store(place, total + _load(place, *inside), mask=_mask(*inside, total.shape))
-
-
-def _load(ref, rows, columns):
-    """A tile, zero outside of the array."""
-    mask = _mask(rows, columns, ref.shape)
-    return plgpu.load(ref, mask=mask, other=None if mask is None else 0.0)
-
-
-def _mask(rows, columns, shape):
-    """Which of a tile's elements are in the array, by rows and by columns; None for all."""
-    masks = [
-        part
-        for part in (None if rows is None else rows[:, None], None if columns is None else columns[None])
-        if part is not None
-    ]
-    return jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), shape) if masks else None
-
-
-def _inside(tile, size, length):
-    """Which of a tile's places are before the array's end [size]; None where tiles divide it."""
-    return None if length % size == 0 else tile * size + jnp.arange(size, dtype=jnp.int32) < length
-
-
-def _tile(length: int, largest: int) -> int:
-    """The largest power of two up to `largest` and `length`. What sticks out costs less than smaller tiles."""
-    return min(largest, 1 << (length.bit_length() - 1))
+        plgpu.store(place, total + gpu.load(place, *inside), mask=gpu.mask_of(*inside, total.shape))

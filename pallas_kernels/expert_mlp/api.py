@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from dreamer_jax.config.values import Implementation
 from pallas_kernels import backend as backends
+from pallas_kernels import gpu
 from pallas_kernels.backend import target
-from pallas_kernels.dispatch import grouped, triton
+from pallas_kernels.dispatch import few, grouped, triton
 from pallas_kernels.dispatch.api import Dispatch, filled_blocks_of, plan_blocks, plan_dispatch
 from pallas_kernels.dispatch.aside import blocks_aside
 from pallas_kernels.expert_mlp import cpu, in_place, tpu, tpu_int8, xla
@@ -86,6 +87,12 @@ class ExpertMLP:
                 gate_up, down = gate_up.as_array(x.dtype), down.as_array(x.dtype)
             if chosen == "cpu":
                 return cpu.expert_mlp(x, indices, weights, gate_up, down)
+            if (
+                chosen == "gpu"
+                and tape is None
+                and few.few(indices.size, (among or gate_up.shape[0], *gate_up.shape[1:]), x.dtype)
+            ):
+                return _few(x, indices, weights, gate_up, down)
             return xla.expert_mlp(x, indices, weights, gate_up, down, tape, _products(chosen))
         experts = gate_up.shape[0]
         block = _tiles(indices.size, gate_up.shape, x.dtype).block
@@ -145,6 +152,16 @@ def _unsupported_on_gpu(pairs: int, gate_up: tuple[int, ...], dtype: Any) -> str
     experts, doubled, hidden = gate_up
     sides = doubled, doubled // 2
     return next(filter(None, (triton.unsupported(pairs, (experts, side, hidden), dtype) for side in sides)), None)
+
+
+def _few_expert_mlp(x, indices, weights, gate_up, down):
+    """The definition, by kernels for few rows."""
+    activation = few.swiglu(x, indices, gate_up)  # [T k, F]
+    values = few.product(activation, indices.reshape(-1), down, jnp.float32).reshape(*indices.shape, -1)
+    return jnp.sum(values * jnp.where(indices < gate_up.shape[0], weights, 0)[..., None], axis=1).astype(x.dtype)
+
+
+_few = gpu.unless_differentiated(_few_expert_mlp, functools.partial(xla.expert_mlp, products=triton.TRITON))
 
 
 def _products(form: str) -> grouped.Products:

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from dreamer_jax.config.values import Implementation
+from pallas_kernels import backend as backends
 from pallas_kernels.backend import backend
-from pallas_kernels.sequence_attention import gpu, paged, slots, tpu, xla
+from pallas_kernels.sequence_attention import gpu, paged, slots, slots_triton, tpu, xla
 from pallas_kernels.sequence_attention.shapes import unsupported
 
 
@@ -53,6 +54,8 @@ class SequenceAttention:
     ) -> jax.Array:
         """Positions in flight over the cache of their row; see `slots.sequence_attention`, which runs everywhere.
 
+        On a GPU one position a row has a kernel.
+
         With a table the cache is in pages, and without values it is `interleaved`, for a kernel that reads pages where
         they lie.
         """
@@ -61,7 +64,10 @@ class SequenceAttention:
             if depths.ndim < 3 and self.interleaves(keys.shape[3] // 2, keys.shape[4], keys.dtype):
                 return paged.attention(q, keys, depths, positions, table)
             keys, values = paged.apart(keys)
-        return slots.sequence_attention(q, keys, values, depths, positions, table)
+        on_gpu = self.implementation != "xla" and backends.on_gpu()
+        kernel = on_gpu and slots_triton.unsupported(q.shape, keys, depths) is None
+        attend = slots_triton.attention if kernel else slots.sequence_attention
+        return attend(q, keys, values, depths, positions, table)
 
     def interleaves(self, kv_heads: int, size: int, dtype: Any) -> bool:
         """Whether keys and values of these heads lie together in pages, for the kernel."""

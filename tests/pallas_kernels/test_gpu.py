@@ -126,6 +126,36 @@ def test_what_bench_kernels_measures():
             assert jax.tree.map(lambda a: a.shape, ours) == jax.tree.map(lambda a: a.shape, theirs), case.name
 
 
+@pytest.mark.parametrize(("tokens", "kernels"), [(2, ["few_swiglu", "few_product"]), (512, ["expert_product"])])
+def test_experts_of_few_tokens(tokens, kernels):
+    """A step of decoding takes its rows one by one, and sorts nothing; a prompt's are sorted into blocks."""
+    experts, size, hidden = 40, 32, 64
+    linear = jax.jit(lambda index, x, routed: operations_of().expert_linear(x, index, None, routed))
+    one_for_all = shape(dtype=jnp.int32)
+    mlp = jax.jit(lambda *a: operations_of().expert_mlp(*a))
+    chosen, weights = (shape(tokens, 4, dtype=dtype) for dtype in (jnp.int32, jnp.float32))
+    matrices = shape(experts, 2 * size, hidden), shape(experts, size, hidden)
+    text = lowered(mlp, shape(tokens, hidden), chosen, weights, *matrices)
+    assert [name for name in ("few_swiglu", "few_product", "expert_product") if name in text] == kernels
+    assert ("stablehlo.sort" in text) == (tokens > 2)
+    for index in (one_for_all, shape(tokens, dtype=jnp.int32)):
+        text = lowered(linear, index, shape(tokens, hidden), shape(experts, hidden, size))
+        assert "few_product" in text and "stablehlo.sort" not in text
+
+
+@pytest.mark.parametrize(
+    ("queries", "implementation", "taken"), [(1, "auto", TRITON), (1, "xla", set()), (2, "auto", set())]
+)
+def test_attention_over_slots(queries, implementation, taken):
+    """One position a row has a kernel; several go the plain way."""
+    attend = jax.jit(lambda *a: operations_of(implementation).sequence_attention.over_slots(*a))
+    keys = shape(3, 2, 64, 2, 16)
+    text = lowered(
+        attend, shape(2, queries, 4, 16), keys, keys, shape(dtype=jnp.int32), shape(2, queries, dtype=jnp.int32)
+    )
+    assert calls(text) == taken
+
+
 NAMES = ("expert_product", "expert_outer", "depth_attention_backward", "sequence_attention_d_kv")
 
 
