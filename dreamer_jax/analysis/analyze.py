@@ -25,7 +25,7 @@ from dreamer_jax.families import build
 from dreamer_jax.parallel import make_mesh
 from dreamer_jax.runs.folders import path_of, run_and_step
 from dreamer_jax.runs.knowledge import read_texts
-from dreamer_jax.runs.models import load_run
+from dreamer_jax.runs.models import load_run, locate_run
 
 
 def analyze(
@@ -50,14 +50,16 @@ def analyze(
         The folder, and the summary that analysis.json holds.
 
     Raises:
-        UserError: no run or checkpoint, no data, or `compare` is not an LA model.
+        UserError: no run or checkpoint, no data, no folder can be at `out`, or `compare` is not an LA model.
     """
     folder = _place(out) if out is not None else _place(run_and_step(run)[0]) / "analysis"
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out {folder}: is a file; name a folder")
+    if compare is not None and not build(locate_run(run).config.model).flags.recurrent:
+        raise UserError("--compare puts an LA run beside a recurrent one, and this run is LA itself")
     summary, config = examine(run, data, sequences, seed)
     layered: Summary | None = None
     if compare is not None:
-        if not build(config.model).flags.recurrent:
-            raise UserError("--compare puts an LA run beside a recurrent one, and this run is LA itself")
         if "experts" not in summary:
             raise UserError(
                 "--compare is about the use of Dreamer's experts, and this model has none: it is "
@@ -101,6 +103,7 @@ def examine(
         "run": path_of(run_and_step(run)[0]).name,
         "step": model.step,
         "sequences": seen,
+        "too_long": opened.heldout_too_long,
         "data": Path(data).name if data else "its held-out data",
     }
     summary = described | summarise(config.model, sums, jax.device_get(model.model_state))

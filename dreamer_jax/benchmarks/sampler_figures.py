@@ -22,7 +22,8 @@ def draw(found: Mapping[str, Any], folder: Path) -> list[Path]:
     """
     paths = []
     for name, points in found["grids"].items():
-        measured = [point for point in points if point["label"] not in found["refused"]]
+        batches = found["batches"].values()
+        measured = [point for point in points if all(point["label"] in sides for sides in batches)]
         if measured:
             width = 4.2 * (1 + len(found["batches"]))
             figure = Figure(

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jax
+
 from dreamer_jax.benchmarks.sampler_questions import Questions
 from dreamer_jax.benchmarks.training import machine
 from dreamer_jax.data.tokenizers import Tokenizer
@@ -137,8 +139,8 @@ def bench_samplers(
         say: gets a line of progress now and then.
 
     Returns:
-        `machine`; `tokens`, `questions` and `sampling` of the task; `refused`: label -> reason; `batches`: for each
-        batch size and label see `Side.summary`.
+        `machine`; `tokens`, `questions` and `sampling` of the task; `refused`: label -> reason, where it doesn't fit
+        into memory with the batch size; `batches`: for each batch size and label see `Side.summary`.
     """
     engines: dict[str, Engine] = {}
     refused: dict[str, str] = {}
@@ -152,8 +154,15 @@ def bench_samplers(
     prompts = [[tokenizer.bos, *tokenizer.encode(prompt)] for prompt in task.questions.prompts]
     for batch in task.batches:
         sides = {label: Side(engine, tokenizer, prompts, batch, task) for label, engine in engines.items()}
-        for label, side in sides.items():
-            side.compile()
+        for label, side in list(sides.items()):
+            try:
+                side.compile()
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error) or label == settings[0].label:
+                    raise
+                del sides[label]
+                refused[f"{label}, batch {batch}"] = "it doesn't fit into memory"
+                continue
             say(f"batch {batch}: {label} compiled")
         for number in range(task.rounds):
             for side in sides.values():

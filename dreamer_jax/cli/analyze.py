@@ -15,7 +15,8 @@ def run(arguments: list[str]) -> int:
     from dreamer_jax.analysis.report import numbers
 
     folder, summary = analyze(options.run, options.out, options.data, options.sequences, options.seed, options.compare)
-    print(f"{summary['sequences']:,} sequences, {summary['tokens']:,} tokens")
+    left_out = f"; left out: {summary['too_long']:,} longer than a row" if summary["too_long"] else ""
+    print(f"{summary['sequences']:,} sequences, {summary['tokens']:,} tokens{left_out}")
     width = max(len(label) for label, _, _ in numbers(summary))
     for label, value, paper in numbers(summary):
         print(f"{label:<{width}}  {value}" + (f"  (paper: {paper})" if paper else ""))

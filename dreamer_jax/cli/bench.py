@@ -71,6 +71,8 @@ def _train(arguments: list[str]) -> int:
     words, overrides = split_overrides(arguments)
     options = _parser().parse_args(words)
     config = load_config(options.config, overrides).config
+    if options.profile is not None and options.profile.exists() and not options.profile.is_dir():
+        raise UserError(f"--profile {options.profile}: is a file; name a folder")
     from dreamer_jax.benchmarks.training import bench_train  # after the checks: importing jax takes a second
 
     found = bench_train(config, options.steps, options.against is not None, say, options.profile)

@@ -117,7 +117,8 @@ class PreparedSource:
         inputs = self._data.inputs[train]
         record, self._first, self._lengths = cut(inputs, longest, self._data.prompts[train] == 0)
         self._record = train[record]
-        self._too_long = len(train) - len(np.unique(record)) + self.heldout.too_long
+        self.heldout_too_long = self.heldout.too_long
+        self._too_long = len(train) - len(np.unique(record)) + self.heldout_too_long
         if not len(record):
             raise ConfigError(
                 f"data.sequence_length: every training record of {data.path} is longer than a row of "

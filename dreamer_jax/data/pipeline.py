@@ -32,10 +32,13 @@ class Data:
     """One line for the console: records, tokens, fill, skipped, too long."""
     fingerprint: str
     """SHA-256 of all that decides the batches: equal fingerprints mean equal batches at every step."""
+    heldout_too_long: int = 0
+    """Held-out records that were left out, being longer than a row."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, source: Source):
         self.tokenizer = tokenizer
         self.summary = source.summary
+        self.heldout_too_long = source.heldout_too_long
         self._source = source
         self._batch_size = config.training.batch_size
         self._row_length, self._copies = config.data.sequence_length, config.data.copies

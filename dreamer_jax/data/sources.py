@@ -47,6 +47,11 @@ class Source(Protocol):
         ...
 
     @property
+    def heldout_too_long(self) -> int:
+        """Held-out records that were left out, being longer than a row."""
+        ...
+
+    @property
     def harder(self) -> DocumentList:
         """Documents of difficulty evaluation.harder, which training never sees either."""
         ...
@@ -70,6 +75,7 @@ class TaskSource:
         self._tokenizer = tokenizer
         self._asks_for_steps = config.recurrence.steps > 0
         self._check(data.difficulty, "data.difficulty")
+        self.heldout_too_long = 0  # `_check` has seen to it
         self.heldout: DocumentList = [self._heldout("heldout", i, None) for i in range(data.heldout_records)]
         self.harder: DocumentList = []
         if config.evaluation.harder:
@@ -162,6 +168,11 @@ class JsonlSource:
     def heldout(self) -> DocumentList:
         """Documents of the held-out records."""
         return self._heldout
+
+    @property
+    def heldout_too_long(self) -> int:
+        """Held-out records that are longer than a row."""
+        return self._heldout.too_long
 
     @property
     def harder(self) -> DocumentList:

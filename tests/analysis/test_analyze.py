@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -152,8 +153,23 @@ def test_other_data(runs, tmp_path, capsys, monkeypatch):
     path = tmp_path / "more.jsonl"
     path.write_text("".join(json.dumps({"question": f"{i} =", "answer": str(i)}) + "\n" for i in range(7)))
     assert main(["analyze", str(runs["DR"]), "--data", str(path), "--out", str(tmp_path / "out")]) == 0
-    assert "7 sequences" in capsys.readouterr().out
+    assert "7 sequences" in (said := capsys.readouterr().out) and "left out" not in said
     assert "more.jsonl" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+
+
+def test_records_that_no_row_takes_are_counted(runs, tmp_path, capsys, monkeypatch):
+    draw_without_files(monkeypatch)
+    path = tmp_path / "more.jsonl"
+    answers = ["1", "2" * 500, "3", "4" * 500]
+    path.write_text("".join(json.dumps({"question": "0 =", "answer": answer}) + "\n" for answer in answers))
+    assert main(["analyze", str(runs["DR"]), "--data", str(path), "--out", str(tmp_path / "out")]) == 0
+    assert "2 sequences" in (said := capsys.readouterr().out) and "; left out: 2 longer than a row" in said
+
+
+def test_compare_of_la_is_refused_before_anything_is_measured(runs, monkeypatch):
+    monkeypatch.setattr(analyze, "examine", None)
+    with pytest.raises(UserError, match="this run is LA itself"):
+        analyze.analyze(runs["LA"], compare=runs["LA"])
 
 
 def test_other_data_of_a_run_that_was_shown_its_steps():
@@ -172,6 +188,7 @@ def test_other_data_of_a_run_that_was_shown_its_steps():
         (["nowhere"], "not a run directory"),
         (["RUN", "--data", "nowhere.jsonl"], "no such file"),
         (["RUN", "--compare", "RUN"], "needs an LA run"),
+        (["RUN", "--out", "RUN/config.yaml"], "is a file; name a folder"),
         (["RUN", "--colour"], "lists the options"),
     ],
 )
@@ -191,6 +208,7 @@ def browser() -> str:
 def test_a_family_with_experts_of_another_kind_is_not_called_one_without(monkeypatch):
     config = dataclasses.replace(tiny_config(), model=TINY_MODELS["moeut"])
     monkeypatch.setattr(analyze, "examine", lambda *_: ({"routers": {"experts_0": {}}}, config))
+    monkeypatch.setattr(analyze, "locate_run", lambda _: SimpleNamespace(config=config))
     with pytest.raises(UserError, match="Dreamer's experts, and this model has none: it is MoEUT"):
         analyze.analyze("run", compare="la", out="nowhere")
 

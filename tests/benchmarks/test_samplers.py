@@ -6,6 +6,7 @@ import functools
 import json
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -58,6 +59,31 @@ def bench(run, *words):
     path = f"{run}.json"
     code = main(["bench", "samplers", "x", "--data", run, "--rounds", "1", "--json", path, *words])
     return code, json.loads(open(path).read()) if code == 0 else {}
+
+
+def test_a_setting_that_does_not_fit_is_left_out_and_named(run, capsys, monkeypatch, tmp_path):
+    """The others are measured; of a figure's points only those that every batch size has are drawn. Without full depth
+    there is nothing to compare with, and one line says so."""
+    compiled = samplers.Side.compile
+
+    def full(*labels):
+        def compile_(side):
+            engine = side._engine
+            if len(side._groups[0]) == 2 and engine.model.total_depth in labels:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+            compiled(side)
+
+        monkeypatch.setattr(samplers.Side, "compile", compile_)
+
+    full(1)
+    words = ["--tokens", "4", "--batch", "1", "--batch", "2", "--depths", "1,2"]
+    code, found = bench(run, *words, "--figure", str(tmp_path / "figures"))
+    assert code == 0 and found["refused"] == {"static, depth 1, batch 2": "it doesn't fit into memory"}
+    both = ["static", "static, depth 1", "static, depth 2"]
+    assert [list(its) for its in found["batches"].values()] == [both, [both[0], both[2]]]
+    full(3)
+    capsys.readouterr()
+    assert bench(run, *words)[0] == 2 and "memory" in capsys.readouterr().err
 
 
 def test_counts_are_those_of_the_engine(run, capsys):

@@ -38,6 +38,12 @@ def test_measures_the_real_step(files, capsys):
     assert text[2].startswith("ours:") and "medians of 5" in text[2]
 
 
+def test_a_file_takes_no_trace(files, capsys):
+    assert main(["bench", "train", "--config", files["LA"], "--profile", files["LA"]]) == 2
+    said = capsys.readouterr().err
+    assert "LA.yaml: is a file; name a folder" in said and "compiling" not in said
+
+
 def test_sides_take_turns_on_the_same_tokens():
     """Two settling steps each, then blocks of four; the side that goes first alternates."""
     config, seen = tiny_config(), []
