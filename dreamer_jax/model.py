@@ -256,7 +256,7 @@ def load(
         tokenizer: where the tokenizer's file is now, if it was moved; needed only for texts.
         mesh: devices that share generation and scoring, as `inference.Engine` takes it; None for one.
         family_module: where the model's family is defined, if that is outside of the package; as `--family-module`.
-        int8: whether generation and scoring keep the experts' matrices in eight bits, which a CPU can.
+        int8: whether generation and scoring keep the experts' matrices in eight bits, see `fold`.
     Raises:
         UserError: there is no such run or folder, or what is there is damaged.
     """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 RUN = "a run directory, one checkpoint in it (RUN/checkpoints/500), or an exported folder"
 CACHE = "which keys of tokens at other depths are seen: model.cache (as trained)"
-INT8 = "keep the experts' matrices as whole numbers of eight bits: faster on CPUs and on TPUs from v5 on"
+INT8 = "keep the experts' matrices as whole numbers of eight bits: on CPUs, NVIDIA GPUs, and TPUs from v5 on"
 KNOWLEDGE = "other texts to attend to than trained with, made by dreamer embed: for models with model.pa_source texts"
 
 

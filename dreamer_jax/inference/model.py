@@ -197,8 +197,8 @@ def fold(
         depth: L of the passes; None for the trained one. A recurrent model takes any, another one at most the layers it
             has.
         dtype: compute precision, "bfloat16" or "float32"; None for `config.dtype`.
-        int8: whether the experts' matrices are kept as whole numbers of eight bits (`OutputRows`): on a CPU, and on a
-            TPU from v5 on where a kernel takes them.
+        int8: whether the experts' matrices are kept as whole numbers of eight bits (`OutputRows`): on a CPU, and where
+            a kernel takes them on an NVIDIA GPU and a TPU from v5 on.
 
     Raises:
         UserError: the depth is impossible, the model doesn't generate, or nothing can be kept in eight bits.
@@ -213,7 +213,7 @@ def fold(
     folding = build(config, in_int8(family.operations)) if int8 else family
     folded = _folded(folding, params, state)
     if int8 and not any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(folded)):
-        elsewhere = "that is for CPUs, and for TPUs from v5 on where a kernel takes the experts"
+        elsewhere = "that is for CPUs, and where a kernel takes the experts for NVIDIA GPUs and TPUs from v5 on"
         raise UserError(f"int8: {'the model has no experts' if on_cpu() else elsewhere}")
     return FoldedModel(folded, kept, family, depth)
 

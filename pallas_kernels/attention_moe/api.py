@@ -33,8 +33,8 @@ class ExpertLinear:
         gradient_depths: depths whose rows the tape keeps aside and adds to the totals in one pass, at most; 1 adds at
             every depth and keeps none. 0 chooses, see `shapes.depths_aside`.
         total_depth: L, for that choice.
-        int8: decoding keeps whole numbers of eight bits, see `OutputRows`: on a CPU, and on a TPU whose kernel is
-            faster with them.
+        int8: decoding keeps whole numbers of eight bits, see `OutputRows`: on a CPU, on a GPU where kernels take
+            them, and on a TPU whose kernel is faster with them.
     """
 
     implementation: Implementation = "auto"
@@ -68,7 +68,8 @@ class ExpertLinear:
             [T, b], compute dtype.
         """
         if shared is None and tape is None and self._takes_few(x, routed):
-            product = _few(x, index.reshape(-1), routed)
+            form: Any = few.product if isinstance(routed, Arranged) else _few
+            product = form(x, index.reshape(-1), routed)
             return product if score is None else score.astype(x.dtype)[:, None] * product
         if shared is None and (index.ndim == 0 or isinstance(routed, Arranged)):
             int8 = isinstance(routed, OutputColumns)
@@ -113,7 +114,8 @@ class ExpertLinear:
         int8 = self.int8 and expert
         if backends.in_place(self.implementation):
             return (OutputRows.in_int8 if int8 else OutputRows.of)(jnp.swapaxes(routed, -1, -2))
-        if int8 and target().int8 and self._backend(1, routed.shape[-3:], routed.dtype) == "pallas":
+        form = self._backend(1, routed.shape[-3:], routed.dtype) if int8 else None
+        if form == "gpu" or (form == "pallas" and target().int8):
             return OutputColumns.in_int8(routed)
         return routed
 
@@ -128,9 +130,9 @@ class ExpertLinear:
 
     def _takes_few(self, x, routed):
         """Whether rows are taken one by one, on a GPU."""
-        if isinstance(routed, Arranged) or self._backend(x.shape[0], routed.shape, x.dtype) != "gpu":
+        if not backends.on_gpu() or self._backend(x.shape[0], routed.shape, x.dtype) != "gpu":
             return False
-        return few.few(x.shape[0], routed.shape, x.dtype)
+        return few.few(x.shape[0], routed)
 
     def _backend(self, tokens, routed, dtype):
         return backends.backend(

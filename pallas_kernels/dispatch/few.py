@@ -7,6 +7,8 @@ into blocks: a step of decoding is bound by the number of its kernels, and `plan
 from __future__ import annotations
 
 import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import gpu
 from pallas_kernels.gpu import plgpu
+from pallas_kernels.weights import Arranged, OutputColumns, OutputRows
 
 F32 = jnp.float32
 REPEATED = 100e6
@@ -25,24 +28,25 @@ UP, DOWN, INNER = 16, 32, 256
 WARPS = 4
 
 
-def few(rows: int, matrices: tuple[int, ...], dtype: jnp.dtype) -> bool:
-    """Whether so many rows are better taken one by one, each with one of matrices [E, a, b]."""
-    experts, *sides = matrices
-    again = (rows - min(rows, experts)) * sides[0] * sides[1] * jnp.dtype(dtype).itemsize
-    return rows <= MOST and again <= REPEATED
+def few(rows: int, matrices: Any, among: int | None = None) -> bool:
+    """Whether so many rows are better taken one by one, each with one of matrices [E, a, b], or of `among` of them."""
+    kept = _parts(matrices)[0]
+    again = rows - min(rows, among or len(kept))
+    return rows <= MOST and again * math.prod(kept.shape[1:]) * kept.dtype.itemsize <= REPEATED
 
 
-def swiglu(x: jax.Array, indices: jax.Array, gate_up: jax.Array) -> jax.Array:
+def swiglu(x: jax.Array, indices: jax.Array, gate_up: jax.Array | OutputRows) -> jax.Array:
     """silu(W_gate x) * (W_up x) of each token's experts.
 
     Args:
         x: [T, h].
         indices: [T, k] int32; E stands for no expert: zero.
-        gate_up: [E, 2F, h], W_gate's rows, then W_up's.
+        gate_up: [E, 2F, h], W_gate's rows, then W_up's; or in int8.
 
     Returns:
         [T k, F], x's dtype.
     """
+    gate_up, *scales = _parts(gate_up)
     (_, hidden), (tokens, choices), size = x.shape, indices.shape, gate_up.shape[1] // 2
     tile = gpu.tile_of(size, UP), gpu.tile_of(hidden, INNER)
     return pl.pallas_call(
@@ -51,21 +55,24 @@ def swiglu(x: jax.Array, indices: jax.Array, gate_up: jax.Array) -> jax.Array:
         out_shape=jax.ShapeDtypeStruct((tokens * choices, size), x.dtype),
         name="few_swiglu",
         **gpu.compile_for(WARPS),
-    )(indices.reshape(-1), x, gate_up)
+    )(indices.reshape(-1), x, gate_up, *scales)
 
 
-def product(x: jax.Array, index: jax.Array, matrices: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+def product(
+    x: jax.Array, index: jax.Array, matrices: jax.Array | OutputColumns, dtype: jnp.dtype | None = None
+) -> jax.Array:
     """Each row times its matrix.
 
     Args:
         x: [R, a].
         index: [R] int32, or [1] for all rows; G stands for no matrix: zero.
-        matrices: [G, a, b].
+        matrices: [G, a, b]; or in int8.
         dtype: of the result; None for x's.
 
     Returns:
         [R, b].
     """
+    matrices, *scales = _parts(matrices)
     (rows, length), width = x.shape, matrices.shape[2]
     tile = gpu.tile_of(length, INNER), gpu.tile_of(width, DOWN)
     return pl.pallas_call(
@@ -74,30 +81,39 @@ def product(x: jax.Array, index: jax.Array, matrices: jax.Array, dtype: jnp.dtyp
         out_shape=jax.ShapeDtypeStruct((rows, width), dtype or x.dtype),
         name="few_product",
         **gpu.compile_for(WARPS),
-    )(index, x, matrices)
+    )(index, x, matrices, *scales)
 
 
-def _swiglu_kernel(index_ref, x_ref, gate_up_ref, out_ref, *, tile, choices):
-    size, inner = tile
+def _parts(matrices: jax.Array | Arranged) -> tuple[jax.Array, ...]:
+    """The matrices, and of int8 what each output is to be multiplied by, [E, outputs] float32."""
+    if not isinstance(matrices, Arranged):
+        return (matrices,)
+    assert matrices.scales is not None  # in int8
+    return matrices.matrices, matrices.scales
+
+
+def _swiglu_kernel(index_ref, x_ref, gate_up_ref, *refs, tile, choices):
+    (*scales, out_ref), (size, inner) = refs, tile
     part, pair = pl.program_id(0), pl.program_id(1)
     (experts, doubled, hidden), expert = gate_up_ref.shape, index_ref[pair]
     own = gpu.inside(part, size, doubled // 2)
+    halves = [pl.ds(start + part * size, size) for start in (0, doubled // 2)]
 
     def add(step, totals):
         along, left = pl.ds(step * inner, inner), gpu.inside(step, inner, hidden)
         x = plgpu.load(x_ref.at[jax.lax.div(pair, choices), along], mask=left, other=None if left is None else 0.0)
-        starts = part * size, doubled // 2 + part * size
-        matrices = (gpu.load(gate_up_ref.at[expert, pl.ds(start, size), along], own, left) for start in starts)
+        matrices = (gpu.load(gate_up_ref.at[expert, half, along], own, left) for half in halves)
         return tuple(total + matrix.astype(F32) * x.astype(F32) for total, matrix in zip(totals, matrices, strict=True))
 
     # Without an expert no step is taken.
     steps = jnp.where(expert < experts, jnp.int32(pl.cdiv(hidden, inner)), jnp.int32(0))
-    gate, up = (jnp.sum(its, 1) for its in jax.lax.fori_loop(0, steps, add, (jnp.zeros(tile, F32),) * 2))
+    totals = (jnp.sum(its, 1) for its in jax.lax.fori_loop(0, steps, add, (jnp.zeros(tile, F32),) * 2))
+    gate, up = (_scaled(total, scales, expert, half, own) for total, half in zip(totals, halves, strict=True))
     plgpu.store(out_ref.at[pair, pl.ds(part * size, size)], (jax.nn.silu(gate) * up).astype(out_ref.dtype), mask=own)
 
 
-def _product_kernel(index_ref, x_ref, matrices_ref, out_ref, *, tile):
-    inner, columns = tile
+def _product_kernel(index_ref, x_ref, matrices_ref, *refs, tile):
+    (*scales, out_ref), (inner, columns) = refs, tile
     part, row = pl.program_id(0), pl.program_id(1)
     (count, length, width), index = matrices_ref.shape, index_ref[row if index_ref.shape[0] > 1 else 0]
     own, across = gpu.inside(part, columns, width), pl.ds(part * columns, columns)
@@ -109,4 +125,13 @@ def _product_kernel(index_ref, x_ref, matrices_ref, out_ref, *, tile):
 
     steps = jnp.where(index < count, jnp.int32(pl.cdiv(length, inner)), jnp.int32(0))
     total = jnp.sum(jax.lax.fori_loop(0, steps, add, jnp.zeros(tile, F32)), 0)
+    total = _scaled(total, scales, index, across, own)
     plgpu.store(out_ref.at[row, across], total.astype(out_ref.dtype), mask=own)
+
+
+def _scaled(total, scales, index, outputs, own):
+    """Sums of products, multiplied by their outputs' scales, where there are some."""
+    if not scales:
+        return total
+    number = jnp.minimum(index, scales[0].shape[0] - 1)  # none's sums are zero
+    return total * plgpu.load(scales[0].at[number, outputs], mask=own, other=None if own is None else 0.0)

@@ -38,8 +38,8 @@ class ExpertMLP:
         total_depth: L, for that choice.
         recompute: the kernels keep neither gate nor up for the backward pass, which computes them again from the rows
             that it fetches in any case.
-        int8: decoding keeps whole numbers of eight bits, see `OutputRows`: on a CPU, and on a TPU whose kernel is
-            faster with them.
+        int8: decoding keeps whole numbers of eight bits, see `OutputRows`: on a CPU, on a GPU where kernels take
+            them, and on a TPU whose kernel is faster with them.
     """
 
     implementation: Implementation = "auto"
@@ -82,17 +82,14 @@ class ExpertMLP:
         if isinstance(gate_up, OutputRows) and backends.in_place(self.implementation):
             return in_place.expert_mlp(x, indices, weights, gate_up, down, among)
         chosen = self._backend(indices.shape, gate_up.shape, x.dtype)
+        if chosen == "gpu" and tape is None and few.few(indices.size, gate_up, among):
+            form = _few_rows if isinstance(gate_up, OutputRows) else _few
+            return form(x, indices, weights, gate_up, down)
         if chosen != "pallas":
             if isinstance(gate_up, OutputRows):
                 gate_up, down = gate_up.as_array(x.dtype), down.as_array(x.dtype)
             if chosen == "cpu":
                 return cpu.expert_mlp(x, indices, weights, gate_up, down)
-            if (
-                chosen == "gpu"
-                and tape is None
-                and few.few(indices.size, (among or gate_up.shape[0], *gate_up.shape[1:]), x.dtype)
-            ):
-                return _few(x, indices, weights, gate_up, down)
             return xla.expert_mlp(x, indices, weights, gate_up, down, tape, _products(chosen))
         experts = gate_up.shape[0]
         block = _tiles(indices.size, gate_up.shape, x.dtype).block
@@ -135,7 +132,8 @@ class ExpertMLP:
         if backends.in_place(self.implementation):
             form = OutputRows.in_int8 if self.int8 else OutputRows.of
             return form(gate_up), form(jnp.swapaxes(down, -1, -2))
-        if self.int8 and target().int8 and self._backend((1, 1), gate_up.shape[-3:], gate_up.dtype) == "pallas":
+        form = self._backend((1, 1), gate_up.shape[-3:], gate_up.dtype) if self.int8 else None
+        if form == "gpu" or (form == "pallas" and target().int8):
             return OutputRows.in_int8(gate_up), OutputColumns.in_int8(down)
         return gate_up, down
 
@@ -154,14 +152,14 @@ def _unsupported_on_gpu(pairs: int, gate_up: tuple[int, ...], dtype: Any) -> str
     return next(filter(None, (triton.unsupported(pairs, (experts, side, hidden), dtype) for side in sides)), None)
 
 
-def _few_expert_mlp(x, indices, weights, gate_up, down):
+def _few_rows(x, indices, weights, gate_up, down):
     """The definition, by kernels for few rows."""
     activation = few.swiglu(x, indices, gate_up)  # [T k, F]
     values = few.product(activation, indices.reshape(-1), down, jnp.float32).reshape(*indices.shape, -1)
     return jnp.sum(values * jnp.where(indices < gate_up.shape[0], weights, 0)[..., None], axis=1).astype(x.dtype)
 
 
-_few = gpu.unless_differentiated(_few_expert_mlp, functools.partial(xla.expert_mlp, products=triton.TRITON))
+_few = gpu.unless_differentiated(_few_rows, functools.partial(xla.expert_mlp, products=triton.TRITON))
 
 
 def _products(form: str) -> grouped.Products:

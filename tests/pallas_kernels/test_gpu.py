@@ -12,7 +12,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from dreamer_jax.benchmarks.kernels import kernel_cases
-from dreamer_jax.blocks.operations import operations_of
+from dreamer_jax.blocks.operations import in_int8, operations_of
 from dreamer_jax.parallel.mesh import make_mesh
 from dreamer_jax.training.state import abstract_state
 from dreamer_jax.training.train_step import make_train_step
@@ -141,6 +141,28 @@ def test_experts_of_few_tokens(tokens, kernels):
     for index in (one_for_all, shape(tokens, dtype=jnp.int32)):
         text = lowered(linear, index, shape(tokens, hidden), shape(experts, hidden, size))
         assert "few_product" in text and "stablehlo.sort" not in text
+
+
+def test_experts_in_int8():
+    """A step of decoding reads the whole numbers; for a prompt they become matrices again."""
+    experts, size, hidden = 40, 32, 64
+    operations = in_int8(operations_of())
+    matrices = shape(experts, 2 * size, hidden), shape(experts, size, hidden)
+    kept = jax.eval_shape(operations.expert_mlp.arrange, *matrices)
+    routed = jax.eval_shape(operations.expert_linear.arrange, matrices[1])
+    assert {leaf.dtype for leaf in jax.tree.leaves((kept, routed))} == {jnp.dtype("int8"), jnp.dtype("float32")}
+    mlp = jax.jit(lambda *a: operations.expert_mlp(*a))
+    linear = jax.jit(lambda index, x, routed: operations.expert_linear(x, index, None, routed))
+    for tokens, kernels in ((2, {"few_swiglu", "few_product"}), (2048, {"expert_product"})):
+        chosen, weights = (shape(tokens, 4, dtype=dtype) for dtype in (jnp.int32, jnp.float32))
+        texts = (
+            lowered(mlp, shape(tokens, hidden), chosen, weights, *kept),
+            lowered(linear, shape(tokens, dtype=jnp.int32), shape(tokens, size), routed),
+        )
+        names = [{name for name in ("few_swiglu", "few_product", "expert_product") if name in text} for text in texts]
+        assert names == [kernels, kernels - {"few_swiglu"}]
+    alone = operations_of("xla")
+    assert jax.eval_shape(in_int8(alone).expert_linear.arrange, matrices[1]).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(

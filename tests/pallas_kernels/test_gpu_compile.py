@@ -13,6 +13,7 @@ import pytest
 from jax.experimental import topologies
 
 from dreamer_jax.benchmarks.kernels import kernel_cases
+from dreamer_jax.blocks.operations import in_int8
 from dreamer_jax.config import load_config
 from dreamer_jax.families import build, initialise
 from dreamer_jax.inference.model import FoldedModel
@@ -86,13 +87,15 @@ def test_the_papers_shapes(case):
     assert calls(compiled(jax.jit(case.kernel), *arguments))
 
 
-@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize(("batch", "int8"), [(1, False), (16, False), (16, True)])
 @pytest.mark.parametrize("name", ["la_small", "dr_da_16"])
-def test_decoding(name, batch):
+def test_decoding(name, batch, int8):
     """A depth has a kernel for each map of few rows, and one for the attention over slots."""
     family = build(load_config(name, {}).config.model)
     params, state = jax.eval_shape(lambda: initialise(family, jax.random.key(0)))
-    folded = jax.eval_shape(lambda *both: family.fold(family.prepare(*both)), params, state)
+    folding = build(family.config, in_int8(family.operations)) if int8 else family
+    folded = jax.eval_shape(lambda *both: folding.fold(folding.prepare(*both)), params, state)
+    assert any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(folded)) == int8
     model, sampler = FoldedModel(folded, state, family, family.depth), Static()
     slots = jax.eval_shape(lambda model: model.empty_slots(batch, 4096), model)
     rows = jax.ShapeDtypeStruct((batch,), jnp.int32)

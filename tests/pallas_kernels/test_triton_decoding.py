@@ -11,7 +11,10 @@ import pallas_kernels.expert_mlp.api as mlp_api
 import pallas_kernels.expert_mlp.reference as mlp_reference
 from pallas_kernels.dispatch import few
 from pallas_kernels.sequence_attention import slots, slots_triton
+from pallas_kernels.weights import OutputColumns, OutputRows
 from tests.pallas_kernels.test_triton import close, normal, on
+
+F32 = jnp.float32
 
 # Sides that tiles divide and don't, with a rest in the sums.
 MLPS = on(
@@ -73,6 +76,26 @@ def test_expert_linear(dtype, rows, experts, inward, outward):
         close(got, want, dtype)
 
 
+INT8 = on([(3, 4, 24, 80), (2, 3, 16, 300)], [(16, 11, 472, 1024), (1, 537, 480, 1024)])
+
+
+@pytest.mark.parametrize(("dtype", "rows", "experts", "size", "hidden"), INT8)
+def test_whole_numbers_of_eight_bits(dtype, rows, experts, size, hidden):
+    """The products with the matrices that the whole numbers stand for; a row without an expert is zero."""
+    index = jnp.asarray(np.random.default_rng(1).integers(0, experts, rows), jnp.int32).at[0].set(experts)
+    x, activation = normal(0, dtype, rows, hidden), normal(1, dtype, rows, size)
+    gate_up = OutputRows.in_int8(normal(2, jnp.float32, experts, 2 * size, hidden))
+    down = OutputColumns.in_int8(normal(3, jnp.float32, experts, size, hidden))
+    there = (np.arange(rows) > 0)[:, None]
+    own = np.minimum(index, experts - 1)
+    wide = [np.asarray(part, np.float64) for part in (x, activation, gate_up.as_array(F32), down.as_array(F32))]
+    gate, up = np.split(np.einsum("rh,rfh->rf", wide[0], wide[2][own]), 2, axis=1)
+    found = jax.jit(few.swiglu)(x, index[:, None], gate_up)
+    close(found, np.where(there, gate / (1 + np.exp(-gate)) * up, 0), dtype)
+    found = jax.jit(few.product)(activation, index, down)
+    close(found, np.where(there, np.einsum("rf,rfh->rh", wide[1], wide[3][own]), 0), dtype)
+
+
 # Rows, slots, heads: one block and several, one program of a row and several, heads alone, in pairs and in threes.
 SLOTS = on(
     [(3, 64, 4, 2, 16), (2, 48, 3, 1, 16), (2, 1536, 2, 2, 16)],
@@ -111,10 +134,12 @@ def test_attention_over_slots(dtype, rows, length, heads, kv_heads, size, paged)
 
 def test_what_is_few():
     """A step of decoding at the paper's sizes is, up to some rows with the same experts; a prompt isn't."""
-    paper, layered = (537, 960, 1024), (32, 1024, 1024)
-    assert few.few(8, paper, jnp.bfloat16) and few.few(16 * 8, paper, jnp.bfloat16)
-    assert few.few(8, layered, jnp.bfloat16) and not few.few(16 * 8, layered, jnp.bfloat16)
-    assert not few.few(64 * 128, paper, jnp.bfloat16)
+    paper, layered = (jax.ShapeDtypeStruct((experts, 1024, 1024), jnp.bfloat16) for experts in (537, 32))
+    assert few.few(8, paper) and few.few(16 * 8, paper)
+    assert few.few(8, layered) and not few.few(16 * 8, layered)
+    stack = jax.ShapeDtypeStruct((16 * 32, 1024, 1024), jnp.bfloat16)  # of 16 layers, one of which is meant
+    assert few.few(16 * 8, stack) and not few.few(16 * 8, stack, among=32)
+    assert not few.few(64 * 128, paper)
 
 
 def test_what_the_attention_does_not_take():
