@@ -91,7 +91,7 @@ def test_the_papers_shapes(case):
 @pytest.mark.parametrize("name", ["la_small", "dr_da_16"])
 def test_decoding(name, batch, int8):
     """A depth has a kernel for each map of few rows, and one for the attention over slots."""
-    family = build(load_config(name, {}).config.model)
+    family = build(load_config(name).config.model)
     params, state = jax.eval_shape(lambda: initialise(family, jax.random.key(0)))
     folding = build(family.config, in_int8(family.operations)) if int8 else family
     folded = jax.eval_shape(lambda *both: folding.fold(folding.prepare(*both)), params, state)
