@@ -56,7 +56,7 @@ class CotformerConfig(PretrainedConfig):
 class Cache:
     """Keys and values [B, n, S, d] of every layer and repeat, and how many repeats positions took, [B, S]."""
 
-    is_compileable = False  # `generate` asks a cache that it is given
+    is_compileable, is_linear = False, (False,)  # `generate` asks a cache that it is given
 
     def __init__(self):
         self.rows: dict[tuple[str, int, int], tuple[Tensor, Tensor]] = {}
@@ -229,9 +229,9 @@ class CotformerForCausalLM(PreTrainedModel, GenerationMixin):
         """Another embedding, perhaps of more tokens."""
         self.embedding = value
 
-    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
+    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, cache=None, **kwargs):
         """The tokens that the cache doesn't hold yet; they decide by the threshold, also without a cache."""
-        cache = past_key_values or (Cache() if kwargs.get("use_cache", True) else None)
+        cache = cache or past_key_values or (Cache() if kwargs.get("use_cache", True) else None)
         held = cache.get_seq_length() if cache else 0
         kept = {"past_key_values": cache, "attention_mask": attention_mask, "depth": kwargs.get("depth")}
         return {"input_ids": input_ids[:, held:], **kept, "decide": "threshold"}
@@ -248,6 +248,7 @@ class CotformerForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int = 0,
+        cache: Cache | None = None,  # as transformers calls `past_key_values` from 5.24 on
         **kwargs,
     ):
         """As every causal language model of transformers.
@@ -263,8 +264,9 @@ class CotformerForCausalLM(PreTrainedModel, GenerationMixin):
             output_hidden_states: return also the state after every repeat, and what the head gets.
             logits_to_keep: compute the logits of that many last tokens only; 0: of all.
         """
-        keep = use_cache or past_key_values is not None
-        cache = Cache() if past_key_values is None else past_key_values
+        cache = past_key_values if cache is None else cache
+        keep = use_cache or cache is not None
+        cache = Cache() if cache is None else cache
         segments, positions, visible = self.places(input_ids, attention_mask, cache)
         positions = positions if position_ids is None else position_ids
         cache.length += input_ids.shape[1]

@@ -149,7 +149,7 @@ class Cache:
     It also keeps what doesn't change while a text is continued: the routers' keys, rotated for each depth.
     """
 
-    is_compileable = False  # `generate` asks a cache that it is given
+    is_compileable, is_linear = False, (False,)  # `generate` asks a cache that it is given
 
     def __init__(self):
         self.rows: list[tuple[Tensor, Tensor]] = []
@@ -1067,9 +1067,11 @@ if PreTrainedModel is not None:
             """Another head, perhaps of more tokens."""
             self.model.head = new_embeddings
 
-        def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
+        def prepare_inputs_for_generation(
+            self, input_ids, past_key_values=None, attention_mask=None, cache=None, **kwargs
+        ):
             """The tokens that the cache doesn't hold yet."""
-            cache = past_key_values or (Cache() if kwargs.get("use_cache", True) else None)
+            cache = cache or past_key_values or (Cache() if kwargs.get("use_cache", True) else None)
             fed = input_ids[:, cache.get_seq_length() :] if cache else input_ids
             return {
                 "input_ids": fed,
@@ -1089,10 +1091,11 @@ if PreTrainedModel is not None:
             depth: int | None = None,
             logits_to_keep: int = 0,
             return_dict: bool = True,
+            cache: Cache | None = None,  # as transformers calls `past_key_values` from 5.24 on
             **kwargs,
         ):
             """As every causal language model of transformers; `attention_mask` may number packed documents."""
-            cache = past_key_values
+            cache = past_key_values if cache is None else cache
             if cache is None and use_cache and not torch.is_grad_enabled():
                 cache = Cache()
             logits = self.model(input_ids, attention_mask, position_ids, depth, cache, logits_to_keep)
@@ -1102,4 +1105,4 @@ if PreTrainedModel is not None:
                 count = kwargs.get("num_items_in_batch")
                 loss = F.cross_entropy(flat, targets, reduction="mean" if count is None else "sum")
                 loss = loss if count is None else loss / count
-            return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+            return CausalLMOutputWithPast(loss, logits, cache)  # type: ignore

@@ -75,7 +75,7 @@ class HuginnConfig(PretrainedConfig):
 class Cache:
     """Keys and values [B, k, S, d] of every layer; a core layer has its own at every recurrence."""
 
-    is_compileable = False  # `generate` asks a cache that it is given
+    is_compileable, is_linear = False, (False,)  # `generate` asks a cache that it is given
 
     def __init__(self):
         self.rows: dict[int, tuple[Tensor, Tensor]] = {}
@@ -294,9 +294,9 @@ class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
         self.transformer.wte = value
         self.config.padded_vocab_size = value.num_embeddings
 
-    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
+    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, cache=None, **kwargs):
         """The tokens that the cache doesn't hold yet, and their initial states."""
-        cache = past_key_values or (Cache() if kwargs.get("use_cache", True) else None)
+        cache = cache or past_key_values or (Cache() if kwargs.get("use_cache", True) else None)
         held = cache.get_seq_length() if cache else 0
         states = kwargs.get("input_states")
         return {
@@ -319,6 +319,7 @@ class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int = 0,
+        cache: Cache | None = None,  # as transformers calls `past_key_values` from 5.24 on
         **kwargs,
     ):
         """As every causal language model of transformers.
@@ -335,7 +336,8 @@ class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
             output_hidden_states: return also P(x), the state after every recurrence, and what the head is applied to.
             logits_to_keep: compute the logits of that many last tokens only; 0: of all.
         """
-        cache = Cache() if past_key_values is None and use_cache else past_key_values
+        cache = past_key_values if cache is None else cache
+        cache = Cache() if cache is None and use_cache else cache
         positions, mask = self.places(input_ids, attention_mask, cache)
         positions = positions if position_ids is None else position_ids
         step = Step(self.rotation(positions), mask, cache)

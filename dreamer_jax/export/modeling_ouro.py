@@ -55,7 +55,7 @@ class OuroConfig(PretrainedConfig):
 class Cache:
     """Keys and values [B, k, S, d] of every layer in every loop; layer j of N has the number t N + j in loop t."""
 
-    is_compileable = False  # `generate` asks a cache that it is given
+    is_compileable, is_linear = False, (False,)  # `generate` asks a cache that it is given
 
     def __init__(self):
         self.rows: dict[int, tuple[Tensor, Tensor]] = {}
@@ -234,9 +234,9 @@ class OuroForCausalLM(PreTrainedModel, GenerationMixin):
         """The matrix of another head, perhaps of more tokens."""
         self.lm_head.weight, self.lm_head.out_features = new_embeddings.weight, new_embeddings.out_features
 
-    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
+    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, cache=None, **kwargs):
         """The tokens that the cache doesn't hold yet."""
-        cache = past_key_values or (Cache() if kwargs.get("use_cache", True) else None)
+        cache = cache or past_key_values or (Cache() if kwargs.get("use_cache", True) else None)
         options = ("total_ut_steps", "exit_threshold")
         return {
             "input_ids": input_ids[:, cache.get_seq_length() if cache else 0 :],
@@ -257,6 +257,7 @@ class OuroForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int = 0,
+        cache: Cache | None = None,  # as transformers calls `past_key_values` from 5.24 on
         **kwargs,
     ):
         """As every causal language model of transformers.
@@ -274,7 +275,8 @@ class OuroForCausalLM(PreTrainedModel, GenerationMixin):
             output_hidden_states: return also the embeddings, and the normed states after every loop.
             logits_to_keep: compute the logits of that many last tokens only; 0: of all.
         """
-        cache = Cache() if past_key_values is None and use_cache else past_key_values
+        cache = past_key_values if cache is None else cache
+        cache = Cache() if cache is None and use_cache else cache
         positions, mask = self.places(input_ids, attention_mask, cache)
         positions = positions if position_ids is None else position_ids
         if cache is not None:

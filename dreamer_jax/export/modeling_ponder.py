@@ -49,7 +49,7 @@ class PonderConfig(PretrainedConfig):
 class Cache:
     """Keys and values [B, heads, S, d] of every layer, of those that are applied again in every pass."""
 
-    is_compileable = False  # `generate` asks a cache that it is given
+    is_compileable, is_linear = False, (False,)  # `generate` asks a cache that it is given
 
     def __init__(self):
         self.rows: dict[Any, tuple[Tensor, Tensor]] = {}
@@ -208,9 +208,9 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
         """The matrix of another head, perhaps of more tokens."""
         self.head.weight, self.head.out_features = new_embeddings.weight, new_embeddings.out_features
 
-    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
+    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, cache=None, **kwargs):
         """The tokens that the cache doesn't hold yet."""
-        cache = past_key_values or (Cache() if kwargs.get("use_cache", True) else None)
+        cache = cache or past_key_values or (Cache() if kwargs.get("use_cache", True) else None)
         held = cache.get_seq_length() if cache else 0
         kept = {"past_key_values": cache, "attention_mask": attention_mask, "depth": kwargs.get("depth")}
         return {"input_ids": input_ids[:, held:], **kept}
@@ -226,6 +226,7 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int = 0,
+        cache: Cache | None = None,  # as transformers calls `past_key_values` from 5.24 on
         **kwargs,
     ):
         """As every causal language model of transformers.
@@ -240,7 +241,8 @@ class PonderForCausalLM(PreTrainedModel, GenerationMixin):
             output_hidden_states: return also the state after every pass, and what the head gets.
             logits_to_keep: compute the logits of that many last tokens only; 0: of all.
         """
-        cache = Cache() if past_key_values is None and use_cache else past_key_values
+        cache = past_key_values if cache is None else cache
+        cache = Cache() if cache is None and use_cache else cache
         positions, mask = self.places(input_ids, attention_mask, cache)
         positions = positions if position_ids is None else position_ids
         if cache is not None:

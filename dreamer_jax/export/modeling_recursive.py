@@ -61,7 +61,7 @@ class RecursiveConfig(PretrainedConfig):
 class Cache:
     """Keys and values [B, kv, S, d] of every application of a layer."""
 
-    is_compileable = False  # `generate` asks a cache that it is given
+    is_compileable, is_linear = False, (False,)  # `generate` asks a cache that it is given
 
     def __init__(self):
         self.rows: dict[Any, tuple[Tensor, Tensor]] = {}
@@ -202,9 +202,9 @@ class RecursiveForCausalLM(PreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # a DynamicCache has room for the shared layers only
 
-    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
+    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, cache=None, **kwargs):
         """The tokens that the cache doesn't hold yet."""
-        cache = past_key_values or (Cache() if kwargs.get("use_cache", True) else None)
+        cache = cache or past_key_values or (Cache() if kwargs.get("use_cache", True) else None)
         held = cache.get_seq_length() if cache else 0
         kept = {"past_key_values": cache, "attention_mask": attention_mask}
         return {"input_ids": input_ids[:, held:], **kept}
@@ -219,6 +219,7 @@ class RecursiveForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int = 0,
+        cache: Cache | None = None,  # as transformers calls `past_key_values` from 5.24 on
         **kwargs,
     ):
         """As every causal language model of transformers.
@@ -233,7 +234,8 @@ class RecursiveForCausalLM(PreTrainedModel, GenerationMixin):
                 application, and what the head gets.
             logits_to_keep: compute the logits of that many last tokens only; 0: of all.
         """
-        cache = Cache() if past_key_values is None and use_cache else past_key_values
+        cache = past_key_values if cache is None else cache
+        cache = Cache() if cache is None and use_cache else cache
         positions, mask = self.places(input_ids, attention_mask, cache)
         positions = positions if position_ids is None else position_ids
         if cache is not None:

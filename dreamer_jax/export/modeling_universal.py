@@ -50,7 +50,7 @@ class UniversalConfig(PretrainedConfig):
 class Cache:
     """Keys and values [B, n, S, d] of every step."""
 
-    is_compileable = False  # `generate` asks a cache that it is given
+    is_compileable, is_linear = False, (False,)  # `generate` asks a cache that it is given
 
     def __init__(self):
         self.rows: dict[int, tuple[Tensor, Tensor]] = {}
@@ -202,9 +202,9 @@ class UniversalForCausalLM(PreTrainedModel, GenerationMixin):
         """Another embedding, perhaps of more tokens."""
         self.embedding = value
 
-    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
+    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, cache=None, **kwargs):
         """The tokens that the cache doesn't hold yet."""
-        cache = past_key_values or (Cache() if kwargs.get("use_cache", True) else None)
+        cache = cache or past_key_values or (Cache() if kwargs.get("use_cache", True) else None)
         held = cache.get_seq_length() if cache else 0
         kept = {"past_key_values": cache, "attention_mask": attention_mask, "depth": kwargs.get("depth")}
         return {"input_ids": input_ids[:, held:], **kept}
@@ -220,6 +220,7 @@ class UniversalForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int = 0,
+        cache: Cache | None = None,  # as transformers calls `past_key_values` from 5.24 on
         **kwargs,
     ):
         """As every causal language model of transformers.
@@ -233,7 +234,8 @@ class UniversalForCausalLM(PreTrainedModel, GenerationMixin):
             output_hidden_states: return also the state after every step that was taken, and what the head gets.
             logits_to_keep: compute the logits of that many last tokens only; 0: of all.
         """
-        cache = Cache() if past_key_values is None and use_cache else past_key_values
+        cache = past_key_values if cache is None else cache
+        cache = Cache() if cache is None and use_cache else cache
         positions, mask = self.places(input_ids, attention_mask, cache)
         positions = positions if position_ids is None else position_ids
         if cache is not None:

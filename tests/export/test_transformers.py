@@ -164,6 +164,8 @@ def test_generation_goes_on_from_a_cache(family: str, sizes: dict) -> None:
     model = getattr(code, f"{name}ForCausalLM")(getattr(code, f"{name}Config")(vocab_size=40, **sizes)).eval()
     options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     mask = torch.tensor([[1, 1, 1], [0, 0, 1]])
+    fed: list[int] = []
+    model.register_forward_pre_hook(lambda _, __, named: fed.append(named["input_ids"].shape[1]), with_kwargs=True)
     said = model.generate(
         torch.tensor([[1, 2, 3], [0, 0, 4]]), attention_mask=mask, return_dict_in_generate=True, **options
     )
@@ -176,6 +178,23 @@ def test_generation_goes_on_from_a_cache(family: str, sizes: dict) -> None:
         for its in ({"past_key_values": said.past_key_values}, {"use_cache": False})
     )
     assert fast.shape == (2, 11) and torch.equal(fast, slow)
+    assert fed == [3, 1, 1, 3, 1, 1, 8, 9, 10]  # whatever the cache doesn't hold, then what there is without one
+
+
+@pytest.mark.parametrize("family", ["cotformer", "dreamer", "universal"])
+def test_the_cache_by_both_its_names(family: str) -> None:
+    """transformers 5.24 renamed it."""
+    torch.manual_seed(0)
+    code, name = importlib.import_module(f"dreamer_jax.export.modeling_{family}"), family.capitalize()
+    model = getattr(code, f"{name}ForCausalLM")(getattr(code, f"{name}Config")(vocab_size=40, hidden_size=32)).eval()
+    tokens, found = torch.tensor([[1, 2, 3, 4]]), {}
+    with torch.no_grad():
+        for argument in ("past_key_values", "cache"):
+            kept = code.Cache()
+            model(tokens[:, :3], **{argument: kept})
+            assert kept.get_seq_length() == 3
+            found[argument] = model(tokens[:, 3:], **{argument: kept}).logits
+    assert torch.equal(found["past_key_values"], found["cache"])
 
 
 def test_fine_tuning_saving_and_the_way_back(folder: Path, tmp_path: Path) -> None:
