@@ -160,6 +160,15 @@ class Cache:
         """Tokens held."""
         return self.lengths[depth] if depth < len(self.lengths) else 0
 
+    def further(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """The tokens that it doesn't hold yet: of a whole text, or of what is new with the mask of all."""
+        count = (input_ids if attention_mask is None else attention_mask).shape[1] - self.get_seq_length()
+        if count < 1:
+            raise ValueError(
+                "the cache holds all of it; give more tokens, or to new ones alone the mask of the whole text"
+            )
+        return input_ids[:, -count:]
+
     def update(self, keys: Tensor, values: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Append to a depth; returns all of its keys and values."""
         old, new = self.get_seq_length(depth), keys.shape[2]
@@ -1072,7 +1081,7 @@ if PreTrainedModel is not None:
         ):
             """The tokens that the cache doesn't hold yet."""
             cache = cache or past_key_values or (Cache() if kwargs.get("use_cache", True) else None)
-            fed = input_ids[:, cache.get_seq_length() :] if cache else input_ids
+            fed = cache.further(input_ids, attention_mask) if cache else input_ids
             return {
                 "input_ids": fed,
                 "past_key_values": cache,

@@ -85,6 +85,15 @@ class Cache:
         """Tokens held."""
         return self.length
 
+    def further(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """The tokens that it doesn't hold yet: of a whole text, or of what is new with the mask of all."""
+        count = (input_ids if attention_mask is None else attention_mask).shape[1] - self.get_seq_length()
+        if count < 1:
+            raise ValueError(
+                "the cache holds all of it; give more tokens, or to new ones alone the mask of the whole text"
+            )
+        return input_ids[:, -count:]
+
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Append to a layer; returns all of its keys and values."""
         if layer in self.rows:
@@ -298,13 +307,14 @@ class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
         """The tokens that the cache doesn't hold yet, and their initial states."""
         cache = cache or past_key_values or (Cache() if kwargs.get("use_cache", True) else None)
         held = cache.get_seq_length() if cache else 0
+        fed = cache.further(input_ids, attention_mask) if cache else input_ids
         states = kwargs.get("input_states")
         return {
-            "input_ids": input_ids[:, held:],
+            "input_ids": fed,
             "past_key_values": cache,
             "attention_mask": attention_mask,
             "num_steps": kwargs.get("num_steps"),
-            "input_states": None if states is None else states[:, held : input_ids.shape[1]],
+            "input_states": None if states is None else states[:, held : held + fed.shape[1]],
         }
 
     def forward(

@@ -65,6 +65,15 @@ class Cache:
         """Tokens held."""
         return self.length
 
+    def further(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """The tokens that it doesn't hold yet: of a whole text, or of what is new with the mask of all."""
+        count = (input_ids if attention_mask is None else attention_mask).shape[1] - self.get_seq_length()
+        if count < 1:
+            raise ValueError(
+                "the cache holds all of it; give more tokens, or to new ones alone the mask of the whole text"
+            )
+        return input_ids[:, -count:]
+
     def update(self, keys: Tensor, values: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """Append; returns all keys and values of that number."""
         if number in self.rows:
@@ -239,7 +248,7 @@ class OuroForCausalLM(PreTrainedModel, GenerationMixin):
         cache = cache or past_key_values or (Cache() if kwargs.get("use_cache", True) else None)
         options = ("total_ut_steps", "exit_threshold")
         return {
-            "input_ids": input_ids[:, cache.get_seq_length() if cache else 0 :],
+            "input_ids": cache.further(input_ids, attention_mask) if cache else input_ids,
             "past_key_values": cache,
             "attention_mask": attention_mask,
             **{name: kwargs[name] for name in options if name in kwargs},

@@ -60,6 +60,15 @@ class Cache:
         """Tokens held."""
         return self.length
 
+    def further(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """The tokens that it doesn't hold yet: of a whole text, or of what is new with the mask of all."""
+        count = (input_ids if attention_mask is None else attention_mask).shape[1] - self.get_seq_length()
+        if count < 1:
+            raise ValueError(
+                "the cache holds all of it; give more tokens, or to new ones alone the mask of the whole text"
+            )
+        return input_ids[:, -count:]
+
     def update(self, keys: Tensor, values: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Append to a step; returns all of its keys and values."""
         if step in self.rows:
@@ -205,9 +214,9 @@ class UniversalForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, cache=None, **kwargs):
         """The tokens that the cache doesn't hold yet."""
         cache = cache or past_key_values or (Cache() if kwargs.get("use_cache", True) else None)
-        held = cache.get_seq_length() if cache else 0
+        fed = cache.further(input_ids, attention_mask) if cache else input_ids
         kept = {"past_key_values": cache, "attention_mask": attention_mask, "depth": kwargs.get("depth")}
-        return {"input_ids": input_ids[:, held:], **kept}
+        return {"input_ids": fed, **kept}
 
     def forward(
         self,

@@ -1,6 +1,7 @@
 """Folders in transformers: the auto classes, generation, pipelines, training, saving, tokenizers."""
 
 import base64
+import copy
 import importlib
 import json
 import os
@@ -157,7 +158,8 @@ RECURSIVE = {"hidden_size": 32, "heads": 4, "kv_heads": 2, "head_size": 8, "mlp_
     ],
 )
 def test_generation_goes_on_from_a_cache(family: str, sizes: dict) -> None:
-    """What one call of `generate` has left is taken by the next, with more tokens behind it, also padded rows."""
+    """What one call of `generate` has left is taken by the next, with more tokens behind it, also padded rows; or
+    these tokens alone, with the mask of all."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     code, name = importlib.import_module(f"dreamer_jax.export.modeling_{family}"), family.capitalize()
@@ -173,12 +175,17 @@ def test_generation_goes_on_from_a_cache(family: str, sizes: dict) -> None:
         torch.nn.functional.pad(said.sequences, (0, 2), value=5),
         torch.nn.functional.pad(mask, (0, 5), value=1),
     )
+    again, held = copy.deepcopy(said.past_key_values), said.past_key_values.get_seq_length()
     fast, slow = (
         model.generate(tokens, attention_mask=mask, **its, **options)
         for its in ({"past_key_values": said.past_key_values}, {"use_cache": False})
     )
     assert fast.shape == (2, 11) and torch.equal(fast, slow)
     assert fed == [3, 1, 1, 3, 1, 1, 8, 9, 10]  # whatever the cache doesn't hold, then what there is without one
+    new = model.generate(tokens[:, held:], attention_mask=mask, past_key_values=again, **options)
+    assert torch.equal(new, fast[:, held:]) and fed[9:] == [3, 1, 1]
+    with pytest.raises(ValueError, match="the mask of the whole text"):
+        model.generate(tokens[:, held:], attention_mask=mask[:, held:], past_key_values=again, **options)
 
 
 @pytest.mark.parametrize("family", ["cotformer", "dreamer", "universal"])
