@@ -23,9 +23,10 @@ from dreamer_jax.inference.samplers.contract import Asked, Choosing, Progress
 from dreamer_jax.inference.sampling import Sampling
 from tests.pallas_kernels.test_gpu import gpu  # noqa: F401, the fixture
 
+PLUGIN = bool(importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13"))
 pytestmark = [
     pytest.mark.aot,
-    pytest.mark.skipif(importlib.util.find_spec("jax_plugins.xla_cuda13") is None, reason="needs jax-cuda13-plugin"),
+    pytest.mark.skipif(not PLUGIN, reason="needs jax-cuda13-plugin and jax-cuda13-pjrt"),
 ]
 
 H200 = """
