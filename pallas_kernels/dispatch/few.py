@@ -102,7 +102,7 @@ def _swiglu_kernel(index_ref, x_ref, gate_up_ref, *refs, tile, choices):
 
     def add(step, totals):
         along, left = pl.ds(step * inner, inner), gpu.inside(step, inner, hidden)
-        x = plgpu.load(x_ref.at[jax.lax.div(pair, choices), along], mask=left, other=None if left is None else 0.0)
+        x = _line(x_ref.at[jax.lax.div(pair, choices), along], left)
         matrices = (gpu.load(gate_up_ref.at[expert, half, along], own, left) for half in halves)
         return tuple(total + matrix.astype(F32) * x.astype(F32) for total, matrix in zip(totals, matrices, strict=True))
 
@@ -121,7 +121,7 @@ def _product_kernel(index_ref, x_ref, matrices_ref, *refs, tile):
 
     def add(step, total):
         along, left = pl.ds(step * inner, inner), gpu.inside(step, inner, length)
-        x = plgpu.load(x_ref.at[row, along], mask=left, other=None if left is None else 0.0)
+        x = _line(x_ref.at[row, along], left)
         return total + gpu.load(matrices_ref.at[index, along, across], left, own).astype(F32) * x.astype(F32)[:, None]
 
     steps = jnp.where(index < count, jnp.int32(pl.cdiv(length, inner)), jnp.int32(0))
@@ -135,4 +135,9 @@ def _scaled(total, scales, index, outputs, own):
     if not scales:
         return total
     number = jnp.minimum(index, scales[0].shape[0] - 1)  # none's sums are zero
-    return total * plgpu.load(scales[0].at[number, outputs], mask=own, other=None if own is None else 0.0)
+    return total * _line(scales[0].at[number, outputs], own)
+
+
+def _line(ref, inside):
+    """Some numbers in a row, zero outside of the array."""
+    return plgpu.load(ref, mask=inside, other=None if inside is None else 0.0)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import gpu, pages
+from pallas_kernels.sequence_attention.slots import LEAST
 
 F32 = jnp.float32
 LOG2_E = 1.4426950408889634
@@ -22,8 +23,6 @@ ALONE, MOST = 512, 16
 """Slots for each program of a head and row, and how many programs they have at most."""
 HEADS = 8
 """That may share a key: each has its own sums."""
-LEAST = -1e30
-"""Below every logit, and finite."""
 
 
 def unsupported(q: tuple[int, ...], keys: jax.Array, depths: jax.Array) -> str | None:
