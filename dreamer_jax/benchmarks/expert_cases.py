@@ -191,11 +191,17 @@ def _counting_sort(experts: int) -> Case:
 
 
 def _mlp_launch(schedule: Schedule, experts: int, size: int, target: Generation, row: int) -> Launch:
-    """A walk over the used blocks; `row` elements of each row move, and every expert's matrices once."""
+    """A walk over the used blocks; `row` elements of each row move, and every expert's matrices once.
+
+    A step has two ways, for a whole block and for one of which half is filled, as every second expert's last one is.
+    """
     block = _mlp_tiles(experts, size, target).block
     used = expected_blocks(PAIRS, experts, block)
     moved = BFLOAT16 * (used * block * row + 3 * experts * size * HIDDEN)
-    return Launch(used / target.cores * schedule.loops[0].bundles, moved)
+    step = schedule.loops[0]
+    whole, half = step.longest(2)
+    bundles = (used - experts / 2) * (step.bundles - half) + experts / 2 * (step.bundles - whole)
+    return Launch(bundles / target.cores, moved)
 
 
 def _weight_launch(schedule: Schedule, experts: int, size: int, target: Generation) -> Launch:

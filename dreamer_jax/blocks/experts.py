@@ -10,7 +10,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from dreamer_jax.blocks.counting import BFLOAT16_BYTES, FLOAT32_BYTES, LANES, OnChip, Operation, Reach, tiled
+from dreamer_jax.blocks.counting import (
+    BFLOAT16_BYTES,
+    FEWEST_ROWS,
+    FLOAT32_BYTES,
+    LANES,
+    OnChip,
+    Operation,
+    Reach,
+    tiled,
+)
 from dreamer_jax.blocks.expert_subsets import among
 from dreamer_jax.blocks.memory import Context
 from dreamer_jax.blocks.operations import Operations
@@ -18,6 +27,7 @@ from dreamer_jax.blocks.parameters import Block, normal
 from dreamer_jax.blocks.positions import Depth
 from dreamer_jax.blocks.routing import Router, observe_routing, select, usage
 from pallas_kernels.dispatch.aside import blocks_aside
+from pallas_kernels.dispatch.blocks import half_of
 from pallas_kernels.expert_mlp.shapes import Tiles, depths_aside
 from pallas_kernels.tape import Tape
 from pallas_kernels.weights import OutputRows, Stacked
@@ -44,6 +54,7 @@ class Rows:
     Attributes:
         block: rows of a block; every expert's rows fill whole blocks but, on average, half of the last.
         used: blocks of a product that hold rows, on average.
+        halves: of those, blocks of which half is filled, so that products with matrices have that half only.
         pairs: (token, choice) pairs that visit the chip, those of other chips' experts included.
         buffer: rows that there is room for, whatever the router does: all visiting pairs and every last block. Only
             used blocks are read or written.
@@ -52,13 +63,20 @@ class Rows:
 
     block: int
     used: float
+    halves: float
     pairs: int
     buffer: int
     passes: int
 
     @property
-    def tile_rows(self) -> float:
-        """Rows as the matrix unit sees them: a block of fewer than its 128 takes as long as one of 128."""
+    def computed(self) -> float:
+        """Rows of products with the experts' matrices."""
+        half = max(half_of(self.block), FEWEST_ROWS)
+        return (self.used - self.halves) * max(self.block, FEWEST_ROWS) + self.halves * half
+
+    @property
+    def summed(self) -> float:
+        """Rows that the weight gradients sum over: fewer than a tile has take as long as a whole one."""
         return self.used * max(self.block, LANES)
 
 
@@ -170,7 +188,9 @@ class ExpertAttention(Block):
         sizes = self.expert_size, self.hidden_size, on.dtype
         tiles = Tiles.of(pairs, own, *sizes, on.target)  # type: ignore[arg-type]
         block, passes = (tiles.block, self.hidden_size // tiles.columns) if tiles else (LANES, 1)
-        return Rows(block, rows / block + self.eligible(on) / 2, pairs, pairs + own * (block - 1), passes)
+        last = self.eligible(on) / 2  # of every expert's last block half is empty, half of them in a whole half
+        halves = 0 if half_of(block) == block else last
+        return Rows(block, rows / block + last, halves, pairs, pairs + own * (block - 1), passes)
 
     @nn.nowrap
     def own(self, on: OnChip) -> int:
@@ -195,7 +215,8 @@ class ExpertAttention(Block):
     def step_cost(self, on: OnChip) -> Iterator[Operation]:
         """Rows to the experts and back, and the three products' passes."""
         rows, h, size, own = self.rows(on), self.hidden_size, self.expert_size, self.own(on)
-        products = 2 * rows.tile_rows * h * 3 * tiled(size)
+        each = 2 * h * 3 * tiled(size)
+        products = rows.computed * each
         weights = self.eligible(on) * self._expert
         used, back = rows.used * rows.block * BFLOAT16_BYTES, rows.pairs * BFLOAT16_BYTES
         visiting, again = on.tokens * on.group * h * BFLOAT16_BYTES, on.again.products
@@ -213,7 +234,8 @@ class ExpertAttention(Block):
         totals = own * self._expert * FLOAT32_BYTES
         if on.depths > 1:  # read and written, by as many depths at once as are kept aside
             totals = own * self._expert * 2 * FLOAT32_BYTES / min(self.depths_aside(on), on.depths)
-        yield Operation("experts: weight gradients", products, used * (2 * h + 3 * size * rows.passes) + totals)
+        read = used * (2 * h + 3 * size * rows.passes)
+        yield Operation("experts: weight gradients", rows.summed * each, read + totals)
 
     @nn.nowrap
     def scratch_bytes(self, on: OnChip) -> float:

@@ -82,7 +82,7 @@ def rows_per_expert(config: Config) -> float:
 
 def share_of_tiles(config: Config, chip: str) -> float:
     """Filled part of the matrix tiles of the experts' products on a chip of that name; 1 without experts."""
-    shares = [on.tokens * block.router.selected / block.rows(on).tile_rows for block, on, _ in experts_on(config, chip)]
+    shares = [on.tokens * block.router.selected / block.rows(on).computed for block, on, _ in experts_on(config, chip)]
     return shares[0] if shares else 1.0
 
 

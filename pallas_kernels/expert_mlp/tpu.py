@@ -1,7 +1,8 @@
 """The fused expert MLP on a TPU: gate, up, SwiGLU and down of a block of rows without leaving the chip's memory.
 
 Rows are in blocks of one expert (`dispatch`). Both kernels walk the blocks in order, each core over its half, with the
-expert's three matrices fetched ahead of use. Unused blocks at the end are written as zeros.
+expert's three matrices fetched ahead of use. Of a block that pairs fill to no more than a half, which may be every
+expert's last, half is computed. Unused halves and blocks at the end are written as zeros.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.dispatch.api import Dispatch
-from pallas_kernels.dispatch.blocks import as_column, as_row, dot, dot_transposed, prefetched, zero_unless
+from pallas_kernels.dispatch.blocks import (
+    as_column,
+    as_row,
+    dot,
+    dot_transposed,
+    filled,
+    for_filled_rows,
+    prefetched,
+    zero_unless,
+)
 from pallas_kernels.dispatch.stream import Stream, Walk, compile_for
 from pallas_kernels.tiles import Generation
 
@@ -34,7 +44,7 @@ def forward(
 
     Returns:
         values [N b, h], undefined in unused blocks but the last (see `dispatch.stream.Walk`), and, with `keep`, (gate,
-        up) [2, N b, F].
+        up) [2, N b, F], undefined also in a half of a block that no pair fills.
     """
     size, hidden = down.shape[1:]
     place = Places(plan, target)
@@ -47,7 +57,7 @@ def forward(
     return pl.pallas_call(
         functools.partial(_forward_kernel, place=place),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=4,
             grid=place.grid,
             in_specs=[place.rows(hidden), *[pl.BlockSpec(memory_space=pl.ANY)] * 2],
             out_specs=out_specs,
@@ -57,7 +67,7 @@ def forward(
         cost_estimate=_cost(rows, down, 3 if keep else 2),
         name="expert_mlp_forward",
         **compile_for(target),
-    )(*prefetched(plan, 0), rows, *matrices)
+    )(*prefetched(plan, 0), filled(plan), rows, *matrices)
 
 
 def input_gradient(
@@ -84,8 +94,9 @@ def input_gradient(
         first_block: where this depth's blocks begin in d_rows and `aside`.
 
     Returns:
-        d_x [N b, h]; d_weights [N, b] float32; factors [3, N b, F], the gradients of gate and up and the weighted
-        activation, zero in padding slots; with `aside`, its new value. Unused blocks are undefined.
+        d_x [N b, h]; d_weights [N, b] float32, undefined in padding slots; factors [3, N b, F], the gradients of gate
+        and up and the weighted activation, zero in padding slots; with `aside`, its new value. Unused blocks are
+        undefined.
     """
     size, hidden = down.shape[1:]
     place = Places(plan, target)
@@ -101,7 +112,7 @@ def input_gradient(
     d_x, d_weights, factors = pl.pallas_call(
         functools.partial(_input_gradient_kernel, place=place, aside=bool(written)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=4,
             grid=place.grid,
             in_specs=[
                 place.rows(hidden, aside=True),
@@ -113,15 +124,15 @@ def input_gradient(
             scratch_shapes=Stream.scratch(matrices),
         ),
         out_shape=[d_x, d_weights, _like(aside) if written else factors],
-        input_output_aliases={3 + len(inputs): 2} if written else {},
+        input_output_aliases={4 + len(inputs): 2} if written else {},
         cost_estimate=_cost(d_x, down, 5, products=5 if again else 3),
         name="expert_mlp_input_gradient",
         **compile_for(target),
-    )(*prefetched(plan, first_block), *inputs, *written)
+    )(*prefetched(plan, first_block), filled(plan), *inputs, *written)
     return d_x, d_weights[:, 0], factors
 
 
-def _forward_kernel(experts, ends, used, x_ref, gate_up_hbm, down_hbm, *refs, place):
+def _forward_kernel(experts, ends, used, fill, x_ref, gate_up_hbm, down_hbm, *refs, place):
     y_ref, *kept, gate_up_buffer, down_buffer, semaphores, buffer_ref = refs
     walk = place.walk(pl.program_id(0), pl.program_id(1), used)
     stream = Stream((gate_up_hbm, down_hbm), (gate_up_buffer, down_buffer), semaphores, buffer_ref)
@@ -129,19 +140,23 @@ def _forward_kernel(experts, ends, used, x_ref, gate_up_hbm, down_hbm, *refs, pl
     @pl.when(walk.active)
     def _():
         buffer, _ = stream.at(walk, experts, ends)
-        x = x_ref[...]
-        gate = dot_transposed(x, gate_up_buffer[buffer, 0])
-        up = dot_transposed(x, gate_up_buffer[buffer, 1])
-        activation = gate * jax.nn.sigmoid(gate) * up
-        y_ref[...] = dot(activation.astype(x.dtype), down_buffer[buffer]).astype(y_ref.dtype)
-        if kept:
-            kept[0][0] = gate.astype(x.dtype)
-            kept[0][1] = up.astype(x.dtype)
+
+        def compute(rows):
+            x = x_ref[:rows]
+            gate = dot_transposed(x, gate_up_buffer[buffer, 0])
+            up = dot_transposed(x, gate_up_buffer[buffer, 1])
+            activation = gate * jax.nn.sigmoid(gate) * up
+            y_ref[:rows] = dot(activation.astype(x.dtype), down_buffer[buffer]).astype(y_ref.dtype)
+            if kept:
+                kept[0][0, :rows] = gate.astype(x.dtype)
+                kept[0][1, :rows] = up.astype(x.dtype)
+
+        for_filled_rows(fill, walk.block, place.block, compute, y_ref)
 
     zero_unless(walk.active, y_ref, *kept)
 
 
-def _input_gradient_kernel(experts, ends, used, d_ref, kept_ref, weight_ref, *refs, place, aside):
+def _input_gradient_kernel(experts, ends, used, fill, d_ref, kept_ref, weight_ref, *refs, place, aside):
     gate_up_hbm, down_hbm, *refs = refs
     # What is kept aside is written, through the aliased output, and never read.
     d_x_ref, d_weight_ref, factor_ref, *refs = refs[1:] if aside else refs
@@ -153,31 +168,35 @@ def _input_gradient_kernel(experts, ends, used, d_ref, kept_ref, weight_ref, *re
     def _():
         buffer, _ = stream.at(walk, experts, ends)
         dtype = d_ref.dtype
-        d_activation = dot_transposed(d_ref[...], down_buffer[buffer])  # before the weight
-        gate, up = (part.astype(jnp.float32) for part in _gate_and_up(kept_ref, gate_up_buffer, buffer))
-        sigmoid = jax.nn.sigmoid(gate)
-        silu = gate * sigmoid
-        activation = silu * up
-        # d w = <W_down^T d_out, activation>: the values themselves needn't be kept.
-        d_weight_ref[0] = as_row(jnp.sum(d_activation * activation, axis=1, keepdims=True))
-        weight = as_column(weight_ref[0])
-        d_activation = d_activation * weight
-        d_gate = (d_activation * up * (sigmoid + silu * (1 - sigmoid))).astype(dtype)
-        d_up = (d_activation * silu).astype(dtype)
-        d_x = dot(d_gate, gate_up_buffer[buffer, 0]) + dot(d_up, gate_up_buffer[buffer, 1])
-        d_x_ref[...] = d_x.astype(dtype)
-        factor_ref[0] = d_gate
-        factor_ref[1] = d_up
-        factor_ref[2] = (activation * weight).astype(dtype)
+
+        def compute(rows):
+            d_activation = dot_transposed(d_ref[:rows], down_buffer[buffer])  # before the weight
+            gate, up = (part.astype(jnp.float32) for part in _gate_and_up(kept_ref, rows, gate_up_buffer, buffer))
+            sigmoid = jax.nn.sigmoid(gate)
+            silu = gate * sigmoid
+            activation = silu * up
+            # d w = <W_down^T d_out, activation>: the values themselves needn't be kept.
+            d_weight_ref[0, :, :rows] = as_row(jnp.sum(d_activation * activation, axis=1, keepdims=True))
+            weight = as_column(weight_ref[0, :, :rows])
+            d_activation = d_activation * weight
+            d_gate = (d_activation * up * (sigmoid + silu * (1 - sigmoid))).astype(dtype)
+            d_up = (d_activation * silu).astype(dtype)
+            d_x = dot(d_gate, gate_up_buffer[buffer, 0]) + dot(d_up, gate_up_buffer[buffer, 1])
+            d_x_ref[:rows] = d_x.astype(dtype)
+            factor_ref[0, :rows] = d_gate
+            factor_ref[1, :rows] = d_up
+            factor_ref[2, :rows] = (activation * weight).astype(dtype)
+
+        for_filled_rows(fill, walk.block, place.block, compute, d_x_ref, factor_ref)
 
     zero_unless(walk.active, d_x_ref, d_weight_ref, factor_ref)
 
 
-def _gate_and_up(kept_ref, gate_up_buffer, buffer):
+def _gate_and_up(kept_ref, rows, gate_up_buffer, buffer):
     """As they were kept, or, of the rows, computed and rounded as `_forward_kernel` does."""
     if len(kept_ref.shape) == 3:
-        return kept_ref[0], kept_ref[1]
-    x = kept_ref[...]
+        return kept_ref[0, :rows], kept_ref[1, :rows]
+    x = kept_ref[:rows]
     return [dot_transposed(x, gate_up_buffer[buffer, matrix]).astype(x.dtype) for matrix in (0, 1)]
 
 
@@ -193,7 +212,7 @@ class Places:
         return Walk(used[0], self.blocks, self.cores, core, step)
 
     def _index(self, out, aside):
-        def index(core, step, experts, ends, used):
+        def index(core, step, experts, ends, used, *_):
             walk = self.walk(core, step, used)
             return (used[1] if aside else 0) + (walk.block if out else walk.source)
 

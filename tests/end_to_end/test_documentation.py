@@ -195,6 +195,8 @@ def test_documented_command(command, workplace, trained, capsys):
             small["evaluation.harder"] = "3"
         if "trapezoid" in words:
             small |= {"training.warmup_steps": "1", "training.cooldown_steps": "1"}
+        if "--recurrence.least" in words:
+            small["recurrence.least"] = "2"
         if "LA" in words:
             small["model.num_experts"] = "4"
         if "--data.knowledge" in words:

@@ -37,6 +37,18 @@ def mlp_case(kind, hidden=HIDDEN, seed=3, dtype=jnp.float32):
     return choose(kind, CHOICES, seed), _floats(shapes, dtype), jnp.asarray(normal(seed + 9, *shapes[0]), dtype)
 
 
+def halves_case(experts=EXPERTS):
+    """The same in blocks of 32, filled to one row, a half, one more, whole; no row of expert 5; some elsewhere.
+
+    Of one expert: the last slot, which a pair that is elsewhere has, is in the half that isn't computed.
+    """
+    counts = [33, 48, 49, 32, 14, 0, 16] if experts > 1 else [35, 1]
+    pairs = np.repeat(np.arange(experts + 1, dtype=np.int32), counts)
+    indices = np.random.default_rng(0).permutation(pairs).reshape(-1, CHOICES)
+    shapes = (len(indices), HIDDEN), indices.shape, (experts, 2 * SIZE, HIDDEN), (experts, SIZE, HIDDEN)
+    return indices, _floats(shapes, jnp.float32), jnp.asarray(normal(9, *shapes[0]))
+
+
 def linear_case(kind, inward=128, outward=256, dtype=jnp.float32):
     """Index; x, score, routed, shared; a cotangent."""
     shapes = (TOKENS, inward), (TOKENS,), (EXPERTS, inward, outward), (inward, outward)

@@ -23,10 +23,12 @@ from tests.pallas_kernels.expert_cases import (
     LINEAR,
     MLP,
     SELECTIONS,
+    SIZE,
     TOKENS,
     assert_close,
     compiled,
     fresh,
+    halves_case,
     linear_case,
     mlp_case,
     on_tape,
@@ -43,6 +45,20 @@ def test_mlp(kind):
     jax.tree.map(assert_close, (value, gradients), compiled(with_an_empty_expert)(indices, floats, cotangent))
     unused = np.setdiff1d(np.arange(EXPERTS), indices)
     assert not np.any(np.asarray(gradients[2])[unused]) and (kind != "one hot" or len(unused) == 3)
+
+
+def test_blocks_filled_to_a_half():
+    """Half of a block is computed where the other half is empty: values and gradients are the same, on the tape too."""
+    case = halves_case()
+    indices, floats = case[:2]
+    assert Tiles.of(indices.size, EXPERTS, SIZE, HIDDEN, jnp.float32, tiles.INTERPRETED).block == 32
+    value, gradients = compiled(with_an_empty_expert)(*case)
+    jax.tree.map(assert_close, compiled(MLP)(*case), (value, gradients))
+    tape = ExpertMLP("pallas", 2).start_tape(indices.shape, floats[2].shape, jnp.float32)
+    d_x, d_weights, tape = on_tape()(*case, tape)
+    tape = jax.jit(lambda tape: tape.settle())(tape)
+    ours = d_x, d_weights, tape.gradients()["gate_up"], tape.gradients()["down"]
+    jax.tree.map(assert_close, ours, gradients)
 
 
 @pytest.mark.parametrize("kind", ["random", "one hot"])

@@ -10,6 +10,7 @@ from pallas_kernels.dispatch import api as dispatch
 from pallas_kernels.expert_mlp import ExpertMLP
 from tests.pallas_kernels.expert_cases import (
     CHOICES,
+    EXPERTS,
     LINEAR,
     MLP,
     SELECTIONS,
@@ -17,6 +18,7 @@ from tests.pallas_kernels.expert_cases import (
     assert_close,
     compiled,
     fresh,
+    halves_case,
     linear_case,
     mlp_case,
     on_tape,
@@ -31,6 +33,13 @@ slow = pytest.mark.slow
 def test_races(kind):
     """Two cores at once, memory uninitialised: the race detector finds nothing, and the results are the same."""
     case = mlp_case(kind)
+    jax.tree.map(assert_close, on_two_cores(fresh(MLP), *case), compiled(with_an_empty_expert)(*case))
+
+
+@pytest.mark.parametrize("experts", [1, EXPERTS])
+def test_races_of_blocks_filled_to_a_half(experts):
+    """What isn't computed is never read, or zero: uninitialised it would show."""
+    case = halves_case(experts)
     jax.tree.map(assert_close, on_two_cores(fresh(MLP), *case), compiled(with_an_empty_expert)(*case))
 
 

@@ -8,6 +8,7 @@ import itertools
 import jax.numpy as jnp
 import pytest
 
+from dreamer_jax.blocks.experts import Rows
 from dreamer_jax.budget import analytic
 from dreamer_jax.config import Config
 from dreamer_jax.config.models.dreamer import DreamerConfig
@@ -58,19 +59,31 @@ def one(found, name):
 
 
 def test_experts_by_hand(monkeypatch):
-    """16,384 rows over 4 experts: whole blocks of 128 but for half a block an expert; h = F = 1024."""
+    """16,384 rows over 4 experts: blocks of 128, half of an expert's last one empty; h = F = 1024.
+
+    Half of the last ones are filled to no more than a half, and half of such a block is computed.
+    """
     target = dataclasses.replace(step_cost.GENERATIONS["v5p"], expert_rows=((0, 128),))
     monkeypatch.setitem(step_cost.GENERATIONS, "v5p", target)
     found = operations(config(), "v5p")
     rows = 4096 * 4 + 4 * 64
-    assert one(found, "experts: forward").flops == 4 * 2 * rows * 1024 * 3 * 1024
+    computed = rows - 2 * 64
+    assert one(found, "experts: forward").flops == 4 * 2 * computed * 1024 * 3 * 1024
+    assert one(found, "experts: weight gradients").flops == 4 * 2 * rows * 1024 * 3 * 1024
     assert one(found, "experts: forward").bytes == 4 * 2 * (rows * 4 * 1024 + 4 * 3 * 1024**2)
     # Rows to the experts, read and written twice (chunks in between stay on the chip elsewhere): forward, and two kinds
     # backward. Home: 4 pairs a token read, their sum written.
     there, home = 4 * rows, 5 * 4096
     assert one(found, "experts: rows to experts and back").bytes == 4 * 2 * 1024 * (3 * there + 2 * home)
     assert rows_per_expert(config()) == 4096
-    assert share_of_tiles(config(), "v5p") == pytest.approx(16384 / rows)
+    assert share_of_tiles(config(), "v5p") == pytest.approx(16384 / computed)
+
+
+def test_products_of_few_rows_wait_for_the_matrices():
+    """Blocks of 64: halves of 32 take as long as 48 rows; the weight gradients' sums as long as 128."""
+    rows = Rows(block=64, used=10, halves=4, pairs=500, buffer=900, passes=1)
+    assert rows.computed == 6 * 64 + 4 * 48 and rows.summed == 10 * 128
+    assert dataclasses.replace(rows, block=16, halves=0).computed == 10 * 48
 
 
 def test_experts_that_a_depth_cannot_choose_are_not_read():
@@ -79,8 +92,8 @@ def test_experts_that_a_depth_cannot_choose_are_not_read():
     sliding = dataclasses.replace(whole, expert_subset="sliding")
     forward = [one(operations(config(model=its), "v5p"), "experts: forward") for its in (whole, sliding)]
     saved = (forward[0].flops - forward[1].flops) / (4 * 2 * 1024 * 3 * 1024)  # rows
-    assert saved > 0 and saved % 4 == 0  # half a block of each of the eight
-    assert forward[0].bytes - forward[1].bytes == 4 * 2 * (saved * 4 * 1024 + 8 * 3 * 1024**2)
+    assert saved > 0 and saved % 8 == 0  # a quarter of a block of each of the eight; half is fetched
+    assert forward[0].bytes - forward[1].bytes == 4 * 2 * (2 * saved * 4 * 1024 + 8 * 3 * 1024**2)
     assert rows_per_expert(config(model=sliding)) == 2048
 
 
