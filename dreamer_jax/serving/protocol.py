@@ -80,7 +80,10 @@ class Refused(Exception):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        # A name that a client has given may hold half of a surrogate pair, which no answer can be written with.
+        self.message = message.encode(errors="backslashreplace").decode()
+        self.param = None if param is None else param.encode(errors="backslashreplace").decode()
+        self.status, self.code = status, code
 
     def body(self) -> dict[str, Any]:
         """In OpenAI's shape."""

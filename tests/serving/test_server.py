@@ -171,7 +171,10 @@ def test_what_is_refused_has_a_status_and_one_line(plain, ask):
     assert post(url, b"{}", Content_Type="text/plain")[0] == 415
     status, body, _ = post(url, b"{}", Host="evil.example:80")
     assert status == 403 and body["error"]["type"] == "invalid_request_error"
-    for answer in (post(url, b"[1]"), post(url, b'{"prompt": "x", "hint": 1}')):
+    half = b'"\\ud800"'  # of a surrogate pair: as a name it is in the message
+    named = (b"%s: 1", b'"sampler": %s', b'"exit": {%s: 1}', b'"stream": true, "stream_options": {%s: 1}')
+    wrong = [b'{"prompt": "x", ' + each % half + b"}" for each in named]
+    for answer in (post(url, each) for each in (b"[1]", b'{"prompt": "x", "hint": 1}', *wrong)):
         assert answer[0] == 400 and "\n" not in answer[1]["error"]["message"]
 
 
