@@ -114,8 +114,8 @@ class Server:
                 await refusal(error)(scope, receive, counted)
             else:
                 await self._app(scope, receive, counted)
-        except Gone:
-            state["note"] = ", ".join([*filter(None, [state.get("note")]), "the client left"])
+            if state.get("gone"):
+                state["note"] = ", ".join([*filter(None, [state.get("note")]), "the client left"])
         except Exception as error:  # a defect: answered with 500 by starlette where nothing was sent yet
             where = "".join(traceback.format_tb(error.__traceback__))
             LOG.error("%s in a request\n%s", type(error).__name__, where)  # its message might hold text
@@ -292,7 +292,10 @@ class _Asgi:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
+        try:
+            await self._app(scope, receive, send)
+        except Gone:  # starlette would answer it as a defect
+            scope["state"]["gone"] = True
 
 
 def _plain(answer: Callable[[HttpRequest], Awaitable[Response]]) -> ASGIApp:

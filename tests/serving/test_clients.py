@@ -65,6 +65,7 @@ def test_a_client_that_leaves_frees_its_row():
         assert "".join(chunk.choices[0].text for chunk in other) == said("stays", 0, 60)
         text = get(f"{url}/metrics")[1]
     assert 'dreamer_dropped_total{reason="gone"} 2' in text and 'dreamer_answers_total{reason="cancelled"} 2' in text
+    assert 'path="/v1/completions",status="0"} 1' in text and 'status="500"' not in text  # to nobody, and no defect
 
 
 def test_a_client_that_does_not_read_loses_its_own_connection(monkeypatch):
