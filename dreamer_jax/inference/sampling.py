@@ -142,11 +142,9 @@ def keep(logits: jax.Array, numbers: SamplingNumbers, ranks: bool) -> jax.Array:
         ordered = jnp.where((rank < top_k) | (top_k == 0), ordered, -jnp.inf)
         likelihood = jax.nn.softmax(ordered, axis=-1)
         before = jnp.cumsum(likelihood, axis=-1) - likelihood
-        # The likeliest always stays: nothing comes before it.
         top_p = by_row(numbers.top_p, logits)
-        inside = ((before < top_p) | (top_p >= 1)) & (
-            ordered > -jnp.inf
-        )  # 1 is all, also where the sum is rounded to 1
+        # The likeliest always stays, also where top_p is rounded to 0; 1 is all, also where the sum is rounded to 1.
+        inside = ((before < top_p) | (rank == 0) | (top_p >= 1)) & (ordered > -jnp.inf)
         border = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits >= border, logits, -jnp.inf)
     least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(by_row(numbers.min_p, logits))  # log(0) leaves all

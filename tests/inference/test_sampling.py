@@ -89,6 +89,12 @@ def test_temperatures_next_to_zero_take_the_likeliest(ranks):
     assert choose(logits, numbers, first, first, True, ranks).tolist() == [1]
 
 
+@pytest.mark.parametrize("top_p", [1e-30, 1e-50])  # the second one is 0 in float32
+def test_a_top_p_next_to_zero_takes_the_likeliest(top_p):
+    logits, first = jnp.array([[4.0, 9.0, 6.0, -3.0]]), jnp.zeros(1, jnp.int32)
+    assert choose(logits, Sampling(1.0, top_p=top_p).numbers(), first, first, True, True).tolist() == [1]
+
+
 def test_temperature_zero_takes_the_likeliest():
     logits = jnp.asarray([[0.0, 3.0, 1.0]])
     assert choose(logits, Sampling(seed=5).numbers(), jnp.zeros(1), jnp.zeros(1), False, False).tolist() == [1]
