@@ -32,6 +32,7 @@ class Growing:
         self._longest = max(map(len, stop), default=0)
         self._whole, self._certain = "", 0
         self._ends: list[int] = []  # in `_whole`, of each token that is in it
+        self._known: list[int] = []  # the same of the characters that it is part of
         # Some decoders look at what stands before a token, so the last tokens that are in `_whole` are kept.
         self._before: list[int] = []
         self._before_text = ""
@@ -69,8 +70,8 @@ class Growing:
         piece, but for a part of one that stands before it.
         """
         found = []
-        for begin, end in zip([0, *self._ends][start:], self._ends[start:], strict=False):
-            if (begin if self.stopped else end - 1) >= self._certain:
+        for begin, end, known in zip([0, *self._ends][start:], self._ends[start:], self._known[start:], strict=False):
+            if known > self._certain and not (self.stopped and begin < self._certain):
                 break
             found.append(self._whole[begin : min(end, self._certain)])
         return found
@@ -96,6 +97,7 @@ class Growing:
         before = len(self._whole)
         self._whole += self._tokenizer.decode(self._before + self._open[:count])[len(self._before_text) :]
         self._ends += [before] * (count - 1) + [len(self._whole)]
+        self._known += [len(self._whole)] * count
         self._before, self._open = self._open[:count], self._open[count:]
         self._before_text = self._tokenizer.decode(self._before)
         start = max(0, before - self._longest + 1)

@@ -52,6 +52,22 @@ def test_a_stop_string_cuts_wherever_its_tokens_end(text, stop):
     assert "".join(growing.pieces()) == growing.text and len(growing.pieces()) == len(BYTES.encode(growing.text))
 
 
+@given(
+    st.lists(st.sampled_from([0x61, 0x23, 0xC3, 0xA9, BYTES.eos]), max_size=12),
+    st.lists(st.text(alphabet="a#é\ufffd", min_size=1, max_size=3), max_size=2),
+)
+def test_pieces_that_were_given_stay(tokens, stop):
+    """Taken while the text grows or at its end: halves of a character that turns out to begin a stop string have none,
+    and a token without a text before one has."""
+    growing, given_out = Growing(BYTES, stop), []
+    for token in tokens:
+        growing.add([token])
+        given_out += growing.pieces(len(given_out))
+    growing.end()
+    given_out += growing.pieces(len(given_out))
+    assert given_out == growing.pieces() and "".join(given_out) == growing.text
+
+
 def test_what_is_shown_is_as_much_as_is_certain():
     """A half character and the beginning of a stop string wait; nothing else does."""
     _, shown = grown(BYTES, BYTES.encode("a#b##é!"), ["##", "é!!"])
