@@ -126,4 +126,5 @@ def find(text: str, stop: Sequence[str]) -> int | None:
 
 def _may_become(text: str, stop: Sequence[str]) -> int:
     """Characters at the end of a text that begin a stop string."""
-    return max((n for string in stop for n in range(1, len(string)) if text.endswith(string[:n])), default=0)
+    lengths = ((string, n) for string in stop for n in range(1, min(len(string), len(text) + 1)))
+    return max((n for string, n in lengths if text.endswith(string[:n])), default=0)

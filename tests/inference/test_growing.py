@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,6 +78,13 @@ def test_what_is_shown_is_as_much_as_is_certain():
     assert shown == ["", "", "é", "é", "é", "é世", "é世"]
     growing, _ = grown(BYTES, BYTES.encode("é世!"), ["!!"])
     assert growing.text == "é世!"
+
+
+def test_a_stop_string_that_is_longer_than_the_text_costs_no_more_than_the_text():
+    """A server reads them in the thread that all its clients share."""
+    growing, begun = Growing(BYTES, ["a" * 1_000_000]), time.monotonic()
+    growing.add(b"ba" * 20)
+    assert time.monotonic() - begun < 5 and growing.text == "ba" * 19 + "b"
 
 
 def test_a_long_text_of_broken_bytes_is_decoded_in_small_parts():
