@@ -36,7 +36,7 @@ def read_keys(path: str) -> Keys:
     """The keys of a file: one a line; empty lines and those that begin with # don't count.
 
     Raises:
-        UserError: it can't be read, holds none, or one that is short or has spaces.
+        UserError: it can't be read, holds none, or one that is short, has spaces, or isn't ASCII.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -46,10 +46,10 @@ def read_keys(path: str) -> Keys:
     keys = {number: line.strip() for number, line in enumerate(lines, start=1)}
     keys = {number: key for number, key in keys.items() if key and not key.startswith("#")}
     for number, key in keys.items():
-        if len(key) < SHORTEST or len(key.split()) > 1:
+        if len(key) < SHORTEST or not (key.isascii() and key.isprintable()) or " " in key:  # a header has no others
             raise UserError(
-                f"--api-key-file {path}: line {number}: a key is {SHORTEST} characters or more without spaces; "
-                "one comes from: openssl rand -hex 24"
+                f"--api-key-file {path}: line {number}: a key is {SHORTEST} characters or more of ASCII without "
+                "spaces; one comes from: openssl rand -hex 24"
             )
     if not keys:
         raise UserError(f"--api-key-file {path}: holds no key; write one a line, such as of: openssl rand -hex 24")

@@ -254,8 +254,9 @@ def test_keys(tmp_path):
         assert not keys.open(wrong)
     from dreamer_jax.errors import UserError
 
-    for content, message in (("", "holds no key"), ("short\n", "line 1: a key is 16"), ("a b" * 9, "line 1")):
-        path.write_text(content)
+    wrong = (("", "holds no key"), ("short\n", "line 1: a key is 16"), ("a b" * 9, "line 1"), ("é" * 20, "of ASCII"))
+    for content, message in wrong:
+        path.write_text(content, encoding="utf-8")
         with pytest.raises(UserError, match=message):
             read_keys(str(path))
     with pytest.raises(UserError, match="can't be read"):
