@@ -112,10 +112,14 @@ def check_stop(stop: Sequence[str]) -> None:
     """Refuse stop strings that can't be.
 
     Raises:
-        UserError: one is empty.
+        UserError: one is empty, or no text.
     """
     if not all(stop):
         raise UserError("a stop string is empty; it would end every text at once")
+    try:
+        "".join(stop).encode()
+    except UnicodeEncodeError:
+        raise UserError("a stop string isn't text in UTF-8; no text would ever hold it") from None
 
 
 def find(text: str, stop: Sequence[str]) -> int | None:

@@ -69,6 +69,7 @@ def test_what_is_shown_only_grows_and_never_shows_part_of_a_stop_string(block):
     assert len(set(shown)) > len(said.encode()) // block // 2
 
 
-def test_an_empty_stop_string_is_refused():
-    with pytest.raises(UserError, match="empty"):
-        LanguageModel(Says("x"), TOKENIZER).generate(["a"], 5, stop=[""])
+@pytest.mark.parametrize(("stop", "message"), [("", "empty"), ("\udcff", "isn't text in UTF-8")])  # a byte of a shell
+def test_a_stop_string_that_cannot_be_is_refused(stop, message):
+    with pytest.raises(UserError, match=message):
+        LanguageModel(Says("x"), TOKENIZER).generate(["a"], 5, stop=[stop])
