@@ -98,8 +98,9 @@ class Growing:
         self._whole += self._tokenizer.decode(self._before + self._open[:count])[len(self._before_text) :]
         self._ends += [before] * (count - 1) + [len(self._whole)]
         self._known += [len(self._whole)] * count
-        self._before, self._open = self._open[:count], self._open[count:]
-        self._before_text = self._tokenizer.decode(self._before)
+        settled, self._open = self._open[:count], self._open[count:]
+        if self._tokenizer.decode(settled * 2):  # special tokens aren't what stands before the next one
+            self._before, self._before_text = settled, self._tokenizer.decode(settled)
         start = max(0, before - self._longest + 1)
         place = find(self._whole[start:], self._stop)
         if place is None:

@@ -80,6 +80,18 @@ def test_what_is_shown_is_as_much_as_is_certain():
     assert growing.text == "é世!"
 
 
+@given(st.lists(st.sampled_from([0x20, 0x61, 0xC3, 0xA9, BYTES.eos]), max_size=12))
+def test_a_space_behind_a_special_token_stays(tokens):
+    """Of a decoder that drops a space where the text begins, as SentencePiece's."""
+
+    class Stripping(ByteTokenizer):
+        def decode(self, ids):
+            return super().decode(ids).removeprefix(" ")
+
+    growing, _ = grown(Stripping(), tokens)
+    assert growing.text == Stripping().decode(tokens)
+
+
 def test_a_stop_string_that_is_longer_than_the_text_costs_no_more_than_the_text():
     """A server reads them in the thread that all its clients share."""
     growing, begun = Growing(BYTES, ["a" * 1_000_000]), time.monotonic()
