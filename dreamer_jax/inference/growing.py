@@ -99,7 +99,8 @@ class Growing:
         self._ends += [before] * (count - 1) + [len(self._whole)]
         self._known += [len(self._whole)] * count
         settled, self._open = self._open[:count], self._open[count:]
-        if self._tokenizer.decode(settled * 2):  # special tokens aren't what stands before the next one
+        # Special tokens have no text and aren't what stands before the next one. Twice: a first space may be dropped.
+        if self._tokenizer.decode(settled * 2):
             self._before, self._before_text = settled, self._tokenizer.decode(settled)
         start = max(0, before - self._longest + 1)
         place = find(self._whole[start:], self._stop)
