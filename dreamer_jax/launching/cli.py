@@ -113,12 +113,17 @@ class _Command:
     def logs(self) -> int:
         """Follow the log of one worker."""
         machine = self._machine(self._existing())
-        first = 1
+        first, last_problem = 1, ""
         while True:
-            lines = machine.log(first, self.options.worker)
+            lines, problem = machine.read_log(first, self.options.worker)
             first += len(lines)
             for line in lines:
                 self._show(line)
+            if problem and not self.options.follow:
+                raise UserError(f"could not read the log of worker {self.options.worker}: {problem}")
+            if problem and problem != last_problem:  # once: connections drop, and come back
+                _say(f"could not read the log of worker {self.options.worker}: {problem}; trying again")
+            last_problem = problem
             if self.dry or not self.options.follow:
                 return 0
             if not lines and (machine.cloud.describe_node(self.name) or {}).get("state") != "READY":

@@ -20,6 +20,8 @@ WORKER_SCRIPT = "launch/worker.sh"
 INSTALL_SECONDS = 1800.0
 TRIES = 5
 """Copying, installing and starting are tried so often while the machine is well."""
+LOG_LINES = 2000
+"""What worker.sh gives of a log at once, at most."""
 DELETE_TRIES = 40
 """Looks at a resource that is being deleted, with growing pauses: about half an hour."""
 COMING = ("STATE_UNSPECIFIED", "CREATING", "ACCEPTED", "PROVISIONING", "WAITING_FOR_RESOURCES")
@@ -333,8 +335,19 @@ class Machine:
 
     def log(self, first: int, worker: str = "0") -> list[str]:
         """Complete lines of a worker's log from number `first` (from 1) on; none when it can't be reached."""
-        answer = self.cloud.ssh(self.name, f"bash worker.sh log {first}", worker)
-        return answer.out.split("\n")[:-1] if answer.code == 0 else []
+        return self.read_log(first, worker)[0]
+
+    def read_log(self, first: int, worker: str = "0") -> tuple[list[str], str]:
+        """The same lines, and what was said when it couldn't be reached, or ""."""
+        lines: list[str] = []
+        while True:
+            answer = self.cloud.ssh(self.name, f"bash worker.sh log {first + len(lines)}", worker)
+            if answer.code != 0:
+                return lines, last_words(answer)
+            found = answer.out.split("\n")[:-1]
+            lines += found
+            if len(found) < LOG_LINES:
+                return lines, ""
 
     def stop(self) -> Answer:
         """End the training processes as a preemption would: they save and exit, or are killed after two minutes."""

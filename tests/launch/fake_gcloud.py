@@ -319,7 +319,8 @@ class World:
         )
 
     def _worker_log(self, number, worker, rest) -> str:
-        return "".join(line + "\n" for line in worker["log"][int(rest[0]) - 1 :])
+        first = int(rest[0]) - 1
+        return "".join(line + "\n" for line in worker["log"][first : first + 2000])
 
     def _worker_stop(self, number, worker, rest) -> str:
         if worker["state"] == "running":

@@ -12,6 +12,7 @@ import pytest
 from fake_gcloud import World
 
 from dreamer_jax.launching import cli
+from dreamer_jax.launching.machine import LOG_LINES
 from dreamer_jax.launching.state import Store
 
 MACHINE = ["--tpu", "v5e-8", "--zone", "us-west4-a", "--project", "my-project", "--spot"]
@@ -339,6 +340,24 @@ def test_logs_and_an_unreadable_entry(quick, capsys):
     entry.write_text("{")
     assert launch(world, ["delete", "demo"]) == 2
     assert "queued-resources list" in capsys.readouterr().err and world.left
+
+
+def test_logs_are_whole_though_a_worker_gives_so_many_lines_at_once(capsys):
+    world = World(hosts=HOSTS)
+    assert launch(world, [RUN[0], RUN[1], "--keep", *RUN[2:]]) == 0
+    world.data["nodes"]["demo"]["workers"][0]["log"] = lines = [f"step {i}" for i in range(2 * LOG_LINES + 1)]
+    capsys.readouterr()
+    assert launch(world, ["logs", "demo", "--no-follow"]) == 0
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_logs_say_that_a_worker_cant_be_reached(capsys):
+    world = World(hosts=HOSTS)
+    assert launch(world, [RUN[0], RUN[1], "--keep", *RUN[2:]]) == 0
+    world.data["faults"] = [{"on": "tpu-vm ssh log", "do": "drop"}]
+    capsys.readouterr()
+    assert launch(world, ["logs", "demo", "--no-follow"]) == 2
+    assert "could not read the log of worker 0" in capsys.readouterr().err
 
 
 def test_the_state_is_written_before_the_request():
