@@ -46,12 +46,18 @@ def generation(family: Family, context: int, batch: int = 1, folded: bool = Fals
 
 
 def training(
-    family: Family, sequence_length: int, batch: int, remat: Remat, deepest: analytic.Work | None = None
+    family: Family,
+    sequence_length: int,
+    batch: int,
+    remat: Remat,
+    deepest: analytic.Work | None = None,
+    trained: int | None = None,
 ) -> Bytes:
     """What a training step with microbatches of `batch` rows of S tokens has to hold, if one device does it all.
 
-    float32 weights, their gradients and AdamW's two moments; embeddings of texts; the copy of the weights in the
-    compute type; the activations the backward pass needs under `remat`, in the deepest step; float32 logits.
+    float32 weights, their gradients and AdamW's two moments of the `trained` (default: all) parameters; embeddings of
+    texts; the copy of the weights in the compute type; the activations the backward pass needs under `remat`, in the
+    deepest step; float32 logits.
     """
     count = int(analytic.total(analytic.parameters(family)))
     dtype = family.config.dtype
@@ -60,7 +66,7 @@ def training(
         "weights": count * MASTER,
         "weights, compute copy": 0 if dtype == "float32" else count * SIZE[dtype],
         "gradients": count * MASTER,
-        "optimizer": 2 * count * MASTER,
+        "optimizer": 2 * (count if trained is None else trained) * MASTER,
         **_untrained(family),
         "activations": activations(family, sequence_length, batch, remat, deepest),
         "attention scores": scores(family, sequence_length, batch, remat, deepest),

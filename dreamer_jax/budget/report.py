@@ -18,6 +18,7 @@ def report(
     batch: int = 1,
     work: Sequence[analytic.Work] | None = None,
     deepest: analytic.Work | None = None,
+    trained: int | None = None,
 ) -> Report:
     """Everything `dreamer budget` says.
 
@@ -27,6 +28,7 @@ def report(
         batch: sequences generated at once.
         work: of the train steps, see `training.work`; default, they go to the model's depth.
         deepest: the step for whose activations there must be memory; default, one of the model's depth.
+        trained: parameters that have moments; default, all.
     Returns:
         Nested dicts of numbers: parameters, FLOPs per token, bytes.
     """
@@ -44,7 +46,7 @@ def report(
         "flops_per_token_unfolded": _with_total(analytic.matmul_flops(model, average, folded=False)),
         "elementwise_flops_per_token": _with_total(analytic.elementwise_flops(model, average)),
         "flops_per_pass": analytic.pass_flops(model),
-        "training": _training(config, work, deepest),
+        "training": _training(config, work, deepest, trained),
         "generation_bytes": _with_total(memory.generation(model, context, batch)),
         "generation_bytes_folded": _with_total(memory.generation(model, context, batch, folded=True)),
     }
@@ -72,7 +74,9 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def _training(config: Config, work: Sequence[analytic.Work] | None, deepest: analytic.Work | None) -> dict[str, Any]:
+def _training(
+    config: Config, work: Sequence[analytic.Work] | None, deepest: analytic.Work | None, trained: int | None
+) -> dict[str, Any]:
     model, length = build(config.model), config.data.places
     rows = config.training.batch_size // config.training.microbatches // config.mesh.size
     remat = config.training.remat
@@ -96,7 +100,9 @@ def _training(config: Config, work: Sequence[analytic.Work] | None, deepest: ana
         "executed_flops_per_token": executed[0],
         "executed_elementwise_flops_per_token": executed[1],
         "executed_factor": executed[0] / forward,
-        "bytes": {kind: _with_total(memory.training(model, length, rows, kind, deepest)) for kind in ("none", "full")},
+        "bytes": {
+            kind: _with_total(memory.training(model, length, rows, kind, deepest, trained)) for kind in ("none", "full")
+        },
     }
 
 

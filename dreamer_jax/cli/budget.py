@@ -11,6 +11,7 @@ from dreamer_jax.budget.report import Report, render, report
 from dreamer_jax.cli.arguments import Parser, positive, split_overrides
 from dreamer_jax.config import Config, load_config
 from dreamer_jax.families import build
+from dreamer_jax.training.optimizer import trained_parameters
 from dreamer_jax.training.work import deepest_of, work_of
 
 
@@ -21,7 +22,8 @@ def run(arguments: list[str]) -> int:
     options = parser.parse_args(words)
     config = with_depth(load_config(options.config, overrides).config, options.depth)
     jax.config.update("jax_platforms", "cpu")  # draws of depths are all that is computed: no accelerator is taken
-    its = report(config, options.context, options.batch, work_of(config), deepest_of(config))
+    trained = trained_parameters(config.training, build(config.model))
+    its = report(config, options.context, options.batch, work_of(config), deepest_of(config), trained)
     if options.program:
         its["program"] = _program(config, options.devices)
     print(json.dumps(its, indent=2) if options.json else _text(its, build(config.model).sentence()))

@@ -15,6 +15,7 @@ from dreamer_jax.blocks.feed_forward import FeedForward
 from dreamer_jax.budget import analytic
 from dreamer_jax.config import Config
 from dreamer_jax.families import build
+from dreamer_jax.training.optimizer import trained_parameters
 from dreamer_jax.training.work import work_of
 from pallas_kernels.tiles import GENERATIONS, Generation
 
@@ -104,6 +105,6 @@ def scratch_bytes(config: Config, chip: str) -> float:
 
 
 def _optimizer(config: Config) -> Operation:
-    """AdamW on a chip's part of the state: four arrays read, three written, and the gradient's norm."""
-    parameters = analytic.total(analytic.parameters(build(config.model)))
+    """AdamW on a chip's part of what is trained: four arrays read, three written, and the gradient's norm."""
+    parameters = trained_parameters(config.training, build(config.model))
     return Operation("optimizer", 0, parameters / (config.mesh.size // config.mesh.slices) * 8 * FLOAT32_BYTES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -12,6 +13,7 @@ import optax
 from dreamer_jax.blocks.parameters import DECAYED, Role
 from dreamer_jax.config.sections import TrainingConfig
 from dreamer_jax.errors import ConfigError
+from dreamer_jax.families import Family
 
 KEY = "training.trainable"
 
@@ -151,6 +153,17 @@ def trained_leaves(config: TrainingConfig, roles: Any) -> Any:
             )
     flags = [not wanted or any(covers(name, path, role) for name in wanted) for path, role in named]
     return jax.tree.unflatten(jax.tree.structure(roles), flags)
+
+
+def trained_parameters(config: TrainingConfig, family: Family) -> int:
+    """How many parameters of a model `training.trainable` leaves to train: those that have moments.
+
+    Raises:
+        ConfigError: as `trained_leaves` does.
+    """
+    flags = trained_leaves(config, family.roles)
+    sizes = jax.tree.map(lambda leaf, trained: leaf.size if trained else 0, nn.meta.unbox(family.shapes[0]), flags)
+    return sum(jax.tree.leaves(sizes))
 
 
 def _decayed(params: Any, roles: Any) -> Any:

@@ -4,12 +4,16 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import pytest
 
 from dreamer_jax.budget import report
 from dreamer_jax.cli.main import main
 from dreamer_jax.config import load_config
 from dreamer_jax.configs import FOLDER
+from dreamer_jax.parallel import make_mesh
+from dreamer_jax.planning.step_cost import operations
+from dreamer_jax.training.state import abstract_state
 
 MODELS = FOLDER / "models"
 
@@ -72,6 +76,16 @@ def test_budget_takes_depth_context_batch_and_overrides(capsys: pytest.CaptureFi
     long = json.loads(run(capsys, "budget", path("la_tiny"), "--json", "--context", "2048", "--batch", "3"))
     assert long["generation_bytes"]["SA cache"] == 6 * usual["generation_bytes"]["SA cache"]
     assert long["flops_per_token"]["SA"] > usual["flops_per_token"]["SA"]
+
+
+def test_budget_has_moments_of_what_is_trained_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "quickstart", "--training.trainable", "head,norm"
+    held = json.loads(run(capsys, "budget", *words, "--json"))["training"]["bytes"]["full"]
+    config = load_config(words[0], list(words[1:])).config
+    moments = [leaf for leaf in jax.tree.leaves(abstract_state(config, make_mesh(config.mesh)).optimizer) if leaf.ndim]
+    assert held["optimizer"] == sum(leaf.size * leaf.dtype.itemsize for leaf in moments) < 0.1 * held["weights"]
+    optimizer = operations(config, "v5e")[-1]
+    assert optimizer.bytes == 4 * held["optimizer"]  # AdamW reads and writes eight arrays, of which two are these
 
 
 def test_budget_counts_the_program_too(capsys: pytest.CaptureFixture[str]) -> None:
