@@ -31,14 +31,15 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
     Args:
         config: the sizes of the axes.
-        devices: all devices of the mesh, such as those of a topology. None: those that jax sees; a configuration of
-            one device takes the first of them.
+        devices: all devices of the mesh, such as those of a topology. None: those that jax sees; of a single process a
+            configuration of one device takes the first of them.
 
     Raises:
         ConfigError: the product of the axes isn't the number of devices, or the slices aren't as many.
     """
     found = list(jax.devices() if devices is None else devices)
-    if devices is None and config.size == 1 and jax.process_count() == 1:
+    one_will_do = devices is None and jax.process_count() == 1
+    if one_will_do and config.size == 1:
         found = found[:1]
     if config.size != len(found):
         slices = f"{config.slices} slices x " if config.slices > 1 else ""
@@ -47,7 +48,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
         raise ConfigError(
             f"mesh.data: {config.size} devices asked for ({slices}data {data}{experts}), but there are {len(found)} "
             f"({found[0].platform}); the product must be {len(found)}"
-            + (", or 1" if devices is None and len(found) > 1 else ""),
+            + (", or 1" if one_will_do and len(found) > 1 else ""),
             key="mesh.data",
         )
     ordered = sorted(found, key=_place)

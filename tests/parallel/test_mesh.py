@@ -34,6 +34,12 @@ class Device:
     platform: str = "tpu"
 
 
+def test_several_processes_must_take_all_devices(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"mesh.data: 1 devices asked for .* the product must be 8$"):
+        make_mesh(MeshConfig())
+
+
 def test_axes_follow_the_torus():
     """Devices are numbered with the first coordinate fastest; neighbours along an axis differ in one coordinate."""
     devices = [Device(x + 2 * y + 8 * z, (x, y, z)) for z in range(2) for y in range(4) for x in range(2)]
