@@ -117,6 +117,7 @@ def node_pool_command(settings: Settings) -> str:
         *([f"--tpu-topology={slice_.topology}"] if slice_.hosts > 1 else []),
         f"--enable-autoscaling --num-nodes=0 --min-nodes=0 --max-nodes={slice_.hosts}",
         *(["--spot"] if settings.spot else []),
+        *([f"--project={settings.project}"] if settings.project else []),
         "--scopes=https://www.googleapis.com/auth/cloud-platform",
     ]
     return " ".join(words)
@@ -146,7 +147,10 @@ def _scalar(value: Any) -> str:
     plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z/][-A-Za-z0-9_./]*[A-Za-z0-9]", value)
     if plain and value.lower() not in ("true", "false", "yes", "no", "on", "off", "null"):
         return value
-    return json.dumps(value)
+    if not isinstance(value, str):
+        return json.dumps(value)
+    # As JSON has it, but for what lies beyond 16 bits: JSON escapes two halves of it, which YAML refuses.
+    return '"' + "".join(f"\\U{ord(c):08x}" if ord(c) > 0xFFFF else json.dumps(c)[1:-1] for c in value) + '"'
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

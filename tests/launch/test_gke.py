@@ -129,11 +129,12 @@ def test_spot_and_the_node_pool():
     for part in ("--machine-type=ct5p-hightpu-4t", "--tpu-topology=4x4x4", "--max-nodes=16", "--spot"):
         assert part in said.split()
     assert "--tpu-topology" not in gke.node_pool_command(settings(tpu="v5e-8"))
+    assert "--project" not in said and "--project=mine" in gke.node_pool_command(settings(project="mine")).split()
 
 
 def test_yaml_of_awkward_values():
     value = {
-        "yes": ["no", "4x4", "1e3", "a: b", "x\ny", "", None, True, 3, -1.5, {}, []],
+        "yes": ["no", "4x4", "1e3", "a: b", "x\ny", "🙂\x7f\x85\u2028", "", None, True, 3, -1.5, {}, []],
         "nested": [[1, ["a"]], {"k": [{"z": "é # not a comment"}]}, {"a": 1, "b": [2]}],
         "gs://a": {"b/c.d-e": "-x"},
     }
