@@ -11,13 +11,13 @@ from typing import get_args
 
 from dreamer_jax.budget import analytic, memory
 from dreamer_jax.config import Config
-from dreamer_jax.config.sections import MeshConfig, TrainingConfig
+from dreamer_jax.config.sections import MeshConfig
 from dreamer_jax.config.values import Remat
 from dreamer_jax.errors import ConfigError, UserError
 from dreamer_jax.families import build
 from dreamer_jax.planning.compiling import Compiled, compile_step
 from dreamer_jax.planning.roofline import Roofline, roofline
-from dreamer_jax.planning.step_cost import scratch_bytes
+from dreamer_jax.planning.step_cost import experts_on, scratch_bytes
 from dreamer_jax.planning.topology import Topology
 from dreamer_jax.training.work import deepest_of
 
@@ -77,7 +77,7 @@ def sweep(
 
 def candidates(config: Config, topology: Topology) -> Iterator[Candidate]:
     """Every mesh of the topology with every setting that the batch allows."""
-    for mesh, changes in itertools.product(meshes(topology), _settings(config.training)):
+    for mesh, changes in itertools.product(meshes(topology), _settings(config)):
         try:
             training = dataclasses.replace(config.training, **changes)
             changed = dataclasses.replace(config, mesh=mesh, training=training)
@@ -115,9 +115,16 @@ def summary(candidate: Candidate) -> str:
     )
 
 
-def _settings(training: TrainingConfig) -> Iterator[dict]:
-    microbatches = [2**power for power in range(4) if training.batch_size % 2**power == 0]
-    for microbatch, policy, depths in itertools.product(microbatches, get_args(Remat), GRADIENT_DEPTHS):
+def _settings(config: Config) -> Iterator[dict]:
+    """Those that the configuration has are among them: where it fits as it is, something is found."""
+    training, tried = config.training, GRADIENT_DEPTHS
+    powers = [2**power for power in range(4) if training.batch_size % 2**power == 0]
+    microbatches = sorted({training.microbatches, *powers})
+    if not any(experts_on(config, "")):
+        tried = (training.gradient_depths,)  # it is about experts: every number is the same program
+    elif training.gradient_depths:
+        tried = tuple(sorted({training.gradient_depths, *tried}))
+    for microbatch, policy, depths in itertools.product(microbatches, get_args(Remat), tried):
         yield {"microbatches": microbatch, "remat": policy, "gradient_depths": depths}
 
 

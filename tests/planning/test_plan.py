@@ -173,6 +173,18 @@ def test_a_sweep_ranks_by_bound_and_takes_what_fits(monkeypatch):
     assert "best that fits: --mesh.data" in text and "not compiled" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "topology", "count"), [("huginn_3b5_v5p_4x4x4", "v5p:4x4x4", 75), ("dr_da_32_v5e_16x16", "v5e:16x16", 60)]
+)
+def test_a_configuration_is_a_candidate_of_its_sweep(name, topology, count, monkeypatch):
+    """Of a dense model one number of gradient_depths is tried, since all are the same program."""
+    monkeypatch.setattr(sweeping, "roofline", lambda *_: None)
+    monkeypatch.setattr(sweeping, "estimate", lambda *_: 0.0)
+    config = load_config(name).config
+    tried = [c.config for c in sweeping.candidates(config, parse_topology(topology))]
+    assert config in tried and len(tried) == count
+
+
 def test_meshes_of_a_sweep_keep_whole_torus_axes():
     shapes = [(mesh.data, mesh.expert) for mesh in sweeping.meshes(V5P)]
     assert shapes == [((4, 4, 4), 1), ((4, 4, 2), 2), ((4, 4), 4), ((4, 2), 8), ((4,), 16)]
