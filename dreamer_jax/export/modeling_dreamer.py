@@ -861,7 +861,10 @@ class Dreamer(nn.Module):
         index = folder / "model.safetensors.index.json"
         names = {"model.safetensors"}
         if index.exists():
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            # transformers, saving one file over several, removes these and leaves their index.
+            left = not any((folder / name).exists() for name in shards) and (folder / "model.safetensors").exists()
+            names = names if left else shards
         tensors = {}
         for name in sorted(names):
             tensors |= load_file(folder / name, device=str(device))

@@ -136,10 +136,15 @@ def open_tensors(folder: Path) -> dict[str, Stored]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise UserError(f"{index}: weight_map must map tensors to files")
-    found: dict[str, Stored] = {}
-    for name in sorted(set(weight_map.values())):
+    names = sorted(set(weight_map.values()))
+    for name in names:
         if Path(name).name != name or not name.isprintable():
             raise UserError(f"{index}: {name!r} is not the name of a file in this folder")
+    # transformers, saving one file over several, removes these and leaves their index.
+    if (folder / SINGLE).is_file() and not any((folder / name).exists() for name in names):
+        return open_file(folder / SINGLE)
+    found: dict[str, Stored] = {}
+    for name in names:
         its = open_file(folder / name)
         expected = {tensor for tensor, file in weight_map.items() if file == name}
         if set(its) != expected:

@@ -136,6 +136,20 @@ def test_shards_and_their_index(run: Path, exported: Path, tmp_path: Path) -> No
         import_run(folder, tmp_path / "again")
 
 
+def test_one_file_saved_over_several(run: Path, exported: Path, tmp_path: Path) -> None:
+    """transformers' save_pretrained removes them, leaves their index, and reads the one file."""
+    torch = pytest.importorskip("torch", reason=WHY_SKIPPED)
+    from dreamer_jax.export.modeling_dreamer import Dreamer
+
+    folder = write(run, tmp_path / "sharded", shard_bytes=20_000)
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    shutil.copy(exported / "model.safetensors", folder)
+    import_run(folder, tmp_path / "back")
+    tokens = torch.tensor([[1, 2, 3]])
+    torch.testing.assert_close(Dreamer.load(folder)(tokens), Dreamer.load(exported)(tokens), rtol=0, atol=0)
+
+
 def test_the_safetensors_library_agrees(exported: Path) -> None:
     numpy = pytest.importorskip("safetensors.numpy", reason=WHY_SKIPPED)
     theirs = numpy.load_file(exported / "model.safetensors")
