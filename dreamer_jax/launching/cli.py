@@ -65,6 +65,9 @@ def main(arguments: Sequence[str] | None = None, runner: Runner = run_command) -
     except UserError as error:
         print(f"launch/tpu: error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # of this machine's disk: what the cloud's commands meet is in their answers
+        print(f"launch/tpu: error: can't keep what this launcher knows: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         _say("interrupted")
         return 130

@@ -360,6 +360,28 @@ def test_logs_say_that_a_worker_cant_be_reached(capsys):
     assert "could not read the log of worker 0" in capsys.readouterr().err
 
 
+def test_a_disk_that_takes_no_state_gets_a_message(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DREAMER_LAUNCH_DIR", str(tmp_path / "file"))
+    world = World(hosts=HOSTS)
+    assert launch(world) == 2 and not world.data["calls"]
+    assert "can't keep what this launcher knows" in capsys.readouterr().err
+
+
+def test_a_disk_that_fills_up_leaves_a_message_and_what_exists(monkeypatch, capsys):
+    def full(store, state):
+        if state.attempt:
+            raise OSError(28, "No space left on device")
+        write(store, state)
+
+    write = Store.write
+    monkeypatch.setattr(Store, "write", full)
+    world = World(hosts=HOSTS)
+    assert launch(world) == 2 and world.left
+    err = capsys.readouterr().err
+    assert "No space left on device" in err and "launch/tpu delete demo" in err
+
+
 def test_the_state_is_written_before_the_request():
     seen = []
 
