@@ -108,10 +108,10 @@ def _pod(settings: Settings) -> dict[str, Any]:
 
 
 def node_pool_command(settings: Settings) -> str:
-    """The command that makes the node pool the manifest asks for; CLUSTER is the cluster's name."""
+    """The command that makes the node pool the manifest asks for; CLUSTER and LOCATION are the cluster's."""
     slice_ = settings.slice
     words = [
-        f"gcloud container node-pools create {settings.name} --cluster=CLUSTER",
+        f"gcloud container node-pools create {settings.name} --cluster=CLUSTER --location=LOCATION",
         f"--node-locations={settings.zone or 'ZONE'}",
         f"--machine-type={slice_.machine_type}",
         *([f"--tpu-topology={slice_.topology}"] if slice_.hosts > 1 else []),

@@ -126,7 +126,13 @@ def test_spot_and_the_node_pool():
     pod = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     assert "cloud.google.com/gke-spot" not in str(pod) and pod["serviceAccountName"] == "trainer"
     said = gke.node_pool_command(settings())
-    for part in ("--machine-type=ct5p-hightpu-4t", "--tpu-topology=4x4x4", "--max-nodes=16", "--spot"):
+    for part in (
+        "--machine-type=ct5p-hightpu-4t",
+        "--tpu-topology=4x4x4",
+        "--max-nodes=16",
+        "--spot",
+        "--location=LOCATION",
+    ):
         assert part in said.split()
     assert "--tpu-topology" not in gke.node_pool_command(settings(tpu="v5e-8"))
     assert "--project" not in said and "--project=mine" in gke.node_pool_command(settings(project="mine")).split()
