@@ -106,5 +106,7 @@ def scratch_bytes(config: Config, chip: str) -> float:
 
 def _optimizer(config: Config) -> Operation:
     """AdamW on a chip's part of what is trained: four arrays read, three written, and the gradient's norm."""
-    parameters = trained_parameters(config.training, build(config.model))
+    family = build(config.model)
+    trained = trained_parameters(config.training, family)
+    parameters = analytic.total(analytic.parameters(family)) if trained is None else trained
     return Operation("optimizer", 0, parameters / (config.mesh.size // config.mesh.slices) * 8 * FLOAT32_BYTES)

@@ -155,12 +155,14 @@ def trained_leaves(config: TrainingConfig, roles: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(roles), flags)
 
 
-def trained_parameters(config: TrainingConfig, family: Family) -> int:
-    """How many parameters of a model `training.trainable` leaves to train: those that have moments.
+def trained_parameters(config: TrainingConfig, family: Family) -> int | None:
+    """How many parameters of a model `training.trainable` leaves to train: those that have moments. None for all.
 
     Raises:
         ConfigError: as `trained_leaves` does.
     """
+    if not config.trainable:
+        return None  # without tracing the model, which takes a second
     flags = trained_leaves(config, family.roles)
     sizes = jax.tree.map(lambda leaf, trained: leaf.size if trained else 0, nn.meta.unbox(family.shapes[0]), flags)
     return sum(jax.tree.leaves(sizes))
