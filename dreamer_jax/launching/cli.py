@@ -124,13 +124,13 @@ class _Command:
                 self._show(line)
             if problem and not self.options.follow:
                 raise UserError(f"could not read the log of worker {self.options.worker}: {problem}")
-            if problem and problem != last_problem:  # once: connections drop, and come back
-                _say(f"could not read the log of worker {self.options.worker}: {problem}; trying again")
-            last_problem = problem
             if self.dry or not self.options.follow:
                 return 0
             if not lines and (machine.cloud.describe_node(self.name) or {}).get("state") != "READY":
                 return 0
+            if problem and problem != last_problem:  # once: connections drop, and come back
+                _say(f"could not read the log of worker {self.options.worker}: {problem}; trying again")
+            last_problem = problem
             machine.cloud.sleep(5)
 
     def status(self) -> int:
