@@ -21,7 +21,9 @@ from dreamer_jax.runs.array_files import read_tree
 from dreamer_jax.runs.knowledge import read_embeddings
 from dreamer_jax.runs.models import Located, locate_run
 from dreamer_jax.runs.state import TrainState
-from dreamer_jax.training.optimizer import make_optimizer
+from dreamer_jax.training import depths
+from dreamer_jax.training.optimizer import make_optimizer, trained_leaves
+from dreamer_jax.training.penalties import check_likeness
 
 
 def create_state(config: Config, mesh: Mesh) -> TrainState:
@@ -61,14 +63,29 @@ def draw_state(config: Config, mesh: Mesh) -> TrainState:
 
 
 def check_beginning(config: Config) -> None:
-    """Look for what a new run begins from, before anything is made.
+    """Look for what a new run begins from, and at its settings, before anything is made: a directory with settings
+    that can't be trained would refuse those that can.
 
     Raises:
-        UserError: it isn't there, or doesn't fit.
+        UserError: it isn't there, or doesn't fit; or as `check_settings` does.
     """
+    check_settings(config)
     _texts(config)
     if config.training.initial_weights:
         _located(config.training.initial_weights)
+
+
+def check_settings(config: Config) -> None:
+    """That the settings of training have a meaning for the model.
+
+    Raises:
+        ConfigError: one hasn't.
+    """
+    family = build(config.model)
+    depths.check(config.recurrence, family)
+    check_likeness(config, family)
+    if config.training.trainable:
+        trained_leaves(config.training, family.roles)
 
 
 def _texts(config: Config) -> np.ndarray | None:

@@ -361,3 +361,16 @@ def test_commands_that_compile_look_for_cycles_seldom(monkeypatch):
         assert entry.entry() == 0 and gc.get_threshold()[0] == entry.SELDOM
     finally:
         gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize(
+    "words", [["--training.trainable", "heads"], ["--recurrence.by", "row", "--recurrence.draw", "uniform"]]
+)
+def test_settings_without_a_meaning_for_the_model_leave_no_directory(words, tmp_path, capsys):
+    """It would refuse the mended ones: another configuration."""
+    folder = tmp_path / "run"
+    assert main(["config", "check", "quickstart", *words]) == 2
+    assert main(["train", "quickstart", *words, "--run.dir", str(folder)]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2 and all(words[0].strip("-").partition(".")[0] in line for line in errors)
+    assert not folder.exists()
