@@ -51,15 +51,19 @@ tags:
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
+OPTIMIZERS = {"adamw": "AdamW", "adam_atan2": "AdamW with the arctangent of the moments' quotient"}
+
+
 def _training(description: Description) -> str:
-    config = description.config
+    config, training = description.config, description.config.training
     return "\n".join(
         [
-            f"- {description.step:,} optimizer steps of {config.training.batch_size} rows of "
+            f"- {description.step:,} optimizer steps of {training.batch_size} rows of "
             f"{config.data.sequence_length} tokens, {_source(config)}",
-            f"- loss on {'all tokens' if config.data.loss == 'all' else 'the tokens of the answers'}; AdamW, learning "
-            f"rate {config.training.learning_rate:g} after {config.training.warmup_steps} steps of warm-up, weight "
-            f"decay {config.training.weight_decay:g}, gradient norm clipped at {config.training.clip_norm:g}",
+            f"- loss on {'all tokens' if config.data.loss == 'all' else 'the tokens of the answers'}; "
+            f"{OPTIMIZERS[training.optimizer]}, learning rate {training.learning_rate:g} after {training.warmup_steps} "
+            f"steps of warm-up, weight decay {training.weight_decay:g}, gradient norm clipped at "
+            f"{training.clip_norm:g}",
             f"- computed in {config.model.dtype} with float32 weights, seed {config.run.seed}",
         ]
     )

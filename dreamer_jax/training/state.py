@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from dreamer_jax.config.sections import Config
 from dreamer_jax.config.values import knowledge_of
-from dreamer_jax.errors import UserError
+from dreamer_jax.errors import ConfigError, UserError
 from dreamer_jax.families import KNOWLEDGE, Family, build, initialise
 from dreamer_jax.parallel.layout import parameter_layouts
 from dreamer_jax.runs.array_files import read_tree
@@ -83,6 +83,14 @@ def check_settings(config: Config) -> None:
     """
     family = build(config.model)
     depths.check(config.recurrence, family)
+    rows = config.training.batch_size // config.training.microbatches // config.mesh.size
+    groups = config.recurrence.groups
+    if config.recurrence.draw != "model" and config.recurrence.by == "row" and rows % groups:
+        raise ConfigError(
+            f"recurrence.groups: the {rows} rows that a device computes at once can't be divided into {groups} groups "
+            "of like depth; change it or training.batch_size",
+            "recurrence.groups",
+        )
     check_likeness(config, family)
     if config.training.trainable:
         trained_leaves(config.training, family.roles)

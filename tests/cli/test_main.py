@@ -363,8 +363,12 @@ def test_commands_that_compile_look_for_cycles_seldom(monkeypatch):
         gc.set_threshold(*before)
 
 
+BY_ROW = ["--recurrence.by", "row", "--recurrence.draw", "uniform"]
+
+
 @pytest.mark.parametrize(
-    "words", [["--training.trainable", "heads"], ["--recurrence.by", "row", "--recurrence.draw", "uniform"]]
+    "words",
+    [["--training.trainable", "heads"], BY_ROW, [*BY_ROW, "--recurrence.steps", "0", "--recurrence.groups", "3"]],
 )
 def test_settings_without_a_meaning_for_the_model_leave_no_directory(words, tmp_path, capsys):
     """It would refuse the mended ones: another configuration."""
