@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -191,17 +192,22 @@ def _counting_sort(experts: int) -> Case:
 
 
 def _mlp_launch(schedule: Schedule, experts: int, size: int, target: Generation, row: int) -> Launch:
-    """A walk over the used blocks; `row` elements of each row move, and every expert's matrices once.
-
-    A step has two ways, for a whole block and for one of which half is filled, as every second expert's last one is.
-    """
+    """A walk over the used blocks; `row` elements of each row move, and every expert's matrices once."""
     block = _mlp_tiles(experts, size, target).block
     used = expected_blocks(PAIRS, experts, block)
     moved = BFLOAT16 * (used * block * row + 3 * experts * size * HIDDEN)
+    return Launch(_walk(schedule, used, experts) / target.cores, moved)
+
+
+def _walk(schedule: Schedule, used: float, experts: int, before: int = 0) -> float:
+    """Bundles of a walk over the used blocks.
+
+    A step has two ways, for a whole block and for one of which half is filled, as every second expert's last one is.
+    The first `before` branches of a step aren't these, however long; they are counted in every step.
+    """
     step = schedule.loops[0]
-    whole, half = step.longest(2)
-    bundles = (used - experts / 2) * (step.bundles - half) + experts / 2 * (step.bundles - whole)
-    return Launch(bundles / target.cores, moved)
+    whole, half = dataclasses.replace(step, branches=step.branches[before:]).longest(2)
+    return (used - experts / 2) * (step.bundles - half) + experts / 2 * (step.bundles - whole)
 
 
 def _weight_launch(schedule: Schedule, experts: int, size: int, target: Generation) -> Launch:
@@ -259,11 +265,6 @@ def _linear_arguments(experts: int, inward: int, outward: int, key: jax.Array):
     return rows, normal(keys[2], experts, inward, outward), normal(keys[3], inward, outward), plan
 
 
-def _linear_launch(schedule: Schedule, experts: int, block: int, target: Generation, tiles: int, moved: float):
-    used = expected_blocks(TOKENS, experts, block)
-    return Launch(used * tiles / target.cores * schedule.loops[0].bundles, moved)
-
-
 def _linear_forward(experts: int, inward: int, outward: int) -> Case:
     def kernel(rows, routed, shared, plan, step):
         del step
@@ -278,7 +279,10 @@ def _linear_forward(experts: int, inward: int, outward: int) -> Case:
         chosen = _linear_tiles(experts, inward, outward, target)
         tiles = outward // chosen.outputs
         moved = BFLOAT16 * (TOKENS * (tiles * inward + outward) + experts * inward * outward)
-        return [_linear_launch(read("expert_linear_forward"), experts, chosen.block, target, tiles, moved)]
+        used = expected_blocks(TOKENS, experts, chosen.block)
+        # Before the product the shared matrix is added, in truth once an expert.
+        bundles = _walk(read("expert_linear_forward"), used, experts, before=1)
+        return [Launch(bundles * tiles / target.cores, moved)]
 
     return Case(
         "expert_linear forward",
@@ -319,11 +323,10 @@ def _linear_gradient(experts: int, inward: int, outward: int) -> Case:
         tiles, columns = inward // chosen.inputs, outward // chosen.columns
         moved = BFLOAT16 * (TOKENS * (tiles * outward + 2 * inward) + experts * inward * outward)
         grown = BFLOAT16 * TOKENS * (columns * inward + outward) + 8 * experts * inward * outward
-        block = chosen.block
-        return [
-            _linear_launch(read("expert_linear_input_gradient"), experts, block, target, tiles, moved),
-            _linear_launch(read("expert_weight_gradient"), experts, block, target, columns, grown),
-        ]
+        used = expected_blocks(TOKENS, experts, chosen.block)
+        inner = _walk(read("expert_linear_input_gradient"), used, experts)
+        outer = used * read("expert_weight_gradient").loops[0].bundles
+        return [Launch(inner * tiles / target.cores, moved), Launch(outer * columns / target.cores, grown)]
 
     return Case(
         "expert_linear gradient",

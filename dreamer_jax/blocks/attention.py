@@ -189,19 +189,23 @@ class Attention(Block):
 
     @nn.nowrap
     def _projecting(self, name: str, on: OnChip) -> Operation:
-        """Both maps; rows of an expert fill whole tiles but, on average, half of the last."""
+        """Both maps; rows of an expert fill whole tiles but, on average, half of the last.
+
+        Half of the last ones are filled to no more than a half, which products with a matrix then have alone.
+        """
         experts = self.router.num_experts if self.router else 0
         inner, outer = self._qkv_size, self.heads * self.head_size
         columns = tiled(inner) + tiled(outer)
         rows = on.tokens + experts * LANES / 2
-        product = 2 * rows * self.hidden_size * columns
+        each = 2 * self.hidden_size * columns
+        product, summed = (on.tokens + experts * LANES / 4) * each, rows * each
         weights = max(1, experts) * self._weights
         moved = rows * (2 * self.hidden_size + inner + outer) * BFLOAT16_BYTES  # the inputs and outputs of both
         shared = 2 * on.tokens * self.hidden_size * columns if self._shared else 0  # Eq. 7's second branch
         totals = weights * FLOAT32_BYTES * (2 / self.depths_aside(on) if experts else 1)
         again = 1 + on.again.products
         traffic = (moved + weights * BFLOAT16_BYTES) * again + 2 * moved + weights * BFLOAT16_BYTES + totals
-        return Operation(f"{name}: projections", product * again + 2 * product + shared, traffic)
+        return Operation(f"{name}: projections", product * (again + 1) + summed + shared, traffic)
 
 
 class SequenceAttention(Attention):

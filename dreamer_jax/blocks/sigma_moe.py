@@ -125,12 +125,16 @@ def expert_map(
 
 
 def pairs_cost(name: str, pairs: float, experts: int, inward: int, outward: int, on: OnChip) -> Operation:
-    """A map [E, a, b] of `pairs` rows a token: an expert's rows fill whole tiles but, on average, half of the last."""
+    """A map [E, a, b] of `pairs` rows a token: an expert's rows fill whole tiles but, on average, half of the last.
+
+    Half of the last ones are filled to no more than a half, which products with a matrix then have alone.
+    """
     rows = on.tokens * pairs + experts * LANES / 2
     weights, passes = experts * inward * outward, 3 + on.again.products
     moved = rows * (inward + outward) * BFLOAT16_BYTES + weights * BFLOAT16_BYTES
     totals = weights * FLOAT32_BYTES * (2 if on.depths > 1 else 1)
-    return Operation(name, 2 * rows * tiled(inward) * tiled(outward) * passes, moved * passes + totals)
+    products = (rows - experts * LANES / 4) * (passes - 1) + rows  # the weight gradient sums over whole tiles
+    return Operation(name, 2 * products * tiled(inward) * tiled(outward), moved * passes + totals)
 
 
 class SigmaMoE(Block):

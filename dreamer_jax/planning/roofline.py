@@ -1,10 +1,10 @@
 """How fast a train step could be at best on a slice: matrix units, HBM and wires, each operation at its tightest.
 
 The bound is the sum over operations of the longer of (matrix time, HBM time), and the time of the collectives that
-nothing hides. Matrix time counts whole tiles: partly filled blocks of an expert's rows and dimensions that aren't
-multiples of 128. HBM time counts the arrays that each operation reads and writes, once. What isn't counted: vector
-work (softmax, top-k, SwiGLU), latencies, imbalance between experts or chips. So a real step is slower: it is a bound,
-not a prediction.
+nothing hides. Matrix time counts whole tiles: partly filled blocks, or halves, of an expert's rows and dimensions that
+aren't multiples of 128. HBM time counts the arrays that each operation reads and writes, once. What isn't counted:
+vector work (softmax, top-k, SwiGLU), latencies, imbalance between experts or chips. So a real step is slower: it is a
+bound, not a prediction.
 """
 
 from __future__ import annotations

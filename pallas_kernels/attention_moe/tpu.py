@@ -1,7 +1,8 @@
 """The attention MoE's linear map on a TPU: rows in blocks of one expert, times its matrix and the shared one.
 
 Both kernels walk the blocks once for every tile of their output's columns, with the expert's part of the matrix fetched
-ahead of use. Unused blocks at the end are written as zeros.
+ahead of use. Of a block that pairs fill to no more than a half, half is computed. Unused halves and blocks at the end
+are written as zeros.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.dispatch.api import Dispatch
-from pallas_kernels.dispatch.blocks import as_row, dot, dot_transposed, prefetched, zero_unless
+from pallas_kernels.dispatch.blocks import as_row, dot, dot_transposed, filled, for_filled_rows, prefetched, zero_unless
 from pallas_kernels.dispatch.stream import Stream, Walk, compile_for
 from pallas_kernels.tiles import Generation
 
@@ -41,7 +42,7 @@ def forward(
     return pl.pallas_call(
         functools.partial(_forward_kernel, grid=grid, tile=tile),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=4,
             grid=grid.shape,
             in_specs=[
                 grid.rows(inward),
@@ -55,7 +56,7 @@ def forward(
         cost_estimate=_cost(rows, routed, 1),
         name="expert_linear_forward",
         **compile_for(target, sequential=2),
-    )(*prefetched(plan, 0), rows, shared, routed)
+    )(*prefetched(plan, 0), filled(plan), rows, shared, routed)
 
 
 def input_gradient(
@@ -79,7 +80,8 @@ def input_gradient(
         tile: columns of a worked on at a time.
 
     Returns:
-        g W_e^T + g W_shared^T [N b, a]; <x, g W_e^T> [N, b] float32, which is all the score may see.
+        g W_e^T + g W_shared^T [N b, a]; <x, g W_e^T> [N, b] float32, which is all the score may see; undefined in
+        padding slots.
     """
     _, inward, outward = routed.shape
     grid = Grid(plan, target, inward // tile)
@@ -87,7 +89,7 @@ def input_gradient(
     d_x, d_score = pl.pallas_call(
         functools.partial(_input_gradient_kernel, grid=grid, tile=tile),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=4,
             grid=grid.shape,
             in_specs=[
                 grid.rows(outward, aside=True),
@@ -105,11 +107,11 @@ def input_gradient(
         cost_estimate=_cost(rows, routed, 2),
         name="expert_linear_input_gradient",
         **compile_for(target, sequential=2),
-    )(*prefetched(plan, first_block), d_rows, rows, shared, routed)
+    )(*prefetched(plan, first_block), filled(plan), d_rows, rows, shared, routed)
     return d_x, jnp.sum(d_score, axis=0)[:, 0]
 
 
-def _forward_kernel(experts, ends, used, x_ref, shared_ref, routed_hbm, y_ref, *scratch, grid, tile):
+def _forward_kernel(experts, ends, used, fill, x_ref, shared_ref, routed_hbm, y_ref, *scratch, grid, tile):
     routed_buffer, semaphores, place_ref, folded_ref = scratch
     walk = grid.walk(used)
     columns = pl.ds(pl.multiple_of(pl.program_id(1) * tile, tile), tile)
@@ -123,13 +125,16 @@ def _forward_kernel(experts, ends, used, x_ref, shared_ref, routed_hbm, y_ref, *
         def _():
             folded_ref[...] = routed_buffer[buffer] + shared_ref[...]
 
-        y_ref[...] = dot(x_ref[...], folded_ref[...]).astype(y_ref.dtype)
+        def compute(rows):
+            y_ref[:rows] = dot(x_ref[:rows], folded_ref[...]).astype(y_ref.dtype)
+
+        for_filled_rows(fill, walk.block, grid.block, compute, y_ref)
 
     zero_unless(walk.active, y_ref)
 
 
 def _input_gradient_kernel(
-    experts, ends, used, d_ref, x_ref, shared_ref, routed_hbm, d_x_ref, d_score_ref, *scratch, grid, tile
+    experts, ends, used, fill, d_ref, x_ref, shared_ref, routed_hbm, d_x_ref, d_score_ref, *scratch, grid, tile
 ):
     routed_buffer, semaphores, place_ref = scratch
     walk = grid.walk(used)
@@ -139,11 +144,15 @@ def _input_gradient_kernel(
     @pl.when(walk.active)
     def _():
         buffer, _ = stream.at(walk, experts, ends)
-        d_out = d_ref[...]
-        through_routed = dot_transposed(d_out, routed_buffer[buffer])
-        score = jnp.sum(through_routed * x_ref[...].astype(jnp.float32), axis=1, keepdims=True)
-        d_score_ref[0, 0] = as_row(score)
-        d_x_ref[...] = (through_routed + dot_transposed(d_out, shared_ref[...])).astype(d_x_ref.dtype)
+
+        def compute(rows):
+            d_out = d_ref[:rows]
+            through_routed = dot_transposed(d_out, routed_buffer[buffer])
+            score = jnp.sum(through_routed * x_ref[:rows].astype(jnp.float32), axis=1, keepdims=True)
+            d_score_ref[0, 0, :, :rows] = as_row(score)
+            d_x_ref[:rows] = (through_routed + dot_transposed(d_out, shared_ref[...])).astype(d_x_ref.dtype)
+
+        for_filled_rows(fill, walk.block, grid.block, compute, d_x_ref)
 
     zero_unless(walk.active, d_x_ref, d_score_ref)
 
@@ -164,7 +173,7 @@ class Grid:
     def rows(self, width, aside=False) -> pl.BlockSpec:
         """Whole rows of [N b, width], or of rows kept aside, from the block on that `used` names second."""
 
-        def index(core, tile_index, step, experts, ends, used):
+        def index(core, tile_index, step, experts, ends, used, *_):
             return (used[1] if aside else 0) + self.walk(used, core, step).source, 0
 
         return pl.BlockSpec((self.block, width), index)
@@ -172,7 +181,7 @@ class Grid:
     def tiled(self, tile, out=False) -> pl.BlockSpec:
         """A tile's columns of [N b, tiles * tile]."""
 
-        def index(core, tile_index, step, experts, ends, used):
+        def index(core, tile_index, step, experts, ends, used, *_):
             walk = self.walk(used, core, step)
             return (walk.block if out else walk.source), tile_index
 
@@ -181,14 +190,14 @@ class Grid:
     def of_expert(self, tile) -> pl.BlockSpec:
         """A tile's columns of [G, 1, tiles * tile]: what the block's expert has."""
 
-        def index(core, tile_index, step, experts, ends, used):
+        def index(core, tile_index, step, experts, ends, used, *_):
             return experts[self.walk(used, core, step).source], 0, tile_index
 
         return pl.BlockSpec((1, 1, tile), index)
 
     def scores(self) -> pl.BlockSpec:
         """Of [tiles, N, 1, b]."""
-        return pl.BlockSpec((1, 1, 1, self.block), lambda c, t, i, _e, _n, used: (t, self.walk(used, c, i).block, 0, 0))
+        return pl.BlockSpec((1, 1, 1, self.block), lambda c, t, i, *at: (t, self.walk(at[2], c, i).block, 0, 0))
 
 
 def _cost(rows, routed, products):

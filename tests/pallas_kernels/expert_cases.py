@@ -37,14 +37,20 @@ def mlp_case(kind, hidden=HIDDEN, seed=3, dtype=jnp.float32):
     return choose(kind, CHOICES, seed), _floats(shapes, dtype), jnp.asarray(normal(seed + 9, *shapes[0]), dtype)
 
 
+FILLED = 33, 48, 49, 32, 14, 0
+"""Rows of each expert: blocks of 32 are filled to one row, a half, one more, whole."""
+
+
+def _repeated(counts):
+    return np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
+
+
 def halves_case(experts=EXPERTS):
-    """The same in blocks of 32, filled to one row, a half, one more, whole; no row of expert 5; some elsewhere.
+    """As `mlp_case`, with `FILLED` rows, and some elsewhere.
 
     Of one expert: the last slot, which a pair that is elsewhere has, is in the half that isn't computed.
     """
-    counts = [33, 48, 49, 32, 14, 0, 16] if experts > 1 else [35, 1]
-    pairs = np.repeat(np.arange(experts + 1, dtype=np.int32), counts)
-    indices = np.random.default_rng(0).permutation(pairs).reshape(-1, CHOICES)
+    indices = _repeated([*FILLED, 16] if experts > 1 else [35, 1]).reshape(-1, CHOICES)
     shapes = (len(indices), HIDDEN), indices.shape, (experts, 2 * SIZE, HIDDEN), (experts, SIZE, HIDDEN)
     return indices, _floats(shapes, jnp.float32), jnp.asarray(normal(9, *shapes[0]))
 
@@ -53,6 +59,12 @@ def linear_case(kind, inward=128, outward=256, dtype=jnp.float32):
     """Index; x, score, routed, shared; a cotangent."""
     shapes = (TOKENS, inward), (TOKENS,), (EXPERTS, inward, outward), (inward, outward)
     return choose(kind, 1)[:, 0], _floats(shapes, dtype), jnp.asarray(normal(9, TOKENS, outward), dtype)
+
+
+def linear_halves_case(inward=128, outward=256):
+    """As `linear_case`, with `FILLED` rows."""
+    shapes = (sum(FILLED), inward), (sum(FILLED),), (EXPERTS, inward, outward), (inward, outward)
+    return _repeated(FILLED), _floats(shapes, jnp.float32), jnp.asarray(normal(9, sum(FILLED), outward))
 
 
 def _floats(shapes, dtype):

@@ -30,6 +30,7 @@ from tests.pallas_kernels.expert_cases import (
     fresh,
     halves_case,
     linear_case,
+    linear_halves_case,
     mlp_case,
     on_tape,
     with_an_empty_expert,
@@ -65,6 +66,14 @@ def test_blocks_filled_to_a_half():
 def test_linear(kind):
     """Value and gradients, with Eq. 7's gradient of the score."""
     case = linear_case(kind)
+    jax.tree.map(assert_close, compiled(LINEAR)(*case), compiled(linear_reference.expert_linear)(*case))
+
+
+def test_linear_blocks_filled_to_a_half():
+    """As whole ones."""
+    case = linear_halves_case()
+    routed = case[1][2]
+    assert LinearTiles.of(len(case[0]), routed.shape, jnp.float32, tiles.INTERPRETED).block == 32
     jax.tree.map(assert_close, compiled(LINEAR)(*case), compiled(linear_reference.expert_linear)(*case))
 
 

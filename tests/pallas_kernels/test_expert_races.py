@@ -20,6 +20,7 @@ from tests.pallas_kernels.expert_cases import (
     fresh,
     halves_case,
     linear_case,
+    linear_halves_case,
     mlp_case,
     on_tape,
     with_an_empty_expert,
@@ -41,6 +42,12 @@ def test_races_of_blocks_filled_to_a_half(experts):
     """What isn't computed is never read, or zero: uninitialised it would show."""
     case = halves_case(experts)
     jax.tree.map(assert_close, on_two_cores(fresh(MLP), *case), compiled(with_an_empty_expert)(*case))
+
+
+def test_races_of_linear_blocks_filled_to_a_half():
+    """The same of the attention MoE."""
+    case = linear_halves_case()
+    jax.tree.map(assert_close, on_two_cores(fresh(LINEAR), *case), compiled(linear_reference.expert_linear)(*case))
 
 
 @pytest.mark.parametrize("chosen", [[[3, 0, 5]], [[1, 2, 3], [6, 2, 0]]], ids=["one token", "one choice elsewhere"])

@@ -79,6 +79,14 @@ def test_experts_by_hand(monkeypatch):
     assert share_of_tiles(config(), "v5p") == pytest.approx(16384 / computed)
 
 
+def test_projections_by_hand():
+    """4,096 rows over 4 experts, two maps: forward and the input gradient with half blocks, the weight gradient with
+    whole ones, and the input gradient by the shared matrix."""
+    products = 2 * (4096 + 4 * 32) + (4096 + 4 * 64) + 4096
+    counted = one(operations(config(), "v5p"), "sequence attention: projections").flops
+    assert counted == 4 * 2 * products * 1024 * (4096 + 2048)
+
+
 def test_products_of_few_rows_wait_for_the_matrices():
     """Blocks of 64: halves of 32 take as long as 48 rows; the weight gradients' sums as long as 128."""
     rows = Rows(block=64, used=10, halves=4, pairs=500, buffer=900, passes=1)
