@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.dispatch.api import Dispatch
 
 FEWEST = 16
-"""Rows of a product: a tile of bfloat16."""
+"""The least rows of a half: a tile of bfloat16."""
 TRANSPOSED = (((1,), (1,)), ((), ()))
 
 
