@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from dreamer_jax.blocks.counting import BFLOAT16_BYTES, FLOAT32_BYTES, LANES, OnChip, Operation, Reach, tiled
+from dreamer_jax.blocks.counting import BFLOAT16_BYTES, FLOAT32_BYTES, LANES, Filled, OnChip, Operation, Reach, tiled
 from dreamer_jax.blocks.memory import Context
 from dreamer_jax.blocks.norms import RMSNorm
 from dreamer_jax.blocks.operations import Operations
@@ -189,18 +189,14 @@ class Attention(Block):
 
     @nn.nowrap
     def _projecting(self, name: str, on: OnChip) -> Operation:
-        """Both maps; rows of an expert fill whole tiles but, on average, half of the last.
-
-        Half of the last ones are filled to no more than a half, which products with a matrix then have alone.
-        """
+        """Both maps."""
         experts = self.router.num_experts if self.router else 0
         inner, outer = self._qkv_size, self.heads * self.head_size
         columns = tiled(inner) + tiled(outer)
-        rows = on.tokens + experts * LANES / 2
-        each = 2 * self.hidden_size * columns
-        product, summed = (on.tokens + experts * LANES / 4) * each, rows * each
+        filled, each = Filled.by(on.tokens, experts), 2 * self.hidden_size * columns
+        product, summed = filled.computed * each, filled.summed * each
         weights = max(1, experts) * self._weights
-        moved = rows * (2 * self.hidden_size + inner + outer) * BFLOAT16_BYTES  # the inputs and outputs of both
+        moved = filled.rows * (2 * self.hidden_size + inner + outer) * BFLOAT16_BYTES  # the inputs and outputs of both
         shared = 2 * on.tokens * self.hidden_size * columns if self._shared else 0  # Eq. 7's second branch
         totals = weights * FLOAT32_BYTES * (2 / self.depths_aside(on) if experts else 1)
         again = 1 + on.again.products

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pallas_kernels.dispatch.blocks import half_of
 from pallas_kernels.tiles import Generation
 
 BFLOAT16_BYTES, FLOAT32_BYTES = 2, 4
@@ -101,6 +102,44 @@ class Operation:
     def times(self, count: float) -> Operation:
         """The same operation so many times."""
         return Operation(self.name, self.flops * count, self.bytes * count)
+
+
+@dataclass(frozen=True)
+class Filled:
+    """Blocks that hold the rows of experts.
+
+    Attributes:
+        block: rows of a block.
+        used: blocks that hold rows, on average.
+        halves: of those, blocks that products with matrices have one half of, because the other is empty.
+    """
+
+    block: int
+    used: float
+    halves: float
+
+    @classmethod
+    def by(cls, rows: float, experts: int, block: int = LANES) -> Filled:
+        """An expert's rows fill whole blocks but, on average, half of the last; half of the last ones are filled to no
+        more than a half."""
+        last = experts / 2
+        return cls(block, rows / block + last, 0 if half_of(block) == block else last)
+
+    @property
+    def rows(self) -> float:
+        """Rows that are read or written: of whole blocks."""
+        return self.used * self.block
+
+    @property
+    def computed(self) -> float:
+        """Rows of products with the experts' matrices."""
+        half = max(half_of(self.block), FEWEST_ROWS)
+        return (self.used - self.halves) * max(self.block, FEWEST_ROWS) + self.halves * half
+
+    @property
+    def summed(self) -> float:
+        """Rows that the weight gradients sum over: fewer than a tile has take as long as a whole one."""
+        return self.used * max(self.block, LANES)
 
 
 class Counted:

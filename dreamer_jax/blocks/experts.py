@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from dreamer_jax.blocks.counting import (
     BFLOAT16_BYTES,
-    FEWEST_ROWS,
     FLOAT32_BYTES,
     LANES,
+    Filled,
     OnChip,
     Operation,
     Reach,
@@ -27,7 +27,6 @@ from dreamer_jax.blocks.parameters import Block, normal
 from dreamer_jax.blocks.positions import Depth
 from dreamer_jax.blocks.routing import Router, observe_routing, select, usage
 from pallas_kernels.dispatch.aside import blocks_aside
-from pallas_kernels.dispatch.blocks import half_of
 from pallas_kernels.expert_mlp.shapes import Tiles, depths_aside
 from pallas_kernels.tape import Tape
 from pallas_kernels.weights import OutputRows, Stacked
@@ -52,32 +51,17 @@ class Rows:
     """How the expert kernels cut the rows of a chip into blocks.
 
     Attributes:
-        block: rows of a block; every expert's rows fill whole blocks but, on average, half of the last.
-        used: blocks of a product that hold rows, on average.
-        halves: of those, blocks of which half is filled, so that products with matrices have that half only.
+        filled: blocks of a product that hold rows.
         pairs: (token, choice) pairs that visit the chip, those of other chips' experts included.
         buffer: rows that there is room for, whatever the router does: all visiting pairs and every last block. Only
             used blocks are read or written.
         passes: times the weight gradient reads the experts' intermediates.
     """
 
-    block: int
-    used: float
-    halves: float
+    filled: Filled
     pairs: int
     buffer: int
     passes: int
-
-    @property
-    def computed(self) -> float:
-        """Rows of products with the experts' matrices."""
-        half = max(half_of(self.block), FEWEST_ROWS)
-        return (self.used - self.halves) * max(self.block, FEWEST_ROWS) + self.halves * half
-
-    @property
-    def summed(self) -> float:
-        """Rows that the weight gradients sum over: fewer than a tile has take as long as a whole one."""
-        return self.used * max(self.block, LANES)
 
 
 class ExpertAttention(Block):
@@ -188,9 +172,7 @@ class ExpertAttention(Block):
         sizes = self.expert_size, self.hidden_size, on.dtype
         tiles = Tiles.of(pairs, own, *sizes, on.target)  # type: ignore[arg-type]
         block, passes = (tiles.block, self.hidden_size // tiles.columns) if tiles else (LANES, 1)
-        last = self.eligible(on) / 2  # of every expert's last block half is empty, half of them in a whole half
-        halves = 0 if half_of(block) == block else last
-        return Rows(block, rows / block + last, halves, pairs, pairs + own * (block - 1), passes)
+        return Rows(Filled.by(rows, self.eligible(on), block), pairs, pairs + own * (block - 1), passes)
 
     @nn.nowrap
     def own(self, on: OnChip) -> int:
@@ -216,9 +198,9 @@ class ExpertAttention(Block):
         """Rows to the experts and back, and the three products' passes."""
         rows, h, size, own = self.rows(on), self.hidden_size, self.expert_size, self.own(on)
         each = 2 * h * 3 * tiled(size)
-        products = rows.computed * each
+        products = rows.filled.computed * each
         weights = self.eligible(on) * self._expert
-        used, back = rows.used * rows.block * BFLOAT16_BYTES, rows.pairs * BFLOAT16_BYTES
+        used, back = rows.filled.rows * BFLOAT16_BYTES, rows.pairs * BFLOAT16_BYTES
         visiting, again = on.tokens * on.group * h * BFLOAT16_BYTES, on.again.products
 
         # To the experts, whenever products are computed, and twice for the gradient: fetched in chunks, and those put
@@ -235,18 +217,19 @@ class ExpertAttention(Block):
         if on.depths > 1:  # read and written, by as many depths at once as are kept aside
             totals = own * self._expert * 2 * FLOAT32_BYTES / min(self.depths_aside(on), on.depths)
         read = used * (2 * h + 3 * size * rows.passes)
-        yield Operation("experts: weight gradients", rows.summed * each, read + totals)
+        yield Operation("experts: weight gradients", rows.filled.summed * each, read + totals)
 
     @nn.nowrap
     def scratch_bytes(self, on: OnChip) -> float:
         """Room for the rows of the busiest routing, of one depth and of those kept aside; bfloat16."""
         rows, h, size = self.rows(on), self.hidden_size, self.expert_size
+        block = rows.filled.block
         room = 2 * rows.buffer
-        depths, most = self.depths_aside(on), rows.buffer // rows.block
+        depths, most = self.depths_aside(on), rows.buffer // block
         aside = 0.0
         if depths > 1:
-            blocks = blocks_aside(depths, most, rows.pairs / on.group, self.own(on), rows.block)
-            aside = (3 * size + 2 * h) * BFLOAT16_BYTES * blocks * rows.block
+            blocks = blocks_aside(depths, most, rows.pairs / on.group, self.own(on), block)
+            aside = (3 * size + 2 * h) * BFLOAT16_BYTES * blocks * block
         kept = 0.0
         if not on.again.products:  # gate and up of every depth, if at all, less what was counted for balanced experts
             kept = ((0 if on.again.gate else room) - 2 * rows.pairs / on.group) * 2 * size * on.total_depth

@@ -19,7 +19,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from dreamer_jax.blocks.counting import BFLOAT16_BYTES, FLOAT32_BYTES, LANES, OnChip, Operation, Reach, tiled
+from dreamer_jax.blocks.counting import BFLOAT16_BYTES, FLOAT32_BYTES, Filled, OnChip, Operation, Reach, tiled
 from dreamer_jax.blocks.operations import Operations
 from dreamer_jax.blocks.parameters import Block, Initializer
 from dreamer_jax.blocks.routing import select
@@ -125,15 +125,12 @@ def expert_map(
 
 
 def pairs_cost(name: str, pairs: float, experts: int, inward: int, outward: int, on: OnChip) -> Operation:
-    """A map [E, a, b] of `pairs` rows a token: an expert's rows fill whole tiles but, on average, half of the last.
-
-    Half of the last ones are filled to no more than a half, which products with a matrix then have alone.
-    """
-    rows = on.tokens * pairs + experts * LANES / 2
+    """A map [E, a, b] of `pairs` rows a token."""
+    filled = Filled.by(on.tokens * pairs, experts)
     weights, passes = experts * inward * outward, 3 + on.again.products
-    moved = rows * (inward + outward) * BFLOAT16_BYTES + weights * BFLOAT16_BYTES
+    moved = filled.rows * (inward + outward) * BFLOAT16_BYTES + weights * BFLOAT16_BYTES
     totals = weights * FLOAT32_BYTES * (2 if on.depths > 1 else 1)
-    products = (rows - experts * LANES / 4) * (passes - 1) + rows  # the weight gradient sums over whole tiles
+    products = filled.computed * (passes - 1) + filled.summed
     return Operation(name, 2 * products * tiled(inward) * tiled(outward), moved * passes + totals)
 
 

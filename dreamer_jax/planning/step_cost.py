@@ -83,7 +83,8 @@ def rows_per_expert(config: Config) -> float:
 
 def share_of_tiles(config: Config, chip: str) -> float:
     """Filled part of the matrix tiles of the experts' products on a chip of that name; 1 without experts."""
-    shares = [on.tokens * block.router.selected / block.rows(on).computed for block, on, _ in experts_on(config, chip)]
+    found = experts_on(config, chip)
+    shares = [on.tokens * block.router.selected / block.rows(on).filled.computed for block, on, _ in found]
     return shares[0] if shares else 1.0
 
 

@@ -8,7 +8,7 @@ import itertools
 import jax.numpy as jnp
 import pytest
 
-from dreamer_jax.blocks.experts import Rows
+from dreamer_jax.blocks.counting import Filled
 from dreamer_jax.budget import analytic
 from dreamer_jax.config import Config
 from dreamer_jax.config.models.dreamer import DreamerConfig
@@ -89,9 +89,9 @@ def test_projections_by_hand():
 
 def test_products_of_few_rows_wait_for_the_matrices():
     """Blocks of 64: halves of 32 take as long as 48 rows; the weight gradients' sums as long as 128."""
-    rows = Rows(block=64, used=10, halves=4, pairs=500, buffer=900, passes=1)
-    assert rows.computed == 6 * 64 + 4 * 48 and rows.summed == 10 * 128
-    assert dataclasses.replace(rows, block=16, halves=0).computed == 10 * 48
+    filled = Filled(block=64, used=10, halves=4)
+    assert filled.computed == 6 * 64 + 4 * 48 and filled.summed == 10 * 128
+    assert dataclasses.replace(filled, block=16, halves=0).computed == 10 * 48
 
 
 def test_experts_that_a_depth_cannot_choose_are_not_read():
@@ -137,7 +137,7 @@ def test_gate_and_up_computed_again_are_never_written():
     name = "experts: input gradients"
     assert one(again, name).flops == pytest.approx(one(kept, name).flops * 5 / 3)
     rows = blocks_of(config(), "v5p")
-    written = 4 * 2 * rows.used * rows.block * 2 * 1024  # gate and up, F each
+    written = 4 * 2 * rows.filled.rows * 2 * 1024  # gate and up, F each
     assert one(kept, "experts: forward").bytes - one(again, "experts: forward").bytes == written
     assert one(again, name).bytes - one(kept, name).bytes == written / 2 - written  # h = F
 
