@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from dreamer_jax.budget.report import render, report
@@ -11,8 +12,8 @@ from dreamer_jax.export.description import Description, form_of
 from dreamer_jax.families import build
 
 
-def write_card(folder: Path, description: Description, tokenizer: Tokenizer | None) -> None:
-    """Write README.md; a model without texts has no tokenizer."""
+def write_card(folder: Path, description: Description, tokenizer: Tokenizer | None, steps: Sequence[int] = ()) -> None:
+    """Write README.md; a model without texts has no tokenizer. `steps`: of the checkpoints that were averaged."""
     config, form = description.config, form_of(description.config)
     about = form.about(description, tokenizer)
     tags = "\n".join(f"- {tag}" for tag in about.tags)
@@ -29,7 +30,7 @@ tags:
 
 ## How it was trained
 
-{_training(description)}
+{_training(description, steps)}
 
 ## Use
 
@@ -54,7 +55,7 @@ tags:
 OPTIMIZERS = {"adamw": "AdamW", "adam_atan2": "AdamW with the arctangent of the moments' quotient"}
 
 
-def _training(description: Description) -> str:
+def _training(description: Description, steps: Sequence[int]) -> str:
     config, training = description.config, description.config.training
     return "\n".join(
         [
@@ -65,8 +66,14 @@ def _training(description: Description) -> str:
             f"steps of warm-up, weight decay {training.weight_decay:g}, gradient norm clipped at "
             f"{training.clip_norm:g}",
             f"- computed in {config.model.dtype} with float32 weights, seed {config.run.seed}",
+            *([f"- the weights are the mean of the checkpoints after {_listed(steps)} steps"] if steps[1:] else []),
         ]
     )
+
+
+def _listed(steps: Sequence[int]) -> str:
+    *others, last = (f"{step:,}" for step in sorted(steps))
+    return f"{', '.join(others)} and {last}"
 
 
 def _source(config: Config) -> str:

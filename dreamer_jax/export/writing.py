@@ -58,7 +58,7 @@ def export(
         if tokenizer is not None:
             _write_json(folder / "generation_config.json", generation_settings(tokenizer))
             write_tokenizer(folder, tokenizer, model.config.data.tokenizer, model.config.data.sequence_length)
-        write_card(folder, description, tokenizer)
+        write_card(folder, description, tokenizer, model.steps)
         (folder / form.model_file).write_bytes(modeling_file(form.model_file))
         verify(folder)
 

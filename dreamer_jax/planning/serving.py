@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from dreamer_jax.blocks.counting import Reach
+from dreamer_jax.blocks.counting import Reach, Share
 from dreamer_jax.budget import analytic
 from dreamer_jax.budget.memory import SIZE
 from dreamer_jax.budget.report import table
@@ -51,6 +51,7 @@ class ServingPlan:
         memory: bytes of a chip.
         weights, page, flight: bytes of weights, of a page, and of what a row's newest position keeps.
         outside_seconds, depth_seconds: of R tokens, outside of the loop and in one depth, at least.
+        chooses: whether a token chooses among experts, so that more rows read more weights.
     """
 
     topology: str
@@ -66,6 +67,7 @@ class ServingPlan:
     flight: int
     outside_seconds: float
     depth_seconds: float
+    chooses: bool
 
     @property
     def requests(self) -> int:
@@ -133,7 +135,14 @@ def plan_serving(
         _bytes(jax.eval_shape(lambda: family.flight(1, 1, family.depth))),
         seconds[True],
         seconds[False] / family.depth,
+        any(_chooses(share) for share in family.blocks()),
     )
+
+
+def _chooses(share: Share) -> bool:
+    """Of blocks that are applied at every depth: a token also chooses among the rows of an embedding."""
+    inside = share.depths > 1 and not share.outside
+    return inside and share.block.active_parameters(1) < share.block.parameters(folded=True)
 
 
 def _bytes(tree: Any) -> int:
@@ -181,7 +190,8 @@ def render(plan: ServingPlan) -> str:
         ],
     ]
     shared = f", of which {plan.expert} share experts" if plan.expert > 1 else ""
-    most = f"at most, of {plan.chips} chips{shared}; no two rows choose the same expert"
+    apart = "; no two rows choose the same expert" if plan.chooses else ""
+    most = f"at most, of {plan.chips} chips{shared}{apart}"
     speed = [
         ["outside of the loop", f"{plan.outside_seconds * 1e6:,.0f} us", f"{plan.rows} tokens, at least"],
         ["a depth", f"{plan.depth_seconds * 1e6:,.0f} us", f"{plan.mean_depth:g} of them a token"],

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from dreamer_jax.cli.main import main
+from dreamer_jax.data.tokenizers import ByteTokenizer
 from dreamer_jax.errors import UserError
 from dreamer_jax.export import modeling_file
+from dreamer_jax.export.card import write_card
 from dreamer_jax.export.description import read_description
 from dreamer_jax.export.reading import import_run
 from dreamer_jax.export.writing import export
@@ -118,6 +120,12 @@ def test_a_folder_has_everything(exported: Path) -> None:
         "from_pretrained",
     ):
         assert words in card
+
+
+def test_the_card_names_the_checkpoints_of_an_average(exported: Path, tmp_path: Path) -> None:
+    assert b"the mean of" not in files_of(exported)["README.md"]
+    write_card(tmp_path, read_description(exported), ByteTokenizer(), (1500, 7, 5))
+    assert "the mean of the checkpoints after 5, 7 and 1,500 steps" in (tmp_path / "README.md").read_text()
 
 
 def test_shards_and_their_index(run: Path, exported: Path, tmp_path: Path) -> None:

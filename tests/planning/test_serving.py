@@ -10,6 +10,9 @@ import pytest
 from dreamer_jax.cli.main import main
 from dreamer_jax.config import Config
 from dreamer_jax.config.models.dreamer import DreamerConfig
+from dreamer_jax.config.models.huginn import HuginnConfig
+from dreamer_jax.config.models.moeut import MoeutConfig
+from dreamer_jax.config.models.universal import UniversalConfig
 from dreamer_jax.config.sections import MeshConfig
 from dreamer_jax.errors import UserError
 from dreamer_jax.planning.serving import SPARE, plan_serving, render
@@ -73,6 +76,13 @@ def test_seconds_by_hand():
     assert many.depth_seconds == pytest.approx(flops / 197e12, rel=0.02)
     shared = plan(rows=100_000, context=1, mesh=MeshConfig(data=(2,), expert=2))  # its own rows' and others' visits
     assert shared.depth_seconds == pytest.approx(many.depth_seconds)
+
+
+def test_only_models_with_experts_speak_of_them():
+    dense = plan(HuginnConfig(hidden_size=64, heads=4))
+    assert plan().chooses and "no two rows choose the same expert" in render(plan())
+    assert not dense.chooses and "expert" not in render(dense)
+    assert plan(MoeutConfig()).chooses and not plan(UniversalConfig()).chooses
 
 
 def test_what_does_not_fit_says_what_to_do():
