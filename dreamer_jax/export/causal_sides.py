@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 from collections.abc import Callable
@@ -15,8 +14,8 @@ import numpy as np
 
 from dreamer_jax.export.causal_form import TransformersForm
 from dreamer_jax.export.form import Description, TorchSide, Trace
-from dreamer_jax.export.reading import checked_tensors, to_jax
-from dreamer_jax.families import build, forward
+from dreamer_jax.export.reading import open_family
+from dreamer_jax.families import forward
 from dreamer_jax.runs.safetensors_files import open_tensors
 
 
@@ -30,9 +29,7 @@ class JaxSide:
     """
 
     def __init__(self, folder: Path, description: Description, dtype: str):
-        self.family: Any = build(dataclasses.replace(description.model, dtype=dtype))
-        params, _ = to_jax(checked_tensors(folder, description), description)
-        self.params = self.family.cast(jax.tree.map(jnp.asarray, params))
+        self.family, self.params = open_family(folder, description, dtype)
         self._run = jax.jit(self._pass)
 
     def trace(self, tokens: np.ndarray) -> Trace:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import numpy as np
 
 from dreamer_jax.blocks.readout import READ
 from dreamer_jax.export.form import Description, TorchSide, Trace
-from dreamer_jax.export.reading import checked_tensors, to_jax
-from dreamer_jax.families import build, forward
+from dreamer_jax.export.reading import open_family
+from dreamer_jax.families import forward
 
 
 def puzzles_of(model: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
@@ -42,9 +41,7 @@ class JaxSide:
     """
 
     def __init__(self, folder: Path, description: Description, dtype: str):
-        self.family: Any = build(dataclasses.replace(description.model, dtype=dtype))
-        params, _ = to_jax(checked_tensors(folder, description), description)
-        self.params = self.family.cast(jax.tree.map(jnp.asarray, params))
+        self.family, self.params = open_family(folder, description, dtype)
 
     def trace(self, tokens: np.ndarray) -> Trace:
         """[B, S] int32 -> states and logits after every step."""

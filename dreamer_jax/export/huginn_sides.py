@@ -15,7 +15,7 @@ from dreamer_jax.blocks.memory import Context
 from dreamer_jax.blocks.operations import REFERENCE
 from dreamer_jax.config.models.huginn import HuginnConfig
 from dreamer_jax.export.form import Description, TorchSide, Trace
-from dreamer_jax.export.reading import checked_tensors, to_jax
+from dreamer_jax.export.reading import open_family
 from dreamer_jax.families import build, depth_of
 from dreamer_jax.runs.safetensors_files import open_tensors
 
@@ -54,10 +54,9 @@ class JaxSide:
     """
 
     def __init__(self, folder: Path, description: Description, dtype: str):
-        self.family = family = build(dataclasses.replace(description.model, dtype=dtype), REFERENCE)
-        self._enter, self._step, self._readout = map(jax.jit, (family.enter, family.step, family.readout))
-        params, _ = to_jax(checked_tensors(folder, description), description)
-        self.params = family.cast(jax.tree.map(jnp.asarray, params))
+        self.family, self.params = open_family(folder, description, dtype, REFERENCE)
+        its = self.family
+        self._enter, self._step, self._readout = map(jax.jit, (its.enter, its.step, its.readout))
 
     def trace(self, tokens: np.ndarray) -> Trace:
         """[B, S] int32 -> what prelude, every recurrence and coda put out, and the logits."""

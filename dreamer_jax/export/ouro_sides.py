@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ import numpy as np
 from dreamer_jax.blocks.operations import REFERENCE
 from dreamer_jax.export import causal_sides
 from dreamer_jax.export.form import Description, TorchSide, Trace
-from dreamer_jax.export.reading import checked_tensors, to_jax
-from dreamer_jax.families import build, forward
+from dreamer_jax.export.reading import open_family
+from dreamer_jax.families import forward
 from dreamer_jax.runs.safetensors_files import open_tensors
 
 
@@ -29,9 +28,7 @@ class JaxSide:
     """
 
     def __init__(self, folder: Path, description: Description, dtype: str):
-        family = build(dataclasses.replace(description.model, dtype=dtype), REFERENCE)
-        params, _ = to_jax(checked_tensors(folder, description), description)
-        self.params = family.cast(jax.tree.map(jnp.asarray, params))
+        family, self.params = open_family(folder, description, dtype, REFERENCE)
 
         @jax.jit
         def run(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dreamer_jax.blocks.operations import Operations
 from dreamer_jax.errors import UserError
 from dreamer_jax.export.description import Description, form_of, read_description
 from dreamer_jax.export.form import abstract, at
@@ -69,6 +71,16 @@ def read_model(folder: Path) -> TrainedModel:
     params, model_state = to_jax(checked_tensors(folder, description), description)
     params, model_state = jax.tree.map(jnp.asarray, (params, model_state))
     return TrainedModel(description.config, description.step, params, model_state, description.meta)
+
+
+def open_family(
+    folder: Path, description: Description, dtype: str, operations: Operations | None = None, **settings: Any
+) -> tuple[Any, Any]:
+    """The family of a folder's model in a precision, and the parameters that it computes with; `settings` of the model
+    count in place of the description's."""
+    family = build(dataclasses.replace(description.model, dtype=dtype, **settings), operations)
+    params, _ = to_jax(checked_tensors(folder, description), description)
+    return family, family.cast(jax.tree.map(jnp.asarray, params))
 
 
 def checked_tensors(folder: Path, description: Description) -> dict[str, Stored]:

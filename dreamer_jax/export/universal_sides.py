@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dreamer_jax.export.form import Description, Trace
-from dreamer_jax.export.reading import checked_tensors, to_jax
-from dreamer_jax.families import build, forward
+from dreamer_jax.export.reading import open_family
+from dreamer_jax.families import forward
 
 TIE = 1e-5
 """Where added halting probabilities come nearer to the threshold, two right programs may take different steps."""
@@ -28,9 +27,7 @@ class JaxSide:
     """
 
     def __init__(self, folder: Path, description: Description, dtype: str):
-        self.family: Any = build(dataclasses.replace(description.model, dtype=dtype))
-        params, _ = to_jax(checked_tensors(folder, description), description)
-        self.params = self.family.cast(jax.tree.map(jnp.asarray, params))
+        self.family, self.params = open_family(folder, description, dtype)
         self._run = jax.jit(self._pass)
 
     def trace(self, tokens: np.ndarray) -> Trace:
