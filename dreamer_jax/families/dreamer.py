@@ -413,8 +413,11 @@ class Dreamer(Family):
         )
 
     def knob_starts(self, baseline: Family) -> dict[str, int]:
-        """The baseline's own experts, as one layer (or, in LA, each layer) would hold them."""
+        """The baseline's own experts, as one layer (or, in LA, each layer) would hold them; of another family
+        the fewest and smallest."""
         its = baseline.config
+        if not isinstance(baseline, Dreamer):
+            return {knob.key: knob.smallest for knob in self.knobs()}
         experts = its.num_experts
         if self.config.recurrent and not its.recurrent:
             experts *= its.depth

@@ -74,6 +74,19 @@ def test_a_layered_model_can_be_matched_to_a_recurrent_one() -> None:
     assert ends_at(found) == (32, 512)
 
 
+@pytest.mark.parametrize("baseline", ["huginn/tiny", "moeut/tiny", "universal/tiny"])
+def test_a_model_of_experts_can_be_matched_to_one_of_another_family(baseline: str) -> None:
+    """Whatever the file says of its experts."""
+    sizes = {"hidden_size": 32, "sa_heads": 2, "sa_kv_heads": 1, "sa_head_size": 8, "router_size": 8}
+    goal, found = build(load_config(baseline).config.model), set()
+    for experts in (4, 77):
+        model = shipped("dr_tiny", **sizes, num_experts=experts, expert_size=experts, vocab_size=goal.config.vocab_size)
+        its = matching.match(model, matching.target_of(goal, model, context=64), 64)
+        assert abs(its.gaps_percent["flops_per_token"]) < 1 and abs(its.gaps_percent["params"]) < 3
+        found.add(ends_at(its))
+    assert len(found) == 1
+
+
 def test_hold_moves_one_quantity_only() -> None:
     start = shipped("dr_16", num_experts=100, expert_size=104)
     target = matching.target_of(shipped("la_16"), start, context=1024)
