@@ -90,8 +90,9 @@ def _match(config: Config, target: Config, hold: matching.Hold) -> matching.Matc
     """The model with the baseline's cost, of the coarsest sizes that come as close as `CLOSE`, or else of any size."""
     model, baseline = build(config.model), build(target.model)
     goal = matching.target_of(baseline, model, target.data.places)
-    if config.data.copies > 1 and goal.flops_per_token is not None:
-        goal = dataclasses.replace(goal, flops_per_token=goal.flops_per_token / config.data.copies)
+    copies = target.data.copies, config.data.copies
+    if copies[0] != copies[1] and goal.flops_per_token is not None:
+        goal = dataclasses.replace(goal, flops_per_token=goal.flops_per_token * copies[0] / copies[1])
     context = config.data.places
     found = None
     for granularity in GRANULARITIES:

@@ -223,6 +223,21 @@ def test_copies_cost_as_much_as_depth(tmp_path):
         assert abs(copied[name] / plain[name] - 1) < within, name
 
 
+@pytest.mark.parametrize(("all_of_them", "alone"), [("{copies: 2}", "{}"), ("{}", "{copies: 2}")])
+def test_a_baseline_of_copies_costs_what_it_costs_with_them(tmp_path, all_of_them, alone):
+    members = (
+        STUDY.partition("members:")[0].replace("depth: 2", "depth: 4")
+        + f"""data: {all_of_them}
+members:
+  plain: {{model: {{variant: DR, num_experts: 16, expert_size: 64}}, data: {alone}}}
+  other: {{model: {{variant: DR}}}}
+"""
+    )
+    plain, other = map(describe, entrants(read_study(written(tmp_path, members)), [])[:2])
+    for name in ("flops_per_token", "parameters", "training_flops_per_token"):
+        assert abs(other[name] / plain[name] - 1) < 0.05, name
+
+
 def test_a_plan_counts_all_runs(tmp_path):
     study = read_study(written(tmp_path))
     text = plan(study, [], "v5e:1x1", lambda _: None)
