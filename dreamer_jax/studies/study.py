@@ -97,15 +97,15 @@ def _match(config: Config, target: Config, hold: matching.Hold) -> matching.Matc
     found = None
     for granularity in GRANULARITIES:
         found = matching.match(model, goal, context, granularity, hold)
-        if not _far(found):
+        if not _far(found, hold):
             break
     assert found is not None
     return found
 
 
-def _far(found: matching.Match) -> dict[str, float]:
-    """The gaps of more than `CLOSE`, in percent, of what the family's sizes can change."""
-    moved = {knob.moves for knob in found.family.knobs()}
+def _far(found: matching.Match, hold: matching.Hold) -> dict[str, float]:
+    """The gaps of more than `CLOSE`, in percent, of what is asked for and the family's sizes can change."""
+    moved = {knob.moves for knob in found.family.knobs()} & set(matching.HOLDS[hold])
     return {name: gap for name, gap in found.gaps_percent.items() if name in moved and abs(gap) > CLOSE}
 
 
@@ -113,7 +113,8 @@ def warnings(every: Sequence[Entrant], baseline: str) -> list[str]:
     """A line for each member that couldn't be given the baseline's cost."""
     found = []
     for entrant in every:
-        far = _far(entrant.match) if entrant.match else {}
+        hold = entrant.member.match
+        far = _far(entrant.match, hold) if entrant.match and hold != "none" else {}
         gaps = [f"{gap:+.1f} % {matching.TITLES[name]}" for name, gap in far.items()]
         if gaps:
             member = f"{entrant.task.name}/{entrant.member.name}"

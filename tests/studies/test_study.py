@@ -186,6 +186,18 @@ def test_a_member_that_cannot_have_the_cost_is_named(tmp_path, monkeypatch):
     assert all(line in plan(study, [], "v5e:1x1", lambda _: None) for line in lines)
 
 
+def test_a_cost_that_is_not_asked_for_is_not_missed(tmp_path):
+    members = "members:\n  plain: {model: {variant: LA, num_experts: 16}}\n"
+    for hold in ("flops", "params"):
+        members += f"  {hold}: {{match: {hold}, model: {{variant: DR, num_experts: 8, expert_size: 8}}}}\n"
+    study = read_study(written(tmp_path, STUDY.partition("members:")[0] + members))
+    every = entrants(study, [])
+    flops, params = (describe(each)["gaps_percent"] for each in every[1:3])
+    assert abs(flops["flops_per_token"]) < 1 < abs(flops["params"])
+    assert abs(params["params"]) < 1 < abs(params["flops_per_token"])
+    assert study_module.warnings(every, "plain") == []
+
+
 def test_some_members_of_a_study_are_what_they_are_in_all_of_it(tmp_path):
     """The costs of a baseline that isn't trained itself are theirs all the same."""
     study = read_study(written(tmp_path))
