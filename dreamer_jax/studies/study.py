@@ -52,12 +52,14 @@ class Entrant(NamedTuple):
         task, member: of the file.
         loaded: the configuration of its runs, but for run.dir and run.seed.
         match: how it was matched; None for the baseline, and where nothing is asked for.
+        chosen: the value that a sweep tries, or has found best for it, behind the command line's settings.
     """
 
     task: Task
     member: Member
     loaded: LoadedConfig
     match: matching.Match | None
+    chosen: tuple[Word, ...] = ()
 
 
 def entrants(study: StudyFile, words: Sequence[Word]) -> list[Entrant]:
@@ -260,14 +262,14 @@ def _trials(study: StudyFile, sweep: Sweep, entrant: Entrant, words: Sequence[Wo
     """The short runs that try the values of a sweep; none where its value is given."""
     found = []
     for value in sweep.values if sweep.share else ():
-        tried = _again(study, entrant, [*words, Word(sweep.key, value, False)], sweep.share)
+        tried = _again(study, _choosing(entrant, sweep, value), words, sweep.share)
         found.append(_job(tried, folder, f"sweep-{value}", FIRST, ""))
     return found
 
 
 def _again(study: StudyFile, entrant: Entrant, words: Sequence[Word], share: float = 1.0) -> Entrant:
     """An entrant with other settings than those of its model's costs, which stay."""
-    loaded = study.configuration(entrant.task, entrant.member, words, share)
+    loaded = study.configuration(entrant.task, entrant.member, [*words, *entrant.chosen], share)
     model = entrant.loaded.config.model
     if entrant.match:
         knobs = {knob.key: getattr(model, knob.key) for knob in entrant.match.family.knobs()}
@@ -283,7 +285,11 @@ def _with_value(
     words: Sequence[Word],
 ) -> Entrant:
     value = _best(sweep, swept[entrant.task.name, entrant.member.name])
-    return _again(study, entrant, [*words, Word(sweep.key, value, False)])
+    return _again(study, _choosing(entrant, sweep, value), words)
+
+
+def _choosing(entrant: Entrant, sweep: Sweep, value: str) -> Entrant:
+    return entrant._replace(chosen=(Word(sweep.key, value, False),))
 
 
 def _best(sweep: Sweep, swept: dict[str, float]) -> str:

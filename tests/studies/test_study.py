@@ -387,6 +387,22 @@ def test_of_two_seeds_the_better_one_after_a_quarter_goes_on(tmp_path, monkeypat
     assert (steps["easy/plain/try0"], steps["easy/plain/seed1"]) == (2, 8)
 
 
+def test_tries_are_made_with_what_a_sweep_has_found(tmp_path, monkeypatch):
+    rates: dict[str, float] = {}
+
+    def remember(jobs: list, *_: object) -> int:
+        rates.update((job.name, job.loaded.config.training.learning_rate) for job in jobs)
+        return 0
+
+    monkeypatch.setattr(study_module, "run_jobs", remember)
+    monkeypatch.setattr(study_module, "_last_loss", lambda run: {"sweep-9e-3": 1.0}.get(run.name, 3.0))
+    sweep = "seeds: 1\ntries: 2\nsweep: {key: training.learning_rate, values: [7e-3, 9e-3], share: 0.5}"
+    study = read_study(written(tmp_path, STUDY.replace("seeds: 2", sweep)))
+    conduct(study, [], tmp_path, 1, lambda _: None)
+    for name in ("sweep-9e-3", "try0", "try1", "seed0"):
+        assert rates[f"easy/plain/{name}"] == rates[f"easy/looped/{name}"] == 9e-3, name
+
+
 def test_lower_losses_are_better_and_shown_as_they_are():
     def member(*losses: float) -> dict:
         curve = [[10 * (i + 1), loss] for i, loss in enumerate(losses)]
