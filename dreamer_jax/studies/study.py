@@ -66,9 +66,9 @@ def entrants(study: StudyFile, words: Sequence[Word]) -> list[Entrant]:
     """Every member that is asked for on every task, matched to the baseline of that task.
 
     Raises:
-        UserError: one can't be matched; `match: none` leaves a member as it is.
+        UserError: one can't be matched; `match: none` leaves a member as it is. Or a sweep would change what it costs.
     """
-    found = []
+    found: list[Entrant] = []
     baseline = next(member for member in study.members if member.name == study.baseline)
     for task in study.tasks:
         target = study.configuration(task, baseline, words).config
@@ -85,7 +85,31 @@ def entrants(study: StudyFile, words: Sequence[Word]) -> list[Entrant]:
                 raise UserError(f"{study.path}: members.{member.name}: {error}") from None
             changed = dataclasses.replace(loaded.config, model=matched.family.config)
             found.append(Entrant(task, member, LoadedConfig(changed, loaded.origins), matched))
+    if study.sweep and study.sweep.share:
+        _check_costs(study, study.sweep, found, words)
     return found
+
+
+def _check_costs(study: StudyFile, sweep: Sweep, every: Sequence[Entrant], words: Sequence[Word]) -> None:
+    """What a sweep tries may not change costs that are to be equal, or be what matching sets."""
+    for entrant in every:
+        if entrant.member.match == "none":
+            continue
+        knobs = {f"model.{knob.key}" for knob in entrant.match.family.knobs()} if entrant.match else set()
+        for value in sweep.values:
+            tried = _again(study, _choosing(entrant, sweep, value), words)
+            if sweep.key in knobs or _cost(tried.loaded.config) != _cost(entrant.loaded.config):
+                member = f"{entrant.task.name}/{entrant.member.name}"
+                raise UserError(
+                    f"{study.path}: sweep: {sweep.key} {value} isn't for {member}, whose costs are "
+                    f"those of {study.baseline}; make a member of each value, or let all have `match: none`"
+                )
+
+
+def _cost(config: Config) -> tuple[int, float]:
+    """Parameters, and FLOPs per token of the text."""
+    its = matching.cost(build(config.model), config.data.places)
+    return its.params, config.data.copies * its.flops_per_token
 
 
 def _match(config: Config, target: Config, hold: matching.Hold) -> matching.Match:
@@ -270,10 +294,10 @@ def _trials(study: StudyFile, sweep: Sweep, entrant: Entrant, words: Sequence[Wo
 def _again(study: StudyFile, entrant: Entrant, words: Sequence[Word], share: float = 1.0) -> Entrant:
     """An entrant with other settings than those of its model's costs, which stay."""
     loaded = study.configuration(entrant.task, entrant.member, [*words, *entrant.chosen], share)
-    model = entrant.loaded.config.model
+    model = loaded.config.model
     if entrant.match:
-        knobs = {knob.key: getattr(model, knob.key) for knob in entrant.match.family.knobs()}
-        model = dataclasses.replace(loaded.config.model, **knobs)
+        knobs = {knob.key: getattr(entrant.loaded.config.model, knob.key) for knob in entrant.match.family.knobs()}
+        model = dataclasses.replace(model, **knobs)
     return entrant._replace(loaded=LoadedConfig(dataclasses.replace(loaded.config, model=model), loaded.origins))
 
 

@@ -387,6 +387,33 @@ def test_of_two_seeds_the_better_one_after_a_quarter_goes_on(tmp_path, monkeypat
     assert (steps["easy/plain/try0"], steps["easy/plain/seed1"]) == (2, 8)
 
 
+SWEPT = STUDY.replace("seeds: 2", "seeds: 1\nsweep: {key: model.KEY, values: [VALUES], share: 0.5}")
+
+
+def test_a_sweep_tries_settings_of_models_too(tmp_path, monkeypatch):
+    """Those of the baseline as of the others, which keep the sizes that matching gave them."""
+    models = {}
+    monkeypatch.setattr(
+        study_module,
+        "run_jobs",
+        lambda jobs, *_: models.update((job.name, job.loaded.config.model) for job in jobs) or 75,
+    )
+    study = read_study(written(tmp_path, SWEPT.replace("KEY", "init_std").replace("VALUES", "0.01, 0.03")))
+    conduct(study, [], tmp_path, 1, lambda _: None)
+    for entrant in entrants(study, [])[:3]:
+        tried = [models[f"easy/{entrant.member.name}/sweep-{value}"] for value in ("0.01", "0.03")]
+        assert tried == [dataclasses.replace(entrant.loaded.config.model, init_std=std) for std in (0.01, 0.03)]
+
+
+@pytest.mark.parametrize(("key", "values"), [("depth", "2, 4"), ("mlp_size", "16, 40")])
+def test_a_sweep_does_not_change_costs_that_are_to_be_equal(tmp_path, capsys, key, values):
+    swept = SWEPT.replace("KEY", key).replace("VALUES", values)
+    path = written(tmp_path, swept)
+    assert main(["study", str(path), "--plan", "--slice", "v5e:1x1"]) == 2
+    assert f"sweep: model.{key} " in capsys.readouterr().err
+    entrants(read_study(written(tmp_path, swept.replace("tasks:", "match: none\ntasks:"))), [])  # nothing is equal
+
+
 def test_tries_are_made_with_what_a_sweep_has_found(tmp_path, monkeypatch):
     rates: dict[str, float] = {}
 
