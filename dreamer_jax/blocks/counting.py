@@ -172,7 +172,7 @@ class Counted:
         """Of everything else, forward."""
         return 0.0
 
-    def loss_flops(self) -> float:
+    def loss_flops(self, reach: Reach) -> float:
         """Of matrix products, forward, that a loss of several depths takes in training beyond those of one."""
         return 0.0
 

@@ -57,7 +57,7 @@ class Head(Counted):
         """One product."""
         return 2 * self.hidden_size * self.vocab_size
 
-    def loss_flops(self) -> float:
+    def loss_flops(self, reach: Reach) -> float:
         """One product for each state beyond the first that the loss reads out."""
         return (self.losses - 1) * 2 * self.hidden_size * self.vocab_size
 

@@ -141,9 +141,7 @@ def training_flops(family: Family, sequence_length: int, work: Sequence[Work] | 
             forward, backward = applied(family, share, its)
             count = its.share * (forward + 2 * backward)
             matmul += count * share.block.matmul_flops(reach)
-            # Of losses of all depths, those of the depths that there are.
-            further = share.block.loss_flops() * (its.depth - 1) / max(1, family.depth - 1)
-            matmul += count * further
+            matmul += count * _further_losses(family, share, its, reach)
             elementwise += count * share.block.elementwise_flops(reach)
     return matmul, elementwise
 
@@ -164,9 +162,17 @@ def executed_training_flops(
             count = its.share * applied(family, share, its)[1]
             matmul += count * share.block.extra_training_flops()
             if (remat or share.outside) and share.part not in ("head", "pondering"):
-                matmul += count * share.block.matmul_flops(reach)
+                matmul += count * (share.block.matmul_flops(reach) + _further_losses(family, share, its, reach))
                 elementwise += count * share.block.elementwise_flops(reach)
     return matmul, elementwise
+
+
+def _further_losses(family: Family, share: Share, work: Work, reach: Reach) -> float:
+    """Matrix products of a block, forward, for losses of several depths beyond those of one: of those of the family, as
+    many as there are depths."""
+    most = family.output_depths or max(family.depth, work.depth)
+    taken, asked = (min(most, depth) - 1 for depth in (work.depth, family.depth))
+    return share.block.loss_flops(reach) * taken / max(1, asked)
 
 
 def total(counts: dict[str, int] | Counts) -> float:

@@ -14,12 +14,13 @@ loop knows its number. A loop is a depth of the scan, l = t - 1, L = T.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from dreamer_jax.blocks.counting import Counted, Reach, Share
+from dreamer_jax.blocks.counting import Counted, OnChip, Operation, Reach, Share
 from dreamer_jax.blocks.feed_forward import FeedForward
 from dreamer_jax.blocks.head import Embedding, Head, embed
 from dreamer_jax.blocks.layer import Layer, apply_layers, init_layers, layer_shares
@@ -237,9 +238,14 @@ class Scored(Counted):
     def __init__(self, blocks: tuple[Any, ...], losses: int):
         self.blocks, self.losses = blocks, losses
 
-    def loss_flops(self) -> float:
-        """The forward once more for every loss beyond the first; of a token that sees no others."""
-        return (self.losses - 1) * sum(block.matmul_flops(Reach(1, 1)) for block in self.blocks)
+    def loss_flops(self, reach: Reach) -> float:
+        """The forward once more for every loss beyond the first."""
+        return (self.losses - 1) * sum(block.matmul_flops(reach) for block in self.blocks)
+
+    def step_cost(self, on: OnChip) -> Iterator[Operation]:
+        """Likewise all that a step does for it."""
+        for block in self.blocks:
+            yield from (one.times(self.losses - 1) for one in block.step_cost(on))
 
 
 CORE = Algoformer

@@ -134,6 +134,31 @@ def test_losses_of_all_depths_are_those_of_the_depths_that_there_are() -> None:
         assert counted == pytest.approx(sum(each) / len(each), rel=0.01)
 
 
+def test_every_loss_of_an_algoformer_passes_its_last_layers_over_the_whole_row() -> None:
+    model = dataclasses.replace(TINY_MODELS["algoformer"], depth=6, scored=3, post_layers=2)
+    family, once = build(model), build(dataclasses.replace(model, scored=1))
+    behind = analytic.matmul_flops(family, 16.5)
+    each = 3 * (behind["post"] + behind["head"])
+    for depth, losses in ((6, 3), (4, 3), (2, 2), (9, 3)):
+        work = work_of(config(model, draw="fixed", mean=depth))
+        further = analytic.training_flops(family, 32, work)[0] - analytic.training_flops(once, 32, work)[0]
+        assert further == pytest.approx((losses - 1) * each), depth
+    again = [
+        analytic.executed_training_flops(its, 32, False)[0] - analytic.training_flops(its, 32)[0]
+        for its in (family, once)
+    ]
+    assert again[0] - again[1] == pytest.approx(2 * behind["post"])
+    scores = [
+        sum(
+            its.flops
+            for its in operations(config(dataclasses.replace(model, scored=scored)), "v5p")
+            if "scores" in its.name
+        )
+        for scored in (1, 3)
+    ]
+    assert scores[1] / scores[0] == pytest.approx((1 + 6 + 3 * 2) / (1 + 6 + 2))  # pre, loop, post
+
+
 def test_operations_of_depths_without_gradient_take_a_third() -> None:
     """And of `remat: full` a quarter: forward, again, and two backward."""
     model = dataclasses.replace(MODEL, hidden_size=128)
