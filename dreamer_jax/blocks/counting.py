@@ -249,6 +249,7 @@ class Share:
         outside: whether it stands before or after the recurrence.
         truncated: of its applications, how many are differentiated, the last ones; None for all.
         cached: of its applications, how many keep keys in generation; None for all.
+        every: it is applied at depth 0 and every so many-th from there.
     """
 
     part: str
@@ -259,6 +260,7 @@ class Share:
     outside: bool = False
     truncated: int | None = None
     cached: int | None = None
+    every: int = 1
 
     @property
     def differentiated(self) -> int:

@@ -118,6 +118,12 @@ def applied(family: Family, share: Share, work: Work) -> tuple[float, float]:
     if share.outside:
         times = work.losses if share.part in READOUT else 1
         return times * share.depths, times * share.differentiated
+    if share.every > 1:  # the depths at which it acts aren't spread evenly over a pass
+        forward, before, whole = (
+            -(-depth // share.every) for depth in (work.depth, work.depth - work.differentiated, family.depth)
+        )
+        beside = work.beside * share.depths / family.depth
+        return share.depths * forward / whole + beside, share.depths * (forward - before) / whole + beside
     forward, backward = work.depth + work.beside, work.differentiated + work.beside
     return share.depths * forward / family.depth, share.depths * backward / family.depth
 

@@ -365,19 +365,25 @@ class Dreamer(Family):
         if layer.depth_attention is not None:
             attentions.append(layer.depth_attention)
             kept = layer.depth_attention.cached_depths(depths)
-            acts = acting(depths, config.da_every)
-            da = [Share("DA", layer.depth_attention, copies, acts, cached=kept), Share("DA", norm, copies, depths)]
+            acts, turns = acting(depths, config.da_every), config.da_every
+            da = [
+                Share("DA", layer.depth_attention, copies, acts, cached=kept, every=turns),
+                Share("DA", norm, copies, depths),
+            ]
         pa, acts_pa, chooser = layer.parameter_attention, acting(depths, config.pa_every), layer.dimensions
         rotated = sum((each.heads + each.kv_heads) * each.head_size for each in attentions)
         residual = Residual(hidden, len(attentions) + 1, len(attentions) + 1 + config.residual_norm, rotated)
         return [
             Share("embedding", Embedding(config.vocab_size, hidden), 1, 1, outside=True),
-            Share("SA", layer.sequence_attention, copies, acting(depths, config.sa_every)),
+            Share("SA", layer.sequence_attention, copies, acting(depths, config.sa_every), every=config.sa_every),
             Share("SA", norm, copies, depths),
             *da,
             Share("EA", layer.expert_attention, copies, depths, experts=True),
             Share("EA", norm, copies, depths),
-            *(Share("routers", router, copies, applied[name]) for name, router in self.routers.items()),
+            *(
+                Share("routers", router, copies, applied[name], every=every.get(name, 1))
+                for name, router in self.routers.items()
+            ),
             Share("residual", residual, 0, depths),
             Share("residual", norm, 1, depths if config.normalised_stream else 1),
             *([] if layer.injection is None else [Share("residual", layer.injection, 1, depths)]),
@@ -386,7 +392,8 @@ class Dreamer(Family):
                 if chooser is None
                 else [Share("routers", chooser, 0, depths), Share("routers", norm, copies, depths)]
             ),
-            *(() if pa is None else (Share("PA", pa, copies, acts_pa), Share("PA", norm, copies, depths))),
+            *([] if pa is None else [Share("PA", pa, copies, acts_pa, every=config.pa_every)]),
+            *([] if pa is None else [Share("PA", norm, copies, depths)]),
             *(
                 [Share("PA", Texts(config.pa_slots, config.pa_embedding_size), 1, 0)]
                 if config.pa_embedding_size

@@ -123,6 +123,25 @@ def test_program_and_arithmetic_agree_on_texts(variant: Variant) -> None:
     assert held["texts"] == 4 * 7 * 5 and "texts" not in without
 
 
+@pytest.mark.parametrize("depth", [2, 5, 8, 11])
+def test_turns_are_those_of_the_depths_that_a_step_goes_to(depth: int) -> None:
+    """One turn in two depths and two in five, not a quarter of them."""
+    sizes = {"hidden_size": 24, "sa_heads": 2, "sa_kv_heads": 1, "num_experts": 8, "expert_size": 16, "vocab_size": 50}
+    model = DreamerConfig(variant="DR", depth=8, sa_every=4, pa_slots=5, pa_every=2, **sizes)
+    family = build(model, program.COUNTING)
+    params, state = nn.meta.unbox(family.shapes)
+
+    def logits(params, state, tokens):
+        passed = forward(family, params, state, {"tokens": tokens}, depth)
+        return family.logits(params, family.readout(params, passed.state, passed.memory, passed.context)[0])
+
+    found = flops(logits, params, state, jax.ShapeDtypeStruct((6, 1), jnp.int32)) / 6
+    whole, last = (analytic.Work(1.0, depth, its) for its in (depth, 1))
+    assert analytic.training_flops(family, 1, [whole])[0] == pytest.approx(3 * found, rel=1e-9)
+    attention = next(share for share in family.blocks() if share.part == "SA")
+    assert analytic.applied(family, attention, last)[1] == (depth == 5)  # of 2, 5, 8 and 11 it is the last of 5 alone
+
+
 def test_program_and_arithmetic_agree_on_learned_depths() -> None:
     sizes = {"depth": 3, "hidden_size": 24, "num_experts": 8, "expert_size": 16, "depth_counters": "learned"}
     for variant in ("DR", "DR+DA"):
