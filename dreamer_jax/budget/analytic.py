@@ -159,7 +159,8 @@ def executed_training_flops(
 
     Some blocks take more than two products for each of the forward. `remat` computes the forward of the differentiated
     depths a second time. Layers before and after the recurrence keep their input only and are computed again in any
-    case; pondering says itself what it computes again, and the head is computed once.
+    case, and for losses before the last once more, with the head; pondering says itself what it computes again, and for
+    the last loss the head is computed once.
     """
     matmul, elementwise = training_flops(family, sequence_length, work)
     for its in work or whole(family):
@@ -169,6 +170,10 @@ def executed_training_flops(
             matmul += count * share.block.extra_training_flops()
             if (remat or share.outside) and share.part not in ("head", "pondering"):
                 matmul += count * (share.block.matmul_flops(reach) + _further_losses(family, share, its, reach))
+                elementwise += count * share.block.elementwise_flops(reach)
+            if share.outside and share.part in READOUT:  # losses before the last are computed again whole
+                count = its.share * (its.losses - 1) * share.differentiated
+                matmul += count * share.block.matmul_flops(reach)
                 elementwise += count * share.block.elementwise_flops(reach)
     return matmul, elementwise
 

@@ -19,8 +19,12 @@ from dreamer_jax.config.models.dreamer import DreamerConfig, Mixing, Variant
 from dreamer_jax.config.models.huginn import HuginnConfig
 from dreamer_jax.config.models.ouro import OuroConfig
 from dreamer_jax.config.models.ponder import PonderConfig
+from dreamer_jax.config.recurrence import RecurrenceConfig
+from dreamer_jax.config.sections import Config, TrainingConfig
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import build, forward
+from dreamer_jax.training.train_step import make_loss_and_gradient
+from dreamer_jax.training.work import work_of
 from pallas_kernels.depth_attention import DepthCache
 from tests.families.cases import apply
 
@@ -228,6 +232,22 @@ def test_what_the_gradient_computes_again(model: Any, remat: Any) -> None:
 
     step = flops(jax.grad(loss), params, jax.ShapeDtypeStruct((6, 1), jnp.int32)) / 6
     assert step == pytest.approx(analytic.executed_training_flops(family, 1, remat == "full")[0], rel=0.02)
+
+
+@pytest.mark.parametrize("scored", [1, 3])
+def test_what_losses_before_the_last_compute_again(scored: int) -> None:
+    """The coda and the head."""
+    sizes = {"hidden_size": 24, "heads": 2, "kv_heads": 2, "head_size": 8, "mlp_size": 40, "vocab_size": 50}
+    model = HuginnConfig(depth=3, coda_layers=2, dtype="float32", **sizes)
+    recurrence = RecurrenceConfig(draw="fixed", scored=scored)
+    training = TrainingConfig(steps=10, batch_size=6, remat="none")
+    config = Config(model=model, recurrence=recurrence, training=training)
+    family = build(model, program.COUNTING)
+    names = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
+    batch = {name: jax.ShapeDtypeStruct((6, 1), jnp.int32) for name in names}
+    params, state = nn.meta.unbox(family.shapes)
+    step = flops(make_loss_and_gradient(config, family), params, state, batch, jax.ShapeDtypeStruct((), jnp.int32)) / 6
+    assert step == pytest.approx(analytic.executed_training_flops(family, 1, False, work_of(config))[0], rel=0.02)
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
