@@ -414,4 +414,9 @@ def _parts(run: Path, metric: str) -> list[list[list[float]]]:
     """For each evaluation, sums of loss and targets, or of right answers and answers, over parts of what is held out:
     [T, 2, P]; empty where a metric isn't one of held-out rows."""
     names = {LOSS: ("loss", "targets"), HELDOUT: ("exact", "answers")}.get(metric)
-    return [[its[name] for name in names] for its in kept_parts(run).values()] if names else []
+    if not names:
+        return []
+    # A run that went on from a checkpoint keeps what it measured behind it, at steps that may not come again.
+    kept, value = kept_parts(run), "heldout/loss" if metric == LOSS else "heldout/exact_match"
+    steps = dict.fromkeys(int(its["step"]) for its in read_metrics(run) if value in its)
+    return [[kept[step][name] for name in names] for step in steps] if steps.keys() <= kept.keys() else []

@@ -358,6 +358,20 @@ def test_seeds_that_were_measured_at_other_tokens_have_nothing_to_compare():
     assert comparison.efficiency(runs[:1], runs[1:]) == (2.0, (2.0, 2.0))
 
 
+def test_parts_are_those_of_the_evaluations_that_count(tmp_path):
+    """A run was killed behind its evaluation at step 12, and went on from step 10 with evaluations every 5 steps."""
+
+    def write(name: str, *records: dict) -> None:
+        (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    kept = [{"step": step, "loss": [step], "targets": [1], "exact": [0], "answers": [0]} for step in (6, 12, 15)]
+    write("heldout.jsonl", *kept)
+    write("metrics.jsonl", *({"step": step, "loss": 2.0, "heldout/loss": step} for step in (6, 15)), {"step": 16})
+    assert study_module._parts(tmp_path, "loss") == [[[6], [1]], [[15], [1]]]
+    write("heldout.jsonl", *kept[1:])
+    assert study_module._parts(tmp_path, "loss") == study_module._parts(tmp_path, "gsm8k") == []
+
+
 def test_parts_without_rows_are_not_drawn():
     """Few held-out rows fill few parts. A draw of empty ones would be a loss of zero, and count as the best of all."""
 
