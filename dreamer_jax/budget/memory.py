@@ -111,10 +111,12 @@ def activations(
 
 
 def scores(family: Family, sequence_length: int, batch: int, remat: Remat, deepest: analytic.Work | None = None) -> int:
-    """Bytes of attention scores in float32 where they are written down: of all depths, or of the one at hand."""
+    """Bytes of attention scores in float32 where they are written down: of all differentiated depths, or of the one at
+    hand."""
     count, deepest = 0.0, deepest or analytic.whole(family)[0]
     for share in family.blocks():
-        every = share.depths if share.outside else analytic.applied(family, share, deepest)[0]
-        applied = every if remat == "none" or share.outside else -(-share.depths // family.depth)
+        applied = share.depths if share.outside else -(-share.depths // family.depth)
+        if remat == "none" and not share.outside:
+            applied = max(applied, analytic.applied(family, share, deepest)[1])
         count += share.block.score_elements(sequence_length) * applied
     return round(count) * batch * sequence_length * SIZE["float32"]

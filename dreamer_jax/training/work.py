@@ -30,11 +30,14 @@ def work_of(config: Config, steps: int | None = None) -> tuple[Work, ...]:
 
 
 def deepest_of(config: Config) -> Work:
-    """The deepest step, for whose activations there must be memory; where the family draws depths, one of its own."""
+    """The deepest step, for whose activations there must be memory."""
     recurrence, family = config.recurrence, build(config.model)
     if recurrence.draw == "model":
-        return whole(family)[0]
-    depth = depths.deepest(recurrence, family)
+        if type(family).draw is Family.draw:
+            return whole(family)[0]
+        depth = family.draw(jax.random.key(0), jnp.int32(0), jnp.zeros(1, jnp.int32)).slots
+    else:
+        depth = depths.deepest(recurrence, family)
     return Work(1.0, depth, _differentiated(recurrence, family, depth))
 
 

@@ -194,6 +194,26 @@ def test_memory_is_that_of_the_deepest_step() -> None:
         assert its == memory.training(at(9), 32, 2, remat)
 
 
+def test_memory_is_that_of_the_deepest_step_of_a_family_that_draws() -> None:
+    """A Huginn of 4 recurrences on average keeps 16 of its deepest step where so many are differentiated, not 4."""
+    shallow = dataclasses.replace(TINY_MODELS["huginn"], depth=4, gradient_recurrences=16)
+    found = deepest_of(config(shallow))
+    assert found.differentiated == 16 <= found.depth
+    for remat in ("none", "attention", "full"):
+        its = memory.training(build(shallow), 32, 2, remat, found)
+        assert its == memory.training(build(dataclasses.replace(shallow, depth=16)), 32, 2, remat)
+
+
+def test_scores_are_kept_of_differentiated_depths_alone() -> None:
+    found = {
+        few: memory.scores(build(MODEL), 32, 2, "none", deepest_of(config(draw="fixed", differentiated=few)))
+        for few in (0, 2)
+    }
+    assert found[2] == found[0] / 3 > 0
+    huginn = build(dataclasses.replace(TINY_MODELS["huginn"], depth=12, gradient_recurrences=3, prelude_layers=0))
+    assert memory.scores(huginn, 32, 2, "none") == 3 * memory.scores(huginn, 32, 2, "full")
+
+
 def test_a_plan_counts_the_depths_of_the_steps() -> None:
     found = config(draw="fixed", mean=9, differentiated=3)
     for share in build(MODEL).blocks():
