@@ -12,7 +12,16 @@ from typing import Any
 
 import yaml
 
-from dreamer_jax.config.keys import INTEGERS, SECTIONS, SECTIONS_WITHIN, convert, did_you_mean, key_types, unknown_key
+from dreamer_jax.config.keys import (
+    INTEGERS,
+    SECTIONS,
+    SECTIONS_WITHIN,
+    convert,
+    did_you_mean,
+    key_types,
+    sections_within,
+    unknown_key,
+)
 from dreamer_jax.config.values import ModelConfig
 from dreamer_jax.configs import nearest_file
 from dreamer_jax.errors import ConfigError
@@ -55,6 +64,12 @@ class Line:
             section, _, name = self.name.partition(".")
             return f"unknown key '{self.name}'; write '{name}:' on an indented line under '{section}:'"
         return unknown_key(self.key, model)
+
+    def lines(self, model: type[ModelConfig]) -> list[Line]:
+        """The lines of a section within the section `model`, which only its family knows to be one; else itself."""
+        if self.key not in sections_within(model):
+            return [self]
+        return [each for line in _read_section(self.path, self.key, self.value_node) for each in line.lines(model)]
 
     def value(self, expected: Any) -> Any:
         """The value, of the type `expected`.

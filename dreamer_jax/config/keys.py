@@ -72,6 +72,17 @@ def _keys_in(section: str, section_type: type) -> dict[str, Any]:
     return found
 
 
+@functools.cache
+def sections_within(model: type[ModelConfig]) -> frozenset[str]:
+    """The names of the sections within the section `model` of a family.
+
+    Args:
+        model: as for `sections`.
+    """
+    keys = (key.split(".") for key in key_types(model) if key.startswith("model."))
+    return frozenset(".".join(parts[:end]) for parts in keys for end in range(2, len(parts)))
+
+
 def values_of(config: Config) -> dict[str, Any]:
     """Dotted key -> value, in the order of a file."""
     return {key: operator.attrgetter(key)(config) for key in key_types(type(config.model))}

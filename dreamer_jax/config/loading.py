@@ -56,6 +56,10 @@ class Word:
     again: bool
     origin: ClassVar[str] = COMMAND_LINE
 
+    def lines(self, model: type[ModelConfig]) -> list[Word]:
+        """Itself, as `Line` has lines."""
+        return [self]
+
     def problem(self, model: type[ModelConfig]) -> str | None:
         """Why there can't be such an option for a model of this dataclass; None if there can."""
         again = f"--{self.key} is given twice; remove one" if self.again else None
@@ -111,7 +115,7 @@ def settings_of(written: Sequence[Line | Word]) -> dict[str, Setting]:
     family = Setting(families[-1].value(str), families[-1].origin) if families else Setting(DEFAULT_FAMILY, DEFAULT)
     model = _model_of(family)
     settings: dict[str, Setting] = {}
-    for each in written:
+    for each in [line for some in written for line in some.lines(model)]:
         if problem := each.problem(model):
             raise ConfigError(f"{each.origin}: {problem}", each.key)
         # A base may name another family than the file that is based on it.

@@ -309,6 +309,27 @@ def test_round_trip(tmp_path: Path, toy: type) -> None:
     assert load_config(write(tmp_path, text)).config == config
 
 
+def test_a_section_within_the_model(tmp_path: Path, module) -> None:
+    """Of a family's own: written, read back, and its mistakes found; another family's key of that name isn't meant."""
+    nested = SOURCE.replace(
+        "@dataclass(frozen=True)\n",
+        "@dataclass(frozen=True)\nclass GateConfig:\n    size: int = 2\n\n\n" + ("@dataclass(frozen=True)\n"),
+        1,
+    ).replace('"toy"\n    """Which', '"toy"\n    gate: GateConfig = GateConfig()\n    """Which', 1)
+    module(write(tmp_path, nested, "nested.py"))
+    block = load_config(write(tmp_path, "model:\n  family: toy\n  gate:\n    size: 5\n"))
+    assert block.config.model.gate.size == 5 and block.origins["model.gate.size"].endswith("a.yaml:4")  # type: ignore[attr-defined]
+    flow = write(tmp_path, "model: {family: toy, gate: {size: 5}}\n")
+    assert load_config(flow, ["--model.gate.size", "7"]).config.model.gate.size == 7  # type: ignore[attr-defined]
+    assert load_config(write(tmp_path, to_yaml(block), "written.yaml")).config == block.config
+    assert "a.yaml:1: unknown key 'model.gate.sise'; did you mean 'model.gate.size'?" in message_of(
+        write(tmp_path, "model: {family: toy, gate: {sise: 5}}\n")
+    )
+    assert "model.gate: expected keys and values, got '5'" in message_of(
+        write(tmp_path, "model: {family: toy, gate: 5}\n")
+    )
+
+
 def test_the_family_comes_first_wherever_its_field_is() -> None:
     @dataclasses.dataclass(frozen=True)
     class Late:
