@@ -55,10 +55,19 @@ def key_types(model: type[ModelConfig]) -> Mapping[str, Any]:
 
     Args:
         model: as for `sections`.
+    Raises:
+        ConfigError: a key has a type that `convert` doesn't know: its value could be written, but never read again.
     """
     found = {FAMILY: str}
     for section, section_type in sections(model).items():
         found.update(_keys_in(section, section_type))
+    for key, annotation in found.items():
+        if annotation not in (str, bool, int, float, INTEGERS) and get_origin(annotation) is not Literal:
+            raise ConfigError(
+                f"{key}: family {key_of(model)} gives it the type {annotation}, which a file can't hold; take str, "
+                "bool, int, float, Literal, tuple[int, ...], or a dataclass of such",
+                key,
+            )
     return types.MappingProxyType(found)
 
 

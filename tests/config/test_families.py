@@ -330,6 +330,14 @@ def test_a_section_within_the_model(tmp_path: Path, module) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["int | None", "tuple[str, ...]", "dict[str, int]"])
+def test_types_that_no_file_can_hold(tmp_path: Path, module, kind: str) -> None:
+    """Refused before a run is made that couldn't be read again."""
+    module(write(tmp_path, SOURCE.replace("laps: int = 4", f"laps: {kind} = None"), "kind.py"))
+    message = message_of(write(tmp_path, "model: {family: toy}\n"))
+    assert message.startswith(f"model.laps: family toy gives it the type {kind}") and "take str" in message
+
+
 def test_the_family_comes_first_wherever_its_field_is() -> None:
     @dataclasses.dataclass(frozen=True)
     class Late:
