@@ -134,7 +134,9 @@ class StudyFile:
             words: settings of the command line.
             share: of the task's tokens.
         """
-        settings = settings_of([*self.lines, *task.lines, *member.lines, *words])
+        lines = [*self.lines, *task.lines, *member.lines]
+        lines.sort(key=lambda line: line.path == self.path)  # a base's first: its rows aren't the task's
+        settings = settings_of([*lines, *words])
         origin = settings["training.steps"].origin if "training.steps" in settings else ""
         if origin.startswith((f"{self.path}:", COMMAND_LINE)):  # those of a base are its own runs'
             raise ConfigError(f"{origin}: training.steps: a study has `tokens` in its place", "training.steps")

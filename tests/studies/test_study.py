@@ -72,6 +72,20 @@ def test_a_task_comes_before_a_member_and_the_command_line_last(tmp_path):
         only(study, members=["spiral"])
 
 
+def test_a_base_of_a_member_leaves_the_rows_to_the_task(tmp_path):
+    """Else members of one table would read rows of other lengths; what the study doesn't say is the base's."""
+    (tmp_path / "base.yaml").write_text("model: {depth: 3}\ndata: {sequence_length: 512}\ntraining: {batch_size: 64}\n")
+    path = tmp_path / "based.yaml"
+    path.write_text(
+        "baseline: a\ntraining: {batch_size: 4}\ntasks: {boolean: {tokens: 512, data: {sequence_length: 64}}}\n"
+        "members: {a: {base: base.yaml}, b: {base: base.yaml, training: {batch_size: 8}}}\n"
+    )
+    study = read_study(path)
+    a, b = (study.configuration(study.tasks[0], member, []).config for member in study.members)
+    assert (a.model.depth, a.data.sequence_length, a.training.batch_size, a.training.steps) == (3, 64, 4, 2)
+    assert (b.data.sequence_length, b.training.batch_size) == (64, 8)
+
+
 def test_steps_of_a_base_are_not_those_of_a_study(tmp_path):
     (tmp_path / "base.yaml").write_text("training: {steps: 7, log_every: 3}\n")
     text = "base: base.yaml\n" + STUDY.replace(", log_every: 4", "")
