@@ -63,7 +63,7 @@ class Algoformer(Family):
     def flags(self) -> Flags:
         """Keys of one loop may stand in for another's; the last ones are all scored."""
         c = self.config
-        own, weighs = c.inject == "add", c.score == "all" and c.scored > 1
+        own, weighs = c.inject == "add", c.score == "all"
         return Flags(injects_inputs=own, shares_caches=True, decodable=c.scored > 1, weighs_depths=weighs)
 
     @property

@@ -78,6 +78,8 @@ def forward(
         family.output_depths,
     )
     inputs, depth = family.inputs(entered), jnp.asarray(drawn.depth, jnp.int32)
+    if (depth.ndim or kept_states) and not family.flags.weighs_depths:
+        scan = dataclasses.replace(scan, step=_without_outputs(scan.step, family.config.family))
     if depth.ndim:
         state, counts = _row_by_row(family, scan, weights, initial_state, inputs, context, drawn)
         return Pass(state, (), counts, inputs, memory, context, depth)
@@ -87,6 +89,21 @@ def forward(
     state, outputs, counts, left = scanned
     passed = Pass(state, outputs, counts, inputs, memory, context, depth, left=left)
     return passed._replace(outputs=(), states=outputs) if kept_states else passed
+
+
+def _without_outputs(step: Callable[..., Stepped], name: str) -> Callable[..., Stepped]:
+    """The step, which has no outputs that its family's loss could ask for."""
+
+    def checked(*arguments: Any, **tape: Any) -> Stepped:
+        stepped = step(*arguments, **tape)
+        if jax.tree.leaves(stepped.outputs):
+            raise UserError(
+                f"steps of family {name} have outputs for its loss, which aren't kept here (recurrence.by row, or "
+                "recurrence.scored); the family's flags should say weighs_depths=True"
+            )
+        return stepped
+
+    return checked
 
 
 def _showing_states(step: Callable[..., Stepped]) -> Callable[..., Stepped]:

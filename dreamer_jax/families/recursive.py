@@ -212,7 +212,7 @@ class Recursive(Family):
         for i, its in enumerate(self.layers_of(weights)):
             number = Depth(depth.index * self.applied + i, depth.total)
             x, kept = self.layer.apply({"params": its}, x, number, kept, context)  # type: ignore[misc]
-        outputs = x if self.config.exit_weight else ()
+        outputs = x if self.flags.weighs_depths else ()
         return Stepped(x, memory._replace(sequence=memory.sequence._replace(core=kept)), outputs, {})
 
     def finished(self, params: Any, state: jax.Array, before: jax.Array, depth: Depth) -> jax.Array | None:

@@ -168,8 +168,8 @@ class Toy(Family):
 
     @property
     def flags(self) -> Flags:
-        """Its adapters are as many as the depths it was trained at."""
-        return Flags(recurrent=False, injects_inputs=True)
+        """Its adapters are as many as the depths it was trained at; its loss reads all depths."""
+        return Flags(recurrent=False, injects_inputs=True, weighs_depths=True)
 
     @property
     def depth(self) -> int:

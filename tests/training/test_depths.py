@@ -101,13 +101,29 @@ def test_a_row_goes_as_deep_wherever_it_is():
     assert abs(every.mean() - 50.5) < 4 * every.std() / np.sqrt(every.size)
 
 
+def test_outputs_that_a_family_does_not_speak_of():
+    """Its loss would find none of them: said, and what to do, in place of a traceback from within the loss."""
+
+    class Silent(type(build(TINY_MODELS["ouro"]))):
+        flags = dataclasses.replace(build(TINY_MODELS["ouro"]).flags, weighs_depths=False)
+
+    config = TINY_MODELS["ouro"]
+    family, params, batch = Silent(config), jax.tree.map(jnp.asarray, drawn_params(config)), a_batch(config)
+    rows = Drawn(jnp.full(len(batch["tokens"]), 2), 2)
+    for drawn, kept in ((rows, 0), (Drawn(2, 2), 1)):
+        with pytest.raises(UserError, match=r"family ouro have outputs .* weighs_depths=True"):
+            forward(family, params, {}, batch, drawn, kept_states=kept)
+
+
 def test_what_cannot_be_is_refused():
     layered = build(small_config("LA"))
     ouro = build(TINY_MODELS["ouro"])
+    algoformer = build(dataclasses.replace(TINY_MODELS["algoformer"], score="all", scored=1))  # reads one output
     wrong = [
         (RecurrenceConfig(draw="uniform", most=9), layered, "recurrence.most: 9 is more than the model's 3 layers"),
         (RecurrenceConfig(draw="uniform", least=7), DREAMER, "recurrence.least: 7 is more than the most, 5"),
         (RecurrenceConfig(draw="uniform", by="row"), ouro, "recurrence.by: rows of family ouro"),
+        (RecurrenceConfig(draw="uniform", by="row"), algoformer, "recurrence.by: rows of family algoformer"),
         (RecurrenceConfig(draw="uniform", scored=2), ouro, "recurrence.scored: the loss of family ouro"),
         (RecurrenceConfig(draw="uniform", by="row", scored=2), DREAMER, "recurrence.scored: rows"),
         (
