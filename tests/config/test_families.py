@@ -249,7 +249,10 @@ def test_the_family_by_precedence(tmp_path: Path, toy: type) -> None:
 
 def test_a_family_that_is_not_known(tmp_path: Path, module) -> None:
     path = write(tmp_path, "\nmodel:\n  family: draemer\n  depth: 2\n")
-    outside = "one from outside of the package needs --family-module FILE_OR_MODULE)"
+    outside = (
+        "one from outside of the package needs --family-module FILE_OR_MODULE, "
+        "or in Python DREAMER_FAMILY_MODULE in the environment)"
+    )
     assert message_of(path).startswith(
         "a.yaml:3: model.family: unknown family 'draemer'; did you mean 'dreamer'? (known: "
     )

@@ -84,7 +84,8 @@ def find(key: str) -> Registered:
         hint = f"; did you mean '{alike[0]}'?" if alike else ""
         raise ConfigError(
             f"model.family: unknown family '{key}'{hint} "
-            f"(known: {', '.join(keys)}; one from outside of the package needs {OPTION} FILE_OR_MODULE)",
+            f"(known: {', '.join(keys)}; one from outside of the package needs {OPTION} FILE_OR_MODULE, "
+            f"or in Python {VARIABLE} in the environment)",
             "model.family",
         )
     if len(mine) > 1:
