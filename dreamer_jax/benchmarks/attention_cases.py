@@ -150,7 +150,7 @@ def _forward_launch(
     schedule: Schedule, slots: int, heads: int, kv_heads: int, depth: int, target: Generation, write: bool = True
 ) -> Launch:
     """Of the forward kernel that fills the new slot, or of the one that recomputes and returns logarithms instead."""
-    tiles, blocks = _tiles(slots, kv_heads, target)
+    tiles, blocks = _tiles(slots, heads, kv_heads, target)
     start, *pieces, finish = schedule.leaves
     steps = max(1, -(-depth // blocks.slots))
     walked = start.bundles + _walked(pieces, depth, blocks) + finish.bundles
@@ -160,7 +160,7 @@ def _forward_launch(
 
 
 def _pull_launch(schedule: Schedule, slots: int, heads: int, kv_heads: int, depth: int, target: Generation) -> Launch:
-    tiles, blocks = _tiles(slots, kv_heads, target, backward=True)
+    tiles, blocks = _tiles(slots, heads, kv_heads, target, backward=True)
     start, *pieces, finish = schedule.leaves
     size, first_above = blocks.slots, (depth + 1) // blocks.slots
     below, above, seeing = -(-depth // size), -(-slots // size) - first_above, slots - 1 - depth
@@ -186,10 +186,10 @@ def _launched(schedule: Schedule, tiles: int, steps: int, walked: int, blocks: B
     return tiles * (steps * (grid.own - grid.optional) + grid.optional + blocks.tokens // blocks.rows * walked)
 
 
-def _tiles(slots: int, kv_heads: int, target: Generation, backward: bool = False) -> tuple[int, Blocks]:
+def _tiles(slots: int, heads: int, kv_heads: int, target: Generation, backward: bool = False) -> tuple[int, Blocks]:
     """(token tiles, times key heads) of a core, and the blocks."""
-    row = jax.ShapeDtypeStruct((slots, TOKENS, kv_heads * SIZE), jnp.bfloat16)
-    blocks = Blocks.of(DepthCache(row, row), target, backward)  # type: ignore[arg-type]
+    row, group = jax.ShapeDtypeStruct((slots, TOKENS, kv_heads * SIZE), jnp.bfloat16), heads // kv_heads
+    blocks = Blocks.of(DepthCache(row, row), group, target, backward)  # type: ignore[arg-type]
     return math.ceil(TOKENS // blocks.tokens * kv_heads / target.cores), blocks
 
 

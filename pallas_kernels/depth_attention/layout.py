@@ -35,7 +35,7 @@ class Layout:
         self.kv_heads = k.shape[1] // self.size
         self.target = generation()
         self.tiles = self.target or INTERPRETED
-        self.blocks = Blocks.of(cache, self.tiles, backward)
+        self.blocks = Blocks.of(cache, self.group, self.tiles, backward)
         self.token_blocks = q.shape[0] // self.blocks.tokens
 
     def grid(self, steps: jax.Array) -> tuple[Any, ...]:

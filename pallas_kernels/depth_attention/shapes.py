@@ -28,13 +28,38 @@ class Blocks:
     rows: int
 
     @classmethod
-    def of(cls, cache: DepthCache, target: Generation, backward: bool = False) -> Blocks:
-        """The blocks for a cache [L, T, kv d] on a TPU generation, all of them full; `unsupported` must be None."""
+    def of(cls, cache: DepthCache, group: int, target: Generation, backward: bool = False) -> Blocks:
+        """The blocks for a cache [L, T, kv d] and n / kv query heads a key head on a TPU generation, all of them full,
+        as large as a core has room for; `unsupported` must be None."""
         slots, tokens, _ = cache.keys.shape
-        largest, rows = target.depth_backward if backward else target.depth_forward
         most = target.depth_slots if backward else target.depth_slots_forward
-        block = _largest_divisor(tokens, largest)
-        return cls(block, max(n for n in range(1, most + 1) if slots % n == 0), _largest_divisor(block, rows))
+        largest, rows = target.depth_backward if backward else target.depth_forward
+
+        def room(n: int) -> int:
+            spilled = rows * spilled_vmem(group, n) if backward else 0
+            return (target.vmem - spilled) // whole_vmem(cache, group, n, backward)
+
+        divisors = [n for n in range(most, 0, -1) if slots % n == 0]
+        of_slots = next((n for n in divisors if room(n) >= LANES), 1)
+        block = _largest_divisor(tokens, max(LANES, min(largest, room(of_slots))))
+        return cls(block, of_slots, _largest_divisor(block, rows))
+
+
+def whole_vmem(cache: DepthCache, group: int, slots: int, backward: bool = True) -> int:
+    """Bytes of vector memory that the kernels over all depths need for a token, with so many slots in a block."""
+    itemsize = cache.keys.dtype.itemsize
+    fetched = slots * (2 + 2 * group if backward else 2)
+    rows = 6 * group + 4 if backward else 2 * group + 4  # read and written
+    turned, sums = (2, group + 2) if backward else (group, group)  # scratch
+    eights = -(-group // SUBLANES) * SUBLANES
+    numbers = 2 * eights + 2 * statistics_rows(group) * (slots + 1) if backward else 4 * eights
+    return LANES * ((2 * (fetched + rows) + turned) * itemsize + 4 * sums) + 4 * numbers
+
+
+def spilled_vmem(group: int, slots: int) -> int:
+    """Bytes that the compiler takes beside for each token of the backward kernel's inner loop: what doesn't fit the
+    registers of its ways for 1 to `slots` slots, as measured for v4."""
+    return 4 * LANES * 2 * group * (slots + 1)
 
 
 def near_blocks(cache: DepthCache, group: int, window: Window, target: Generation, backward: bool = False) -> Blocks:
@@ -72,8 +97,12 @@ def unsupported(shape: tuple[int, ...], dtype: jnp.dtype, cache: DepthCache, win
         return f"{heads} heads of size {size}; kernels take size {LANES}, or a single smaller head"
     if dtype != cache.keys.dtype:
         return f"queries are {dtype}, the cache is {cache.keys.dtype}"
-    target = generation() or INTERPRETED
-    if not window.whole and LANES * near_vmem(cache, heads * size // cache.keys.shape[2], window) > target.vmem:
+    target, group = generation() or INTERPRETED, heads * size // cache.keys.shape[2]
+    if window.whole:
+        least = LANES * whole_vmem(cache, group, 1)
+        if least + target.depth_backward[1] * spilled_vmem(group, 1) > target.vmem:
+            return f"{group} heads a key head are more than fit into the memory of a core"
+    elif LANES * near_vmem(cache, group, window) > target.vmem:
         return f"{window.most(cache.keys.shape[0])} depths are seen, which is more than fit into the memory of a core"
     return None
 

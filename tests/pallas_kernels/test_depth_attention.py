@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from pallas_kernels import backend, tiles
 from pallas_kernels.depth_attention import WHOLE, DepthAttention, DepthCache, empty_cache, reference, xla
-from pallas_kernels.depth_attention.shapes import Blocks
+from pallas_kernels.depth_attention.shapes import Blocks, unsupported, whole_vmem
+from tests.pallas_kernels.compiling import KINDS, compiling_for
 from tests.pallas_kernels.interpreting import on_two_cores
 
 KERNEL = DepthAttention("pallas")
@@ -128,9 +129,26 @@ def test_blocks_are_always_full(chip):
         for tokens in (128, 384, 1152, 5 * 1024, 32768):
             rows = jax.ShapeDtypeStruct((slots, tokens, 128), jnp.bfloat16)
             for backward, (most, at_once) in enumerate((target.depth_forward, target.depth_backward)):
-                blocks = Blocks.of(DepthCache(rows, rows), target, bool(backward))  # type: ignore[arg-type]
+                blocks = Blocks.of(DepthCache(rows, rows), 1, target, bool(backward))  # type: ignore[arg-type]
                 assert slots % blocks.slots == 0 and tokens % blocks.tokens == 0 and blocks.tokens % blocks.rows == 0
                 assert blocks.slots <= target.depth_slots and blocks.tokens <= most and blocks.rows <= at_once
+
+
+@pytest.mark.parametrize("chip", tiles.GENERATIONS)
+def test_blocks_fit_the_memory_of_a_core(chip):
+    """Many heads a key head: fewer tokens at once, then fewer slots, or the reason why no kernel takes them."""
+    target = tiles.GENERATIONS[chip]
+    for dtype in (jnp.bfloat16, jnp.float32):
+        for group in (1, 2, 3, 4, 8, 16, 32, 200):
+            rows = jax.ShapeDtypeStruct((8, 1024, 128), dtype)
+            cache = DepthCache(rows, rows)  # type: ignore[arg-type]
+            with compiling_for(KINDS[chip]):
+                reason = unsupported((1024, group, 128), rows.dtype, cache)
+            for backward in (False, True):
+                blocks = Blocks.of(cache, group, target, backward)
+                need = blocks.tokens * whole_vmem(cache, group, blocks.slots, backward)
+                assert need <= target.vmem or reason, (dtype, group, blocks)
+            assert not reason or group > 8, (dtype, group)  # all chips have room for so many
 
 
 @pytest.mark.parametrize("shape", [(3, 128, 2, 1, 128), *(pytest.param(s, marks=pytest.mark.slow) for s in SHAPES)])
