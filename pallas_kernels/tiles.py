@@ -25,6 +25,7 @@ class Generation:
             once are fewer bundles.
         depth_forward, depth_backward: tokens of such a block, and those of them that the inner loop works on at once.
         sequence_block: queries and keys of a block of sequence attention.
+        sequence_head: the largest head size that a core has room for in blocks so large; larger ones have smaller.
         expert_rows: (mean rows an expert gets, rows of a block) in ascending order: the last one that is reached
             counts. A block belongs to one expert; larger ones fill the matrix unit better and waste more padding.
         int8: whether matrices in eight bits are faster. On v4 the compiler's unpacking of them takes longer than
@@ -40,13 +41,16 @@ class Generation:
     depth_forward: tuple[int, int] = (1024, 256)
     depth_backward: tuple[int, int] = (1024, 256)
     sequence_block: int = 1024
+    sequence_head: int = 256
     expert_rows: tuple[tuple[int, int], ...] = ((0, 16), (24, 32), (48, 64), (96, 128), (768, 256))
     int8: bool = True
 
 
 MIB = 1 << 20
 GENERATIONS = {
-    "v4": Generation("v4", cores=2, vmem=15 * MIB, memory=32e9, depth_backward=(512, 128), int8=False),
+    "v4": Generation(
+        "v4", cores=2, vmem=15 * MIB, memory=32e9, depth_backward=(512, 128), sequence_head=128, int8=False
+    ),
     "v5e": Generation("v5e", cores=1, vmem=100 * MIB, memory=16e9, depth_slots=2),
     "v5p": Generation("v5p", cores=2, vmem=56 * MIB, memory=95e9),
     "v6e": Generation(

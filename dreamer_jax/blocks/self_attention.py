@@ -17,6 +17,7 @@ from dreamer_jax.blocks.operations import Operations
 from dreamer_jax.blocks.parameters import Block, Initializer
 from dreamer_jax.blocks.positions import Depth, rope
 from pallas_kernels.kept import keep
+from pallas_kernels.sequence_attention.shapes import largest_block
 
 
 class SelfAttention(Block):
@@ -157,7 +158,7 @@ class SelfAttention(Block):
 def scores_cost(heads: int, kv_heads: int, size: int, on: OnChip) -> Operation:
     """Scores and values of causal attention over the sequence, by whole blocks of the triangle."""
     width, rotated = heads * tiled(size), (heads + kv_heads) * size
-    block = min(on.target.sequence_block, on.length)
+    block = min(largest_block(size, on.target), on.length)
     context = (on.length + block) / 2
     # Forward: scores and values. Backward: the scores again, and four products.
     flops = 2 * on.tokens * context * width * (2 * (1 + on.again.products) + 5)

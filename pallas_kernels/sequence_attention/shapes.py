@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from pallas_kernels.tiles import Generation
+
 LANES = 128
 CUDNN_LARGEST_HEAD = 128
 
@@ -24,6 +26,14 @@ def padded_head(size: int) -> int:
     """The head size that they compute with: the next multiple of half a register's lanes."""
     half = LANES // 2
     return -(-size // half) * half
+
+
+def largest_block(size: int, target: Generation) -> int:
+    """The queries and keys of a block that a core has room for with heads of this size: half for each doubling."""
+    block, head = target.sequence_block, target.sequence_head
+    while head < padded_head(size) and block > LANES:
+        block, head = block // 2, 2 * head
+    return block
 
 
 def block_of(length: int, largest: int) -> int:

@@ -9,7 +9,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from pallas_kernels.kept import keep
 from pallas_kernels.sequence_attention import forward
-from pallas_kernels.sequence_attention.shapes import block_of, padded_head
+from pallas_kernels.sequence_attention.shapes import block_of, largest_block, padded_head
 from pallas_kernels.tiles import INTERPRETED, generation
 
 
@@ -61,4 +61,4 @@ _attend.defvjp(_forward, _backward)
 
 
 def _block(q):
-    return block_of(q.shape[2], (generation() or INTERPRETED).sequence_block)
+    return block_of(q.shape[2], largest_block(q.shape[3], generation() or INTERPRETED))

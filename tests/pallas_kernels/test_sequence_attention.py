@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import backend, tiles
 from pallas_kernels.sequence_attention import SequenceAttention, gpu, reference
-from pallas_kernels.sequence_attention.shapes import unsupported
+from pallas_kernels.sequence_attention.shapes import block_of, largest_block, unsupported
 from tests.pallas_kernels.interpreting import on_two_cores
 
 FLOAT32, BFLOAT16 = 1e-5, 2.0**-6
@@ -85,6 +85,25 @@ def test_keys_of_a_block_that_are_taken_at_once(monkeypatch, length, block):
     monkeypatch.setattr("pallas_kernels.sequence_attention.forward.KEYS", 384)
     arrays, segment_ids = inputs(length, 2, 1, 128)
     assert_close([KERNEL(*arrays[:3], segment_ids)], [reference.sequence_attention(*arrays[:3], segment_ids)], FLOAT32)
+
+
+def test_large_heads_have_smaller_blocks():
+    """What a core has room for, as compiled: v4 has it for 128 in blocks of 1024, the others for 256."""
+    found = [
+        largest_block(size, tiles.GENERATIONS[chip]) for chip in ("v4", "v5p") for size in (96, 192, 256, 320, 512)
+    ]
+    assert found == [1024, 512, 512, 256, 256, 1024, 1024, 1024, 512, 512]
+    assert block_of(1536, largest_block(192, tiles.GENERATIONS["v4"])) == 512
+    assert largest_block(1 << 20, tiles.GENERATIONS["v4"]) == 128
+
+
+def test_a_large_head_computes_the_definition(monkeypatch):
+    """Blocks of a half, 128, because of the head's size."""
+    small = dataclasses.replace(tiles.INTERPRETED, sequence_block=256, sequence_head=64)
+    monkeypatch.setattr("pallas_kernels.sequence_attention.tpu.INTERPRETED", small)
+    arrays, segment_ids = inputs(256, 2, 1, 128)
+    expected = value_and_gradients(reference.sequence_attention, arrays, segment_ids)
+    assert_close(value_and_gradients(KERNEL, arrays, segment_ids), expected, FLOAT32)
 
 
 @pytest.mark.slow
