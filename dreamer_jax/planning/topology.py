@@ -89,6 +89,8 @@ def devices_of(topology: Topology) -> Sequence:
     options: dict = {"num_slices": topology.slices} if topology.slices > 1 else {}
     if topology.chip.name == "v4":
         options["chip_config_name"] = "megacore"  # otherwise each of a chip's two cores is a device
+    if math.prod(topology.shape) == 1:
+        options["chips_per_host_bounds"] = (1, 1, 1)  # otherwise a host has four chips, of which one can't be a slice
     try:
         return topologies.get_topology_desc(topology.name, "tpu", **options).devices
     except Exception as error:

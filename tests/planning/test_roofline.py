@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from unittest import mock
 
 import jax.numpy as jnp
 import pytest
@@ -340,3 +341,15 @@ def test_ragged_exchange_sends_choices_instead_of_tokens():
     exchange = one(roofline(together, V5P).exchanges, "expert exchange")
     assert exchange.bytes == 4 * 4096 * 1024 * 2 * 4 * 4  # k = 4 copies of a token, as many as chips here
     assert exchange.seconds == pytest.approx(exchange.bytes / (2 * 90e9))  # half crosses the middle of the ring
+
+
+@pytest.mark.parametrize("name", ["v5e:1x1", "v6e:1x1", "v5e:2x2", "v4:2x2x1"])
+def test_a_slice_of_one_chip_has_a_host_of_one_chip(monkeypatch, name):
+    """libtpu takes hosts of four unless it's told, and then refuses a slice that is smaller."""
+    from jax.experimental import topologies as jax_topologies
+
+    asked = {}
+    monkeypatch.setattr(topologies, "require_libtpu", lambda: None)
+    monkeypatch.setattr(jax_topologies, "get_topology_desc", lambda *_, **options: asked.update(options) or mock.Mock())
+    topologies.devices_of(topologies.parse_topology(name))
+    assert asked.get("chips_per_host_bounds") == ((1, 1, 1) if name.endswith(":1x1") else None)
