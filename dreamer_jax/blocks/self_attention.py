@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from dreamer_jax.blocks.counting import BFLOAT16_BYTES, FLOAT32_BYTES, OnChip, Operation, Reach, tiled
+from dreamer_jax.blocks.counting import BFLOAT16_BYTES, FLOAT32_BYTES, LANES, OnChip, Operation, Reach, tiled
 from dreamer_jax.blocks.low_rank import LowRank, linear
 from dreamer_jax.blocks.memory import Context
 from dreamer_jax.blocks.norms import EPSILON, RMSNorm
@@ -17,7 +17,7 @@ from dreamer_jax.blocks.operations import Operations
 from dreamer_jax.blocks.parameters import Block, Initializer
 from dreamer_jax.blocks.positions import Depth, rope
 from pallas_kernels.kept import keep
-from pallas_kernels.sequence_attention.shapes import largest_block
+from pallas_kernels.sequence_attention.shapes import block_of, largest_block
 
 
 class SelfAttention(Block):
@@ -159,6 +159,7 @@ def scores_cost(heads: int, kv_heads: int, size: int, on: OnChip) -> Operation:
     """Scores and values of causal attention over the sequence, by whole blocks of the triangle."""
     width, rotated = heads * tiled(size), (heads + kv_heads) * size
     block = min(largest_block(size, on.target), on.length)
+    block = block_of(on.length, block) if on.length % LANES == 0 else block
     context = (on.length + block) / 2
     # Forward: scores and values. Backward: the scores again, and four products.
     flops = 2 * on.tokens * context * width * (2 * (1 + on.again.products) + 5)

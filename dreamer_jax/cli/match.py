@@ -17,6 +17,8 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.families import Family, build
 
 PAPER_BASELINE = "la_16"
+MOST = 1e30
+"""Parameters or FLOPs: more aren't searched for."""
 
 
 def run(arguments: list[str]) -> int:
@@ -202,6 +204,8 @@ def _number(text: str) -> float:
         number = 0.0
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"'{text}' is not a positive number")
+    if number > MOST:
+        raise argparse.ArgumentTypeError(f"'{text}' is more than any model has ({MOST:g})")
     return number
 
 

@@ -22,16 +22,17 @@ GIB, MIB = 1 << 30, 1 << 20
 def describe(config: Config, topology: Topology, compiled: Compiled | None, bound: Roofline) -> Plan:
     """Everything `dreamer plan` says; `compiled` is None when only the roofline was asked for."""
     model, training = build(config.model), config.training
-    tokens = training.batch_size * config.data.places
+    row = config.data.sequence_length
+    tokens, flops = training.batch_size * row, analytic.training_flops(model, config.data.places, work_of(config))[0]
     variant = getattr(config.model, "variant", config.model.family)
     plan: Plan = {
         "topology": {"name": topology.name, "slices": topology.slices, "chips": topology.chips},
         "model": {"variant": variant, "depth": model.depth, "implementation": config.model.implementation},
         "mesh": {"slices": config.mesh.slices, "data": list(config.mesh.data), "expert": config.mesh.expert},
         "settings": settings_of(config, topology),
-        "tokens": {"step": tokens, "chip": tokens // topology.chips, "row": config.data.places},
+        "tokens": {"step": tokens, "chip": tokens // topology.chips, "row": row},
         "parameters": int(analytic.total(analytic.parameters(model))),
-        "model_flops_per_token": analytic.training_flops(model, config.data.places, work_of(config))[0],
+        "model_flops_per_token": config.data.copies * flops,
         "rows_per_expert": bound.rows_per_expert,
         "filled_share_of_expert_tiles": bound.tile_share,
         "roofline": _roofline(bound),

@@ -66,7 +66,7 @@ class Roofline:
         terms, exchanges: what it is made of.
         seconds: of a step, at least.
         mfu: model FLOPs utilisation, at most.
-        tokens_per_second: a chip, at most.
+        tokens_per_second: of the text, a chip, at most.
         rows_per_expert: of one matrix product, on average.
         tile_share: part of the experts' matrix tiles that is filled.
         compiled: whether the collectives are those of the compiled program.
@@ -101,8 +101,9 @@ def roofline(config: Config, topology: Topology, collectives: Sequence[Collectiv
     wires = Wires(config.mesh, topology)
     exchanges = _expected(config, wires) if collectives is None else _compiled(config, collectives, wires)
     seconds = sum(term.seconds for term in terms) + sum(e.seconds for e in exchanges if not e.hidden)
-    tokens = config.training.batch_size * config.data.places / topology.chips
-    useful = analytic.training_flops(build(config.model), config.data.places, work_of(config))[0] * tokens
+    tokens = config.training.batch_size * config.data.sequence_length / topology.chips
+    places = config.data.copies * tokens
+    useful = analytic.training_flops(build(config.model), config.data.places, work_of(config))[0] * places
     return Roofline(
         terms,
         exchanges,

@@ -19,7 +19,8 @@ class Weights(flax.struct.PyTreeNode):
     Attributes:
         shared: the same at every depth.
         stacked: what differs, each leaf [N, ...]; for a step [...] or, in decoding, `Stacked`.
-        rows: the row of `stacked` that each depth takes, so that several may share one; None: row l at depth l.
+        rows: the row of `stacked` that each depth takes, so that several may share one; after the last of them the
+            first comes again. None: row l at depth l.
     """
 
     shared: PyTree = flax.struct.field(default_factory=dict)
@@ -28,12 +29,12 @@ class Weights(flax.struct.PyTreeNode):
 
     def row(self, l: jax.Array) -> jax.Array:
         """The row of depth l."""
-        return l if self.rows is None else jnp.asarray(self.rows, jnp.int32)[l]
+        return l if self.rows is None else jnp.asarray(self.rows, jnp.int32)[l % len(self.rows)]
 
     @property
     def repeats(self) -> bool:
-        """Whether some row serves more than one depth."""
-        return self.rows is not None and len(set(self.rows)) < len(self.rows)
+        """Whether a row may serve more than one depth."""
+        return self.rows is not None
 
     def at(self, l: jax.Array) -> Weights:
         """Those of depth l, taken out."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dreamer_jax.budget import matching, members
+from dreamer_jax.cli.main import main
 from dreamer_jax.config import load_config
 from dreamer_jax.configs import FOLDER
 from dreamer_jax.errors import UserError
@@ -165,6 +166,11 @@ def test_only_files_of_its_own_are_replaced(tmp_path: Path) -> None:
     for comment in ("DR matched to la_16.yaml: 0.", "LA at depth 16, the baseline of its family."):
         members.write(shipped("dr_16").config, MODELS / "la_16.yaml", out, comment)
         assert out.read_text().startswith(f"# Written by `dreamer match`: {comment}\n")
+
+
+def test_a_number_beyond_all_models_is_refused_in_a_line(capsys) -> None:
+    assert main(["match", "dr_tiny", "--flops", "1e308"]) == 2
+    assert "'1e308' is more than any model has" in capsys.readouterr().err
 
 
 def test_an_unknown_variant_is_refused() -> None:

@@ -21,6 +21,7 @@ from dreamer_jax.families import build
 from dreamer_jax.planning import step_cost
 from dreamer_jax.planning import topology as topologies
 from dreamer_jax.planning.collectives import Collective
+from dreamer_jax.planning.report import describe
 from dreamer_jax.planning.roofline import roofline
 from dreamer_jax.planning.step_cost import blocks_of, gradient_depths, operations, rows_per_expert, share_of_tiles
 from dreamer_jax.planning.topology import parse_topology
@@ -93,6 +94,13 @@ def test_products_of_few_rows_wait_for_the_matrices():
     filled = Filled(block=64, used=10, halves=4)
     assert filled.computed == 6 * 64 + 4 * 48 and filled.summed == 10 * 128
     assert dataclasses.replace(filled, block=16, halves=0).computed == 10 * 48
+
+
+def test_scores_are_counted_by_the_blocks_that_the_kernel_takes():
+    """Of 1,536 positions 768 each: two of four blocks of the square and a half, not of blocks of 1,024."""
+    its = dataclasses.replace(config(), data=DataConfig(sequence_length=1536))
+    flops = one(operations(its, "v5p"), "sequence attention: scores").flops
+    assert flops == 4 * 2 * 1536 * (1536 + 768) / 2 * 16 * 128 * 7
 
 
 def test_experts_that_a_depth_cannot_choose_are_not_read():
@@ -313,6 +321,18 @@ def test_gradients_may_be_scattered_after_every_microbatch():
     ]
     assert {e.name for e in roofline(often, V5P, looped).exchanges} == {"gradient scatter", "expert exchange"}
     assert {e.name for e in roofline(once, V5P, looped).exchanges} == {"expert exchange"}
+
+
+def test_tokens_are_those_of_the_text():
+    """Three copies of every token take three times the places, and a token's FLOPs are those of its copies."""
+    data = [DataConfig(sequence_length=1024, copies=3), DataConfig(sequence_length=3072)]
+    copied, plain = (dataclasses.replace(config(), data=its) for its in data)
+    bounds = [roofline(its, V5P) for its in (copied, plain)]
+    assert bounds[0].seconds == bounds[1].seconds and bounds[0].mfu == bounds[1].mfu
+    assert bounds[0].tokens_per_second == pytest.approx(bounds[1].tokens_per_second / 3)
+    plans = [describe(its, V5P, None, bound) for its, bound in zip((copied, plain), bounds, strict=True)]
+    assert plans[0]["tokens"] == {"step": 64 * 1024, "chip": 1024, "row": 1024}
+    assert plans[0]["model_flops_per_token"] == 3 * plans[1]["model_flops_per_token"]
 
 
 def test_the_bound_is_the_sum_of_the_longer_times_and_the_exchanges():

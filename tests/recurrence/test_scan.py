@@ -77,6 +77,11 @@ def test_rows_that_serve_several_depths(rows):
     assert_same(scanned(SLOTS, rows=rows), unrolled(SLOTS, rows=rows))
 
 
+def test_rows_start_again_beyond_the_last_one():
+    """A cycle that is run deeper than there are rows of it, which was the last row over and over."""
+    assert_same(scanned(SLOTS, rows=(0, 1, 2)), unrolled(SLOTS, rows=(0, 1, 2) * SLOTS))
+
+
 def test_rows_at_a_run_time_depth_with_truncation():
     """Row by row what the unrolled loop adds, from the first differentiated depth on."""
     rows = (0, 1, 0, 1, 0, 1)

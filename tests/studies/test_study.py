@@ -330,6 +330,7 @@ def test_an_advantage_below_one_is_the_others_advantage_turned_round():
     assert comparison.advantage(WORSE, BASELINE) == pytest.approx(15 / 30)  # 0.2 lies between 10 and 20 tokens
     assert comparison.advantage(BASELINE, WORSE) == pytest.approx(2.0)
     assert comparison.advantage([], BASELINE) is None
+    assert comparison.advantage(FASTER, [(10, 0.0), (20, 0.0)]) is None  # nothing learned: every curve is there
     overfitted = [(10.0, 0.3), (20.0, 0.2), (30.0, 0.1)]  # it never gets as far, and was at its best before the others
     assert comparison.advantage(overfitted, BASELINE) == 2.0
 
