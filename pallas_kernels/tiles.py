@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 
@@ -25,11 +26,13 @@ class Generation:
             once are fewer bundles.
         depth_forward, depth_backward: tokens of such a block, and those of them that the inner loop works on at once.
         sequence_block: queries and keys of a block of sequence attention.
-        sequence_head: the largest head size that a core has room for in blocks so large; larger ones have smaller.
+        sequence_head: the largest head size that a core has room for in blocks so large, in 16 bits; larger ones have
+            smaller.
         expert_rows: (mean rows an expert gets, rows of a block) in ascending order: the last one that is reached
             counts. A block belongs to one expert; larger ones fill the matrix unit better and waste more padding.
         int8: whether matrices in eight bits are faster. On v4 the compiler's unpacking of them takes longer than
             reading twice the bytes (docs/kernels.md).
+        spills: whether float32 matrices may not fit the registers.
     """
 
     name: str
@@ -44,6 +47,11 @@ class Generation:
     sequence_head: int = 256
     expert_rows: tuple[tuple[int, int], ...] = ((0, 16), (24, 32), (48, 64), (96, 128), (768, 256))
     int8: bool = True
+    spills: bool = True
+
+    def spilled(self, dtype: jnp.dtype | str, matrices: int) -> int:
+        """`matrices`, as many at most as a kernel of experts spills out of registers in float32; otherwise none."""
+        return matrices if self.spills and jnp.dtype(dtype).itemsize == 4 else 0
 
 
 MIB = 1 << 20
@@ -62,7 +70,7 @@ GENERATIONS = {
         expert_rows=((0, 16), (24, 32), (48, 64), (96, 128), (512, 256)),
     ),
 }
-INTERPRETED = Generation("interpreted", cores=2, vmem=1 << 40)
+INTERPRETED = Generation("interpreted", cores=2, vmem=1 << 40, spills=False)
 
 
 def generation() -> Generation | None:

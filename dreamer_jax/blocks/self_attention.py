@@ -158,7 +158,7 @@ class SelfAttention(Block):
 def scores_cost(heads: int, kv_heads: int, size: int, on: OnChip) -> Operation:
     """Scores and values of causal attention over the sequence, by whole blocks of the triangle."""
     width, rotated = heads * tiled(size), (heads + kv_heads) * size
-    block = min(largest_block(size, on.target), on.length)
+    block = min(largest_block(size, on.dtype, on.target), on.length)
     block = block_of(on.length, block) if on.length % LANES == 0 else block
     context = (on.length + block) / 2
     # Forward: scores and values. Backward: the scores again, and four products.

@@ -36,14 +36,15 @@ class Tiles:
         experts, inward, outward = routed
         block = [rows for reached, rows in target.expert_rows if tokens / experts >= reached][-1]
         itemsize, limit = jnp.dtype(dtype).itemsize, target.vmem
+        spilled = target.spilled(dtype, 3)
 
         def product(inner: int, tile: int) -> int:
-            weights = 4 * inner * tile  # two experts', the shared one, their sum
+            weights = (4 + spilled) * inner * tile  # two experts', the shared one, their sum
             rows = 2 * block * (inner + 2 * tile)
             return itemsize * (weights + rows) + 8 * block * tile
 
         def gradient(tile: int) -> int:
-            return 4 * 4 * inward * tile + itemsize * 2 * block * (inward + tile)
+            return 4 * (4 + spilled) * inward * tile + itemsize * 2 * block * (inward + tile)
 
         outputs = _largest(outward, limit, lambda tile: product(inward, tile))
         inputs = _largest(inward, limit, lambda tile: product(outward, tile))

@@ -58,7 +58,7 @@ def whole_vmem(cache: DepthCache, group: int, slots: int, backward: bool = True)
 
 def spilled_vmem(group: int, slots: int) -> int:
     """Bytes that the compiler takes beside for each token of the backward kernel's inner loop: what doesn't fit the
-    registers of its ways for 1 to `slots` slots, as measured for v4."""
+    registers of its ways for 1 to `slots` slots. An estimate, from two shapes that a v4 had no room for."""
     return 4 * LANES * 2 * group * (slots + 1)
 
 

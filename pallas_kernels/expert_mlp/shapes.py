@@ -51,11 +51,11 @@ class Tiles:
         """The tiles for P pairs over E experts of [F, h] on a TPU generation, or None if they don't fit its memory."""
         mean = pairs / experts
         blocks = [rows for reached, rows in target.expert_rows if mean >= reached]
-        block = next((b for b in blocks[::-1] if forward_vmem(b, size, hidden, dtype) <= target.vmem), None)
+        block = next((b for b in blocks[::-1] if forward_vmem(b, size, hidden, dtype, target) <= target.vmem), None)
         if block is None:
             return None
         divisors = [hidden // n for n in range(1, hidden // LANES + 1) if hidden % n == 0 and hidden // n % LANES == 0]
-        fitting = [tile for tile in divisors if gradient_vmem(block, size, tile, dtype) <= target.vmem]
+        fitting = [tile for tile in divisors if gradient_vmem(block, size, tile, dtype, target) <= target.vmem]
         return cls(block, fitting[0]) if fitting else None
 
 
@@ -74,16 +74,16 @@ def unsupported(indices: tuple[int, ...], gate_up: tuple[int, ...], dtype: jnp.d
     return None
 
 
-def forward_vmem(block: int, size: int, hidden: int, dtype: jnp.dtype) -> int:
+def forward_vmem(block: int, size: int, hidden: int, dtype: jnp.dtype, target: Generation) -> int:
     """Bytes of vector memory of the forward and the input-gradient kernel: weights and rows twice, and temporaries."""
-    weights = 2 * 3 * size * hidden
+    weights = (2 * 3 + target.spilled(dtype, 4)) * size * hidden
     rows = 2 * block * (3 * hidden + 5 * size)
     return (weights + rows) * jnp.dtype(dtype).itemsize + 4 * block * (4 * size + hidden)
 
 
-def gradient_vmem(block: int, size: int, columns: int, dtype: jnp.dtype) -> int:
+def gradient_vmem(block: int, size: int, columns: int, dtype: jnp.dtype, target: Generation) -> int:
     """Bytes of vector memory of the weight-gradient kernel: three buffers of totals, factors twice, one product."""
-    totals = 3 * 3 * size * columns
+    totals = (3 * 3 + target.spilled(dtype, 3)) * size * columns
     rows = 2 * block * (3 * size + 2 * columns)
     return 4 * (totals + size * columns) + rows * jnp.dtype(dtype).itemsize
 

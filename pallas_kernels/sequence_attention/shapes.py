@@ -28,10 +28,12 @@ def padded_head(size: int) -> int:
     return -(-size // half) * half
 
 
-def largest_block(size: int, target: Generation) -> int:
-    """The queries and keys of a block that a core has room for with heads of this size: half for each doubling."""
+def largest_block(size: int, dtype: jnp.dtype | str, target: Generation) -> int:
+    """The queries and keys of a block that a core has room for with heads of this size: half for each doubling, and
+    float32 is one."""
     block, head = target.sequence_block, target.sequence_head
-    while head < padded_head(size) and block > LANES:
+    wide = padded_head(size) * jnp.dtype(dtype).itemsize // 2
+    while head < wide and block > LANES:
         block, head = block // 2, 2 * head
     return block
 

@@ -61,4 +61,4 @@ _attend.defvjp(_forward, _backward)
 
 
 def _block(q):
-    return block_of(q.shape[2], largest_block(q.shape[3], generation() or INTERPRETED))
+    return block_of(q.shape[2], largest_block(q.shape[3], q.dtype, generation() or INTERPRETED))

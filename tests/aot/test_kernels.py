@@ -1,5 +1,6 @@
 """The attentions' kernels as libtpu compiles them: they fit, meet their bounds, and cost no more than is recorded."""
 
+import json
 import re
 import subprocess
 import sys
@@ -28,6 +29,15 @@ def test_depth_attention_compiles_without_temporaries(chip):
     assert len(found) == 6
     for key, row in found.items():
         assert row["temporary"] <= (4 if "n=4" in key[1] else 1) * DEPTH_TEMPORARY[key[0]], key
+
+
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+def test_odd_shapes_compile(chip):
+    """Of all kernels: many heads a key head, large heads, experts in float32. What no core has room for goes to XLA."""
+    command = [sys.executable, "-m", "tests.aot.compile_odd_shapes", TOPOLOGIES[chip]]
+    done = subprocess.run(command, env=child_environment(), check=True, capture_output=True, text=True)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == 15 and not [program for program in found if program["error"]]
 
 
 @pytest.mark.parametrize("chip", TOPOLOGIES)

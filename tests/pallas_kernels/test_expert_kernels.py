@@ -262,3 +262,13 @@ def test_the_papers_shapes_have_tiles(chip):
     for shape in ((32, 1024, 4096), (32, 2048, 1024), (32, 1024, 384), (32, 128, 1024)):
         assert LinearTiles.of(32768, shape, jnp.bfloat16, target) is not None
     assert "fit" in unsupported((32768, 8), (4, 2 * 65536, 1024), jnp.bfloat16, target)
+
+
+def test_float32_leaves_room_for_what_the_compiler_spills():
+    """On a v4, for which tests/aot compiles them; before, libtpu 0.0.42 ran out of vector memory."""
+    v4, f32 = tiles.GENERATIONS["v4"], jnp.float32
+    for size, hidden, block in ((640, 640, None), (944, 640, None), (568, 640, 16), (360, 1024, 16), (640, 512, 32)):
+        found = Tiles.of(3072, 6, size, hidden, f32, v4)
+        assert block == (found.block if found else None)
+    for shape, outputs in (((6, 1024, 1280), 256), ((6, 2560, 512), 128)):
+        assert LinearTiles.of(1024, shape, f32, v4).outputs == outputs

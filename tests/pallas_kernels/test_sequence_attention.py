@@ -90,11 +90,14 @@ def test_keys_of_a_block_that_are_taken_at_once(monkeypatch, length, block):
 def test_large_heads_have_smaller_blocks():
     """What a core has room for, as compiled: v4 has it for 128 in blocks of 1024, the others for 256."""
     found = [
-        largest_block(size, tiles.GENERATIONS[chip]) for chip in ("v4", "v5p") for size in (96, 192, 256, 320, 512)
+        largest_block(size, jnp.bfloat16, tiles.GENERATIONS[chip])
+        for chip in ("v4", "v5p")
+        for size in (96, 192, 256, 320, 512)
     ]
     assert found == [1024, 512, 512, 256, 256, 1024, 1024, 1024, 512, 512]
-    assert block_of(1536, largest_block(192, tiles.GENERATIONS["v4"])) == 512
-    assert largest_block(1 << 20, tiles.GENERATIONS["v4"]) == 128
+    assert block_of(1536, largest_block(192, jnp.bfloat16, tiles.GENERATIONS["v4"])) == 512
+    assert largest_block(1 << 20, jnp.bfloat16, tiles.GENERATIONS["v4"]) == 128
+    assert largest_block(192, jnp.float32, tiles.GENERATIONS["v5p"]) == 512
 
 
 def test_a_large_head_computes_the_definition(monkeypatch):
