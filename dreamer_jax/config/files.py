@@ -23,7 +23,7 @@ from dreamer_jax.config.keys import (
     unknown_key,
 )
 from dreamer_jax.config.values import ModelConfig
-from dreamer_jax.configs import nearest_file
+from dreamer_jax.configs import matching, nearest_file
 from dreamer_jax.errors import ConfigError
 
 _PLAIN_TAGS = {
@@ -177,7 +177,9 @@ def _read_base(path: Path, node: yaml.Node, chain: tuple[Path, ...]) -> list[Lin
         cycle = " -> ".join(str(parent) for parent in (*chain, base))
         raise ConfigError(f"{at(path, node)}: base files form a cycle: {cycle}")
     if not base.is_file():
-        raise ConfigError(f"{at(path, node)}: base: no such file '{base}'{_nearest_file(base)}")
+        packaged = matching(node.value, ("configuration",))
+        hint = f"; the package's is {packaged[0]}" if packaged else _nearest_file(base)
+        raise ConfigError(f"{at(path, node)}: base: no such file '{base}'{hint}")
     return read_file(base, chain)
 
 

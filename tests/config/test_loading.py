@@ -137,6 +137,7 @@ MISTAKES = {
     "negative": ("run: {seed: -1}\n", "a.yaml:1: run.seed: -1 is negative"),
     "zero": ("training: {steps: 0}\n", "a.yaml:1: training.steps: 0 is too small"),
     "base missing": ("base: abc.yaml\n", "a.yaml:1: base: no such file"),
+    "base by a name": ("base: la_tiny\n", "la_tiny'; the package's is "),
     "base is a list": ("base: [b.yaml]\n", "a.yaml:1: base: expected the path of one file"),
     "base is itself": ("\nbase: a.yaml\n", "a.yaml:2: base files form a cycle: "),
 }
