@@ -269,14 +269,13 @@ def test_the_worked_example_of_a_family(workplace, monkeypatch, capsys):
     monkeypatch.setenv(VARIABLE, "")
     (module,) = documented_python("docs/add_family.md")
     (workplace / EXAMPLE).write_text(module)
-    (workplace / "looped.yaml").write_text(
-        "model:\n  family: looped\n  depth: 3\ndata:\n  sequence_length: 32\n  difficulty: 2\n  heldout_records: 4\n"
-        "training:\n  steps: 2\n  batch_size: 2\n  warmup_steps: 1\n"
-    )
+    _, _, configuration = (ROOT / "docs/add_family.md").read_text().partition("```yaml\n")
+    (workplace / "looped.yaml").write_text(configuration.partition("```")[0])
     said = {}
     for command in [command for _, command in COMMANDS if EXAMPLE in command]:
         words = shlex.split(command)[1:]
-        assert main(words) == 0
+        short = ["--training.steps", "2", "--training.warmup_steps", "1"] if words[0] == "train" else []
+        assert main([*words, *short]) == 0
         said[words[0]] = capsys.readouterr().out
     assert list(said) == ["budget", "train", "generate"]
     assert "parameters (+0)" in said["budget"] and "(+0.0000 %)" in said["budget"]
