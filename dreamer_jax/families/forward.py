@@ -85,8 +85,7 @@ def forward(
         return Pass(state, (), counts, inputs, memory, context, depth)
     if kept_states:
         scan = dataclasses.replace(scan, step=_showing_states(scan.step), output_depths=kept_states)
-    scanned = scan(weights, initial_state, inputs, memory, context, drawn.depth)
-    state, outputs, counts, left = scanned
+    state, outputs, counts, left = scan(weights, initial_state, inputs, memory, context, drawn.depth)
     passed = Pass(state, outputs, counts, inputs, memory, context, depth, left=left)
     return passed._replace(outputs=(), states=outputs) if kept_states else passed
 
