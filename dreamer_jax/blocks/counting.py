@@ -250,6 +250,7 @@ class Share:
         truncated: of its applications, how many are differentiated, the last ones; None for all.
         cached: of its applications, how many keep keys in generation; None for all.
         every: it is applied at depth 0 and every so many-th from there.
+        skips: but not at so many of those, the first ones.
     """
 
     part: str
@@ -261,6 +262,11 @@ class Share:
     truncated: int | None = None
     cached: int | None = None
     every: int = 1
+    skips: int = 0
+
+    def acting(self, depths: int) -> int:
+        """Of so many depths from 0, at how many it is applied."""
+        return max(0, -(-depths // self.every) - self.skips)
 
     @property
     def differentiated(self) -> int:

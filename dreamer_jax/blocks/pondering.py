@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from dreamer_jax.blocks.counting import Counted, Reach
 from dreamer_jax.blocks.head import logits_of
@@ -28,6 +30,45 @@ def expected_embedding(hidden: jax.Array, head: jax.Array, table: jax.Array) -> 
     return found.reshape(-1, hidden.shape[-1])[: len(flat)].reshape(hidden.shape)
 
 
+def expected_after(passes: Any, hidden: jax.Array, head: jax.Array, table: jax.Array) -> jax.Array:
+    """`expected_embedding` where a pass has predicted something, zeros where none has; [B, P, h].
+
+    Where there is one number for all nothing is computed before the first pass. The backward pass keeps the arguments
+    alone: jax would have both branches hand over the matrices, anew in every pass.
+
+    Args:
+        passes: how many there were: one number for all, or in decoding [B, P].
+        hidden, head, table: as of `expected_embedding`.
+    """
+    if jnp.ndim(passes):
+        return jnp.where((passes > 0)[..., None], expected_embedding(hidden, head, table), 0)
+    return _between_passes(passes, hidden, head, table)
+
+
+@jax.custom_vjp
+def _between_passes(passes, hidden, head, table):
+    return jax.lax.cond(passes == 0, lambda *_: jnp.zeros_like(hidden), expected_embedding, hidden, head, table)
+
+
+def _forward(*arguments):
+    return _between_passes(*arguments), arguments
+
+
+def _backward(residuals, d_mean):
+    passes, *arguments = residuals
+
+    def nothing(_):
+        return tuple(map(jnp.zeros_like, arguments))
+
+    def pulled(d_mean):
+        return jax.vjp(expected_embedding, *arguments)[1](d_mean)
+
+    return None, *jax.lax.cond(passes == 0, nothing, pulled, d_mean)
+
+
+_between_passes.defvjp(_forward, _backward)
+
+
 @dataclass(frozen=True)
 class Pondering(Counted):
     """What `expected_embedding` costs; both matrices are counted where they belong.
@@ -48,7 +89,7 @@ class Pondering(Counted):
         return self.vocab_size + self.hidden_size
 
     def extra_training_flops(self) -> float:
-        """The logits a second time, for the gradient; nothing of that asks for the mean."""
+        """The logits once more for the gradient, which no policy keeps; nothing of that asks for the mean."""
         return 2 * self.vocab_size * self.hidden_size
 
     def intermediate_elements(self) -> int:

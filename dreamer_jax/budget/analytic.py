@@ -118,12 +118,10 @@ def applied(family: Family, share: Share, work: Work) -> tuple[float, float]:
     if share.outside:
         times = work.losses if share.part in READOUT else 1
         return times * share.depths, times * share.differentiated
-    if share.every > 1:  # the depths at which it acts aren't spread evenly over a pass
-        forward, before, whole = (
-            -(-depth // share.every) for depth in (work.depth, work.depth - work.differentiated, family.depth)
-        )
-        beside = work.beside * share.depths / family.depth
-        return share.depths * forward / whole + beside, share.depths * (forward - before) / whole + beside
+    if share.every > 1 or share.skips:  # the depths at which it acts aren't spread evenly over a pass
+        forward, before, whole = map(share.acting, (work.depth, work.depth - work.differentiated, family.depth))
+        each, beside = share.depths / max(1, whole), work.beside * share.depths / family.depth
+        return each * forward + beside, each * (forward - before) + beside
     forward, backward = work.depth + work.beside, work.differentiated + work.beside
     return share.depths * forward / family.depth, share.depths * backward / family.depth
 
@@ -159,8 +157,7 @@ def executed_training_flops(
 
     Some blocks take more than two products for each of the forward. `remat` computes the forward of the differentiated
     depths a second time. Layers before and after the recurrence keep their input only and are computed again in any
-    case, and for losses before the last once more, with the head; pondering says itself what it computes again, and for
-    the last loss the head is computed once.
+    case, and for losses before the last once more, with the head; for the last loss the head is computed once.
     """
     matmul, elementwise = training_flops(family, sequence_length, work)
     for its in work or whole(family):
@@ -168,7 +165,7 @@ def executed_training_flops(
         for share in family.blocks():
             count = its.share * applied(family, share, its)[1]
             matmul += count * share.block.extra_training_flops()
-            if (remat or share.outside) and share.part not in ("head", "pondering"):
+            if (remat or share.outside) and share.part != "head":
                 matmul += count * (share.block.matmul_flops(reach) + _further_losses(family, share, its, reach))
                 elementwise += count * share.block.elementwise_flops(reach)
             if share.outside and share.part in READOUT:  # losses before the last are computed again whole

@@ -9,7 +9,8 @@ Language Models to Ponder in Continuous Space"; section 3.1.2 of the survey of l
     logits = W_out h_L
 
 Only the last prediction is trained. A pass is a depth of the scan, l = t - 1, and every pass has keys of its own. The
-mean after the last pass is computed and not used: a depth doesn't have to know that it is the last one.
+model ponders at the start of a pass but the first, on what the pass before predicted: so nothing is computed after the
+last, and no depth has to know that it is the last one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dreamer_jax.blocks.memory import Context, Fresh, Memory
 from dreamer_jax.blocks.norms import RMSNorm, rms_norm
 from dreamer_jax.blocks.operations import REFERENCE
 from dreamer_jax.blocks.parameters import Parameter, normal
-from dreamer_jax.blocks.pondering import Pondering, expected_embedding
+from dreamer_jax.blocks.pondering import Pondering, expected_after
 from dreamer_jax.blocks.self_attention import SelfAttention
 from dreamer_jax.blocks.shared_slots import SharedSlots
 from dreamer_jax.families.contract import Batch, Family, Flags, Knob
@@ -39,7 +40,7 @@ class Pondered(NamedTuple):
     """A position between two passes.
 
     Attributes:
-        x: [B, P, h], x_{t+1}, what the next pass gets.
+        x: [B, P, h], x_t, what the last pass got; x_1 before the first.
         h: [B, P, h], h_t, what the head reads; zero before the first pass.
     """
 
@@ -114,12 +115,12 @@ class Ponder(Family):
         return Pondered(entered, jnp.zeros_like(entered))
 
     def step(self, weights, state, inputs, depth, memory, context, tape=None) -> Stepped:
-        """x_t -> h_t, and x_{t+1}."""
+        """x_{t-1}, h_{t-1} -> x_t, h_t."""
         shared = weights.shared
-        x, kept = apply_layers(self.layer, shared["layers"], state.x, depth, memory.sequence, context)
-        h = rms_norm(x, shared["final_norm"], self.config.norm_epsilon)
-        thought = expected_embedding(h, shared["head"], shared["embedding"])
-        return Stepped(Pondered(state.x + thought, h), memory._replace(sequence=kept), (), {})
+        x = state.x + expected_after(depth.index, state.h, shared["head"], shared["embedding"])
+        passed, kept = apply_layers(self.layer, shared["layers"], x, depth, memory.sequence, context)
+        h = rms_norm(passed, shared["final_norm"], self.config.norm_epsilon)
+        return Stepped(Pondered(x, h), memory._replace(sequence=kept), (), {})
 
     def readout(self, params: Any, state: Pondered, memory: Memory, context: Context) -> tuple[jax.Array, Memory]:
         """h_t."""
@@ -130,8 +131,8 @@ class Ponder(Family):
         return state.h
 
     def carried(self, state: Pondered) -> jax.Array:
-        """x_{t+1}: h_t has gone into it, and the next pass doesn't see it."""
-        return state.x
+        """x_t and h_t, side by side: x_{t+1} is made of both."""
+        return jnp.concatenate(state, axis=-1)
 
     # Memories.
 
@@ -147,13 +148,13 @@ class Ponder(Family):
     # Counting.
 
     def blocks(self) -> list[Share]:
-        """One set of layers, applied in every pass, with the final norm and the way back to the input behind them."""
+        """One set of layers, applied in every pass, with the final norm behind them, and between two the way back."""
         c, hidden = self.config, self.config.hidden_size
         return [
             Share("embedding", Embedding(c.vocab_size, hidden), 1, 1, outside=True),
             *layer_shares(self.layer, "layers", c.layers, c.depth),
             Share("layers", RMSNorm(hidden, parent=None), 1, c.depth),
-            Share("pondering", Pondering(c.vocab_size, hidden), 0, c.depth),
+            Share("pondering", Pondering(c.vocab_size, hidden), 0, c.depth - 1, skips=1),
             Share("head", Head(c.vocab_size, hidden), 1, 1, outside=True),
         ]
 

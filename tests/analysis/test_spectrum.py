@@ -142,13 +142,14 @@ def whole_jacobians(family: Family, params: Any, model_state: Any, batch: Any, t
         for l in range(at):
             state, memory, *_ = step(l, state, memory)
         leaves, tree = jax.tree.flatten(state)
-        (place,) = [i for i, leaf in enumerate(leaves) if leaf is family.carried(state)]
+        places = [i for i, leaf in enumerate(leaves) if leaf is family.carried(state)] or range(len(leaves))
 
         def after(x):
-            changed = tree.unflatten([*leaves[:place], x, *leaves[place + 1 :]])
+            parts = dict(zip(places, jnp.split(x, len(places), axis=-1), strict=True))
+            changed = tree.unflatten([parts.get(i, leaf) for i, leaf in enumerate(leaves)])
             return family.carried(step(at, changed, memory).state)
 
-        return jax.jacrev(after)(leaves[place])
+        return jax.jacrev(after)(jnp.concatenate([leaves[i] for i in places], axis=-1))
 
     jacobian, found = np.asarray(jax.jit(whole)(params, batch), np.float64), []
     for row, real in enumerate(np.asarray(batch["segment_ids"]) > 0):

@@ -14,7 +14,7 @@ import pytest
 from dreamer_jax.blocks import loss as loss_block
 from dreamer_jax.blocks.memory import Context, Fresh, Memory
 from dreamer_jax.blocks.pondering import expected_embedding
-from dreamer_jax.budget import memory, program
+from dreamer_jax.budget import analytic, memory, program
 from dreamer_jax.config.models.ponder import PonderConfig
 from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import build, depth_of, forward
@@ -107,8 +107,8 @@ def test_gradients_are_those_of_the_unrolled_passes():
 
     def unrolled(params):
         x, context = params["embedding"][TOKENS], Context(ones, places)
-        for t in range(TINY.depth):
-            its = family.step(family.weights(params), Pondered(x, x), (), depth_of(t, 3), Memory(Fresh()), context)
+        for _ in range(TINY.depth):
+            its = family.step(family.weights(params), Pondered(x, x), (), depth_of(0, 3), Memory(Fresh()), context)
             logits = its.state.h @ params["head"].T
             x = x + jax.nn.softmax(logits) @ params["embedding"]
         picked = jnp.take_along_axis(jax.nn.log_softmax(logits), TARGETS[..., None], -1)[..., 0]
@@ -172,6 +172,17 @@ def test_both_counters_agree():
     layer = 2 * 16 * (4 + 2) * 6 + 3 * 16 * 40 + 2 * 16
     assert found.parameters == 2 * 23 * 16 + 2 * layer + 16
     assert memory.caches(build(config), 10) == {"layers cache": 5 * 2 * 10 * 2 * 2 * 6 * 2}
+
+
+@pytest.mark.parametrize("passes", [1, 2, 5])
+def test_training_at_another_depth_ponders_between_its_own_passes(passes):
+    """And passes that aren't differentiated, the first of which doesn't ponder, cost less by what they are."""
+    family, own = build(TINY), build(dataclasses.replace(TINY, depth=passes))
+    whole = analytic.training_flops(family, 7, [analytic.Work(1.0, passes, passes)])
+    assert whole == pytest.approx(analytic.training_flops(own, 7))
+    without = analytic.training_flops(family, 7, [analytic.Work(1.0, passes, passes - 1)])
+    layers = analytic.matmul_flops(own, context=4)["layers"] / passes
+    assert whole[0] - without[0] == pytest.approx(2 * layers)
 
 
 @pytest.mark.parametrize(
