@@ -21,7 +21,8 @@ from dreamer_jax.parallel import batch_spec, make_mesh
 from dreamer_jax.parallel.distributed import place_rows, rows_of_devices
 from dreamer_jax.planning.roofline import roofline
 from dreamer_jax.planning.topology import Topology, parse_topology
-from dreamer_jax.studies.study import FIRST, Entrant, describe, entrants, warnings
+from dreamer_jax.studies.entrants import Entrant, describe, entrants, warnings
+from dreamer_jax.studies.study import FIRST
 from dreamer_jax.studies.study_file import TRIAL_SHARE, StudyFile
 from dreamer_jax.training.state import create_state
 from dreamer_jax.training.train_step import make_train_step

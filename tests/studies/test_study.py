@@ -26,8 +26,9 @@ from dreamer_jax.evaluation.comparison import data_efficiency
 from dreamer_jax.studies import comparison, jobs
 from dreamer_jax.studies import study as study_module
 from dreamer_jax.studies.difficulty import difficulties
+from dreamer_jax.studies.entrants import describe, entrants, warnings
 from dreamer_jax.studies.expert_use import SETTINGS as COUNTED
-from dreamer_jax.studies.study import conduct, describe, entrants, measured
+from dreamer_jax.studies.study import conduct, measured
 from dreamer_jax.studies.study_file import only, quick, read_study, settled
 from dreamer_jax.studies.study_plan import plan
 
@@ -209,7 +210,7 @@ def test_a_cost_that_is_not_asked_for_is_not_missed(tmp_path):
     flops, params = (describe(each)["gaps_percent"] for each in every[1:3])
     assert abs(flops["flops_per_token"]) < 1 < abs(flops["params"])
     assert abs(params["params"]) < 1 < abs(params["flops_per_token"])
-    assert study_module.warnings(every, "plain") == []
+    assert warnings(every, "plain") == []
 
 
 def test_some_members_of_a_study_are_what_they_are_in_all_of_it(tmp_path):
