@@ -31,11 +31,13 @@ class Classifier(Block):
         hidden_size: h.
         classes: C.
         readout: see `READ`.
+        losses: depths whose states the loss of training reads; elsewhere it is one.
     """
 
     hidden_size: int
     classes: int
     readout: Readout
+    losses: int = 1
 
     @nn.compact
     def __call__(self, z: jax.Array) -> jax.Array:
@@ -62,9 +64,14 @@ class Classifier(Block):
         return 2 * self._products / reach.context
 
     @nn.nowrap
+    def loss_flops(self, reach: Reach) -> float:
+        """As much again for each depth beyond the first."""
+        return (self.losses - 1) * self.matmul_flops(reach)
+
+    @nn.nowrap
     def logit_elements(self) -> int:
         """At most those of a row."""
-        return self.classes
+        return self.losses * self.classes
 
     @property
     def _products(self) -> int:

@@ -222,7 +222,7 @@ class DepthRecurrent(PuzzleFamily):
             Share("residual", norm, 2, 2 * depth),
             *scales,
             Share("residual", Residual(hidden, 3 if tables else 2, 2, rotated), 0, depth),
-            Share("head", self.classifier, 1, 1, outside=True),
+            Share("head", self.classifier.clone(losses=1 if c.loss_at == "last" else depth), 1, 1, outside=True),
         ]
 
     def describe(self) -> dict[str, Any]:

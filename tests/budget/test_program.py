@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from dreamer_jax.blocks.operations import operations_of
 from dreamer_jax.budget import analytic, lowered, memory, program
 from dreamer_jax.config.models.cotformer import CotformerConfig
+from dreamer_jax.config.models.depth_recurrent import DepthRecurrentConfig
 from dreamer_jax.config.models.dreamer import DreamerConfig, Mixing, Variant
 from dreamer_jax.config.models.huginn import HuginnConfig
 from dreamer_jax.config.models.ouro import OuroConfig
@@ -248,6 +249,23 @@ def test_what_losses_before_the_last_compute_again(scored: int) -> None:
     params, state = nn.meta.unbox(family.shapes)
     step = flops(make_loss_and_gradient(config, family), params, state, batch, jax.ShapeDtypeStruct((), jnp.int32)) / 6
     assert step == pytest.approx(analytic.executed_training_flops(family, 1, False, work_of(config))[0], rel=0.02)
+
+
+@pytest.mark.parametrize("loss_at", ["last", "every"])
+def test_a_classifier_reads_as_many_states_as_the_loss(loss_at: Any) -> None:
+    """Rows of two tokens, of which both are read."""
+    sizes = {"hidden_size": 24, "heads": 2, "mlp_size": 10, "vocab_size": 5, "depth_min": 4, "depth": 4}
+    model = DepthRecurrentConfig(loss_at=loss_at, readout="pair", dtype="float32", **sizes)
+    family = build(model, program.COUNTING)
+    params, state = nn.meta.unbox(family.shapes)
+
+    def loss(params, tokens):
+        batch = {"tokens": tokens, "targets": tokens, "loss_mask": jnp.ones(tokens.shape, bool)}
+        batch["read"] = jnp.broadcast_to(jnp.arange(2), tokens.shape)
+        return family.loss(params, forward(family, params, state, batch, None, "none"), batch)[0]
+
+    step = flops(jax.grad(loss), params, jax.ShapeDtypeStruct((6, 2), jnp.int32)) / 12
+    assert step == pytest.approx(analytic.executed_training_flops(family, 2, False)[0], rel=0.01)
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
