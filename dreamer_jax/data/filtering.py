@@ -12,9 +12,10 @@ import numpy as np
 
 from dreamer_jax.data.cleaning import Truncated, remove_calculator_notes, repair, strip_traces
 from dreamer_jax.data.decontamination import BenchmarkIndex
+from dreamer_jax.data.formats import Item, Unit
 from dreamer_jax.data.jsonl import Broken, Template
 from dreamer_jax.data.mixture import BenchmarkSpec, Mixture, SourceSpec
-from dreamer_jax.data.readers import Item, Unit, read_all, read_unit
+from dreamer_jax.data.readers import read_all, read_unit
 from dreamer_jax.data.records import Record
 from dreamer_jax.data.storage import Kept, PartWriter, whole_directory, write_json
 from dreamer_jax.data.tokenizers import Tokenizer, encode_pair

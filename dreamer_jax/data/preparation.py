@@ -26,10 +26,11 @@ import numpy as np
 from dreamer_jax.data import deduplication as dedup
 from dreamer_jax.data import reporting
 from dreamer_jax.data.filtering import Tally, compared, question_template, templates
+from dreamer_jax.data.formats import Unit
 from dreamer_jax.data.mixture import Mixture, load_mixture
 from dreamer_jax.data.preparation_worker import Worker, heldout_file
 from dreamer_jax.data.prepared import FORMAT, check_index
-from dreamer_jax.data.readers import Unit, files_of, plan_units
+from dreamer_jax.data.readers import files_of, plan_units
 from dreamer_jax.data.storage import PartReader, remove_leftovers, whole_file, write_array, write_json
 from dreamer_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dreamer_jax.data.words import BANDS

@@ -11,9 +11,9 @@ import numpy as np
 
 from dreamer_jax.data import deduplication as dedup
 from dreamer_jax.data.filtering import Tally, UnitFilter, read_benchmarks
+from dreamer_jax.data.formats import Unit
 from dreamer_jax.data.mixture import Mixture
 from dreamer_jax.data.prepared import write_shard
-from dreamer_jax.data.readers import Unit
 from dreamer_jax.data.records import Document
 from dreamer_jax.data.storage import Kept, PartReader, whole_file, write_json
 from dreamer_jax.data.tokenizers import load_tokenizer

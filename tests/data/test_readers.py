@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dreamer_jax.data import readers
+from dreamer_jax.data import formats, readers
 from dreamer_jax.data.catalogue import BENCHMARKS, TRAINING
 from dreamer_jax.data.jsonl import Broken
 from dreamer_jax.data.mixture import BenchmarkSpec, SourceSpec, load_mixture
@@ -60,7 +60,7 @@ def test_text(tmp_path: Path) -> None:
     spec = SourceSpec(path=str(tmp_path / "a.txt"), prompt="", completion="{text}")
     values = read(spec)
     assert "".join(value["text"] for value in values) == "".join(lines) and len(values) > 3
-    assert all(len(value["text"]) <= readers.TEXT_RECORD_BYTES for value in values)
+    assert all(len(value["text"]) <= formats.TEXT_RECORD_BYTES for value in values)
     assert "".join(value["text"] for value in read(spec, unit_bytes=10_000)) == "".join(lines)
     (tmp_path / "a.txt").write_bytes(b"good\n\xff\xfe\n")
     assert read(spec) == ["broken: not valid UTF-8"]
