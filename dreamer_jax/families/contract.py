@@ -338,6 +338,11 @@ class Family(abc.ABC):
         and what is only read out, are left out: the Jacobian of a step is that of this."""
         return self.stream(state)
 
+    def resumed(self, weights: Weights, state: PyTree) -> PyTree:
+        """The state with what the next step does to it before all else, such as adding to `carried` what it makes of
+        the rest; as a rule nothing. The Jacobian of a step is that of what is carried then, so this is of it too."""
+        return state
+
     # Memories.
 
     @abc.abstractmethod

@@ -31,7 +31,7 @@ def step_near(
     def after(change: jax.Array) -> jax.Array:
         changed = jax.tree.map(_moved, state, into(change.astype(carried.dtype))[0])
         stepped = family.step(weights, changed, inputs, depth, memory, context)
-        return family.carried(stepped.state).astype(jnp.float32)
+        return family.carried(family.resumed(weights, stepped.state)).astype(jnp.float32)
 
     return after, jnp.zeros(carried.shape)
 

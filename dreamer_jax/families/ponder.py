@@ -29,7 +29,7 @@ from dreamer_jax.blocks.memory import Context, Fresh, Memory
 from dreamer_jax.blocks.norms import RMSNorm, rms_norm
 from dreamer_jax.blocks.operations import REFERENCE
 from dreamer_jax.blocks.parameters import Parameter, normal
-from dreamer_jax.blocks.pondering import Pondering, expected_after
+from dreamer_jax.blocks.pondering import Pondering, expected_after, expected_embedding
 from dreamer_jax.blocks.self_attention import SelfAttention
 from dreamer_jax.blocks.shared_slots import SharedSlots
 from dreamer_jax.families.contract import Batch, Family, Flags, Knob
@@ -131,8 +131,13 @@ class Ponder(Family):
         return state.h
 
     def carried(self, state: Pondered) -> jax.Array:
-        """x_t and h_t, side by side: x_{t+1} is made of both."""
-        return jnp.concatenate(state, axis=-1)
+        """x_t."""
+        return state.x
+
+    def resumed(self, weights: Weights, state: Pondered) -> Pondered:
+        """With x_{t+1} in the place of x_t."""
+        shared = weights.shared
+        return state._replace(x=state.x + expected_embedding(state.h, shared["head"], shared["embedding"]))
 
     # Memories.
 

@@ -142,14 +142,13 @@ def whole_jacobians(family: Family, params: Any, model_state: Any, batch: Any, t
         for l in range(at):
             state, memory, *_ = step(l, state, memory)
         leaves, tree = jax.tree.flatten(state)
-        places = [i for i, leaf in enumerate(leaves) if leaf is family.carried(state)] or range(len(leaves))
+        (place,) = [i for i, leaf in enumerate(leaves) if leaf is family.carried(state)]
 
         def after(x):
-            parts = dict(zip(places, jnp.split(x, len(places), axis=-1), strict=True))
-            changed = tree.unflatten([parts.get(i, leaf) for i, leaf in enumerate(leaves)])
-            return family.carried(step(at, changed, memory).state)
+            changed = tree.unflatten([*leaves[:place], x, *leaves[place + 1 :]])
+            return family.carried(family.resumed(weights.at(at), step(at, changed, memory).state))
 
-        return jax.jacrev(after)(jnp.concatenate([leaves[i] for i in places], axis=-1))
+        return jax.jacrev(after)(leaves[place])
 
     jacobian, found = np.asarray(jax.jit(whole)(params, batch), np.float64), []
     for row, real in enumerate(np.asarray(batch["segment_ids"]) > 0):
@@ -165,12 +164,14 @@ def slow_but(*quick: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", slow_but("universal"))
 def test_it_is_that_of_the_whole_jacobian_for_every_family(name):
-    """As close as power iteration comes where the largest eigenvalues are close to one another."""
+    """As close as power iteration comes where the largest eigenvalues are close to one another; with half of the
+    products it can be 5 % off, if it starts with a vector that has little of the largest."""
     config = TINY_MODELS[name]
     family, params = build(config), jax.tree.map(jnp.asarray, drawn_params(config))
     model_state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), family.shapes[1])
     batch, total, at = row_of(config), usual_depths(family)[-1], 1
-    measure = functools.partial(radii, family, total, params, model_state, batch, np.int32(total), np.int32(at))
+    measured = functools.partial(radii, family, total, params, model_state, batch, np.int32(total), np.int32(at))
+    measure = functools.partial(measured, iterations=2 * ITERATIONS)
     found, whole = measure(jax.random.key(0)), whole_jacobians(family, params, model_state, batch, total, at)
     np.testing.assert_allclose(found, [np.abs(np.linalg.eigvals(its)).max() for its in whole], rtol=0.03)
     np.testing.assert_array_equal(found, measure(jax.random.key(0)))

@@ -18,6 +18,7 @@ from dreamer_jax.budget import analytic, memory, program
 from dreamer_jax.config.models.ponder import PonderConfig
 from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import build, depth_of, forward
+from dreamer_jax.families.nearby import step_near
 from dreamer_jax.families.ponder import Pondered
 from dreamer_jax.inference import Engine, fold
 from tests.families.cases import drawn_params, logits_in_flight
@@ -118,6 +119,24 @@ def test_gradients_are_those_of_the_unrolled_passes():
     _, found = passing()(drawn_params(TINY), BATCH)
     scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(wanted))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * scale, rtol=1e-5), found, wanted)
+
+
+def test_the_jacobian_is_that_of_one_input_by_the_one_before():
+    """x_{t+1} by x_t: a thought is of it, though it is the next pass that has it."""
+    family, params = build(TINY), drawn_params(TINY)
+    ones, weights = jnp.ones((1, 2), jnp.int32), family.weights(params)
+    context = Context(ones, jnp.arange(2)[None])
+    x, h = jnp.asarray(RNG.normal(size=(2, 1, 2, 16)), jnp.float32)
+    after, nothing = step_near(family, weights, Pondered(x, h), (), depth_of(1, 3), Memory(Fresh()), context)
+
+    def following(x):
+        h = family.step(weights, Pondered(x, x), (), depth_of(0, 3), Memory(Fresh()), context).state.h
+        return x + jax.nn.softmax(h @ params["head"].T) @ params["embedding"]
+
+    input_ = x + jax.nn.softmax(h @ params["head"].T) @ params["embedding"]
+    found, wanted = jax.jit(jax.jacrev(after))(nothing), jax.jit(jax.jacrev(following))(input_)
+    np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+    assert np.abs(wanted.reshape(32, 32) - np.eye(32)).max() > 0.1
 
 
 def test_limits():
