@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dreamer_jax.blocks.counting import Counted, Reach
+from dreamer_jax.blocks.counting import BFLOAT16_BYTES, FLOAT32_BYTES, Counted, OnChip, Operation, Reach, tiled
 from dreamer_jax.blocks.head import logits_of
 from dreamer_jax.blocks.loss import chunks
+from pallas_kernels.kept import keep
 
 
 def expected_embedding(hidden: jax.Array, head: jax.Array, table: jax.Array) -> jax.Array:
@@ -51,7 +53,7 @@ def _between_passes(passes, hidden, head, table):
 
 
 def _forward(*arguments):
-    return _between_passes(*arguments), arguments
+    return keep(_between_passes(*arguments)), arguments
 
 
 def _backward(residuals, d_mean):
@@ -95,3 +97,15 @@ class Pondering(Counted):
     def intermediate_elements(self) -> int:
         """The prediction's state and the mean; probabilities exist in chunks only."""
         return 2 * self.hidden_size
+
+    def kept_elements(self) -> int:
+        """The mean."""
+        return self.hidden_size
+
+    def step_cost(self, on: OnChip) -> Iterator[Operation]:
+        """In chunks of tokens: logits in float32 and shares in the dtype of the state go through HBM, forward, again
+        where the policy says so, and for the gradient with what comes back to them."""
+        times = 3 + on.again.products
+        flops = 2 * on.tokens * self.hidden_size * tiled(self.vocab_size) * (2 * times + 1)
+        moved = on.tokens * self.vocab_size * times * 2 * (FLOAT32_BYTES + BFLOAT16_BYTES)
+        yield Operation("pondering", flops, moved)

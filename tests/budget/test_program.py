@@ -235,6 +235,26 @@ def test_what_the_gradient_computes_again(model: Any, remat: Any) -> None:
     assert step == pytest.approx(analytic.executed_training_flops(family, 1, remat == "full")[0], rel=0.02)
 
 
+@pytest.mark.parametrize("remat", ["none", "attention", "full"])
+def test_what_a_larger_vocabulary_costs_a_pondering_model(remat: Any) -> None:
+    """A thought is kept under remat "attention" too."""
+
+    def counted(vocabulary: int) -> tuple[float, float]:
+        sizes = {"hidden_size": 24, "heads": 2, "kv_heads": 2, "head_size": 8, "mlp_size": 40, "dtype": "float32"}
+        family = build(PonderConfig(depth=3, layers=1, vocab_size=vocabulary, **sizes), program.COUNTING)
+        params, state = nn.meta.unbox(family.shapes)
+
+        def loss(params, tokens):
+            passed = forward(family, params, state, {"tokens": tokens}, None, remat)
+            return jnp.sum(family.logits(params, passed.state.h) ** 2)
+
+        step = flops(jax.grad(loss), params, jax.ShapeDtypeStruct((6, 1), jnp.int32)) / 6
+        return step, analytic.executed_training_flops(family, 1, remat == "full")[0]
+
+    (less, expected_less), (more, expected_more) = counted(50), counted(80)
+    assert more - less == expected_more - expected_less
+
+
 @pytest.mark.parametrize("scored", [1, 3])
 def test_what_losses_before_the_last_compute_again(scored: int) -> None:
     """The coda and the head."""

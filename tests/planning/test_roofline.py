@@ -14,6 +14,7 @@ from dreamer_jax.budget import analytic
 from dreamer_jax.config import Config
 from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.config.models.huginn import HuginnConfig
+from dreamer_jax.config.models.ponder import PonderConfig
 from dreamer_jax.config.recurrence import RecurrenceConfig
 from dreamer_jax.config.sections import DataConfig, MeshConfig, TrainingConfig
 from dreamer_jax.errors import UserError
@@ -129,6 +130,18 @@ def test_matrix_work_is_the_analytic_count_and_little_more(remat, monkeypatch):
     counted = sum(operation.flops for operation in operations(config(remat=remat), "v5p"))
     expected = analytic.executed_training_flops(build(WIDE), 4096, remat == "full")[0] * tokens
     assert 1.0 < counted / expected < 1.15
+
+
+@pytest.mark.parametrize("remat", ["none", "attention", "full"])
+def test_pondering_is_what_a_step_executes_of_it(remat):
+    """All of a step's products but those of the layers and the head."""
+    sizes = {"layers": 1, "hidden_size": 128, "heads": 4, "kv_heads": 4, "mlp_size": 128, "vocab_size": 1024}
+    model = PonderConfig(depth=3, **sizes)
+    counted = one(operations(config(model=model, remat=remat), "v5p"), "pondering").flops / 4096
+    (share,) = (share for share in build(model).blocks() if share.part == "pondering")
+    with mock.patch.object(type(build(model)), "blocks", lambda _: [share]):
+        executed = analytic.executed_training_flops(build(model), 4096, remat == "full")[0]
+    assert counted == executed
 
 
 def test_what_is_kept_saves_what_is_computed_again():
