@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 import traceback
 
-from dreamer_jax.cli.arguments import read_config
+from dreamer_jax.cli.arguments import read_config, split_words
 from dreamer_jax.config import LoadedConfig
+from dreamer_jax.config.loading import COMMAND_LINE
 from dreamer_jax.errors import RESTART_EXIT_CODE, UserError
 
 FLAGS = ("--coordinator", "--processes", "--process")
@@ -27,12 +29,31 @@ def run(arguments: list[str]) -> int:
     if loaded is None:
         print(PROCESSES)
         return 0
+    _check_place(split_words(words)[0][0], loaded)
     from dreamer_jax.parallel.distributed import named_processes, start_processes  # after the checks: jax is slow
 
     start_processes(named_processes(*flags) if flags else None)
     import jax
 
     return _train(loaded) if jax.process_count() == 1 else _train_together(loaded)
+
+
+def _check_place(file: str, loaded: LoadedConfig) -> None:
+    """Refuse the configuration of a run that names another directory, unless the command line says which is meant.
+
+    Raises:
+        UserError: the run was copied or moved, or this isn't the working directory that it was started from.
+    """
+    folder, directory = os.path.dirname(file) or ".", loaded.config.run.dir
+    if os.path.basename(file) != "config.yaml" or not os.path.isdir(os.path.join(folder, "checkpoints")):
+        return
+    if loaded.origins["run.dir"] == COMMAND_LINE or os.path.realpath(folder) == os.path.realpath(directory):
+        return
+    raise UserError(
+        f"{file}: the run in {folder} names another directory, {directory}, since it was copied or moved, or started "
+        f"from another working directory; add --run.dir {shlex.quote(folder)} to go on with the run here, or --run.dir "
+        "NAME for another"
+    )
 
 
 def _train(loaded: LoadedConfig) -> int:

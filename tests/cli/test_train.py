@@ -60,3 +60,21 @@ def test_one_of_several_ends_at_once_when_nobody_reads(monkeypatch):
     monkeypatch.setattr(train.os, "_exit", exits := Mock())
     train._train_together(LoadedConfig(Config(), {}))
     exits.assert_called_once_with(141)
+
+
+def test_the_configuration_of_a_run_elsewhere_does_not_train_another(tmp_path, monkeypatch, capsys):
+    """A run that was copied or moved names the old place: training there isn't going on with the run that is named."""
+    monkeypatch.setattr(train, "_train", began := Mock(return_value=0))
+    monkeypatch.chdir(tmp_path)
+    copy = tmp_path / "my copy"
+    (copy / "checkpoints").mkdir(parents=True)
+    (copy / "config.yaml").write_text("run: {dir: runs/a}\n")
+    assert main(["train", "my copy/config.yaml", "--training.steps", "2"]) == 2
+    assert "names another directory, runs/a" in (error := capsys.readouterr().err)
+    assert "--run.dir 'my copy' to go on with the run here" in error
+    began.assert_not_called()
+    assert main(["train", "my copy/config.yaml", "--run.dir", "my copy"]) == 0
+    assert main(["train", "my copy/config.yaml", "--run.dir", "runs/b"]) == 0
+    (copy / "config.yaml").write_text(f"run: {{dir: '{copy}'}}\n")
+    assert main(["train", "my copy/config.yaml"]) == 0
+    assert began.call_count == 3
