@@ -100,7 +100,12 @@ def match(family: Family, target: Target, context: int, granularity: int = 8, ho
     wanted = [quantity for quantity in HOLDS[hold] if getattr(target, quantity) is not None]
     knobs = [knob for knob in family.knobs() if knob.moves in wanted]
     if not knobs:
-        raise UserError(f"a model of the family {family.config.family} has no setting that would be searched for that")
+        others = {knob.moves: knob.key for knob in family.knobs()}
+        instead = " and ".join(f"{key} for its {TITLES[moves]}" for moves, key in others.items())
+        raise UserError(
+            f"a model of the family {family.config.family} has no setting that would be searched for its "
+            f"{' and '.join(TITLES[quantity] for quantity in wanted)}" + (f"; it has {instead}" if instead else "")
+        )
     if len(wanted) == 2:
         starts = {knob.key: _start(target.starts[knob.key], knob, granularity) for knob in knobs}
         family = changed(family, starts)

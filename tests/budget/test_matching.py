@@ -99,6 +99,15 @@ def test_hold_moves_one_quantity_only() -> None:
     assert abs(params.gaps_percent["params"]) < 0.05
 
 
+def test_what_no_setting_moves_is_named_and_what_there_is() -> None:
+    """A dense model has one knob, for FLOPs; the page of families from outside teaches the same."""
+    model = shipped("huginn/tiny")
+    with pytest.raises(UserError, match="searched for its parameters; it has mlp_size for its FLOPs/token"):
+        matching.match(model, matching.target_of(model, model, context=64), 64, hold="params")
+    page = Path(__file__).parents[2] / "docs" / "add_family.md"
+    assert 'Knob("mlp_size", "flops_per_token", "mlp")' in page.read_text(encoding="utf-8")
+
+
 def test_a_finer_granularity_comes_closer() -> None:
     target = matching.target_of(shipped("la_16"), shipped("dr_da_16"), context=1024)
     gaps = {}
