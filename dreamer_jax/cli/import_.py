@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from dreamer_jax.errors import UserError
@@ -13,9 +14,11 @@ DIR  a folder written by `dreamer export`, or by save_pretrained from one, or a 
      huginn_raven or ouro, or a state dict of MoEUT (docs/export.md); none of its code is executed
 RUN  the run directory to write; nothing may exist there
 
-The run has one checkpoint and a fresh optimizer; `dreamer train RUN/config.yaml` goes on with it. A published model
-brings no data: train on yours with --training.initial_weights RUN and another --run.dir. Shared experts that were
-folded stay folded: the run's are zero. Export with --keep-shared to keep them."""
+The run has one checkpoint, of the step that was exported, and a fresh optimizer; `dreamer train RUN/config.yaml` goes
+on with it. Where all steps were done, give it more: --training.steps MORE, and unless the learning rate is constant
+--checkpoint.allow learning_rate. A published model brings no data: train on yours with --training.initial_weights RUN
+and another --run.dir. Shared experts that were folded stay folded: the run's are zero. Export with --keep-shared to
+keep them."""
 
 
 def run(arguments: list[str]) -> int:
@@ -31,8 +34,12 @@ def run(arguments: list[str]) -> int:
 
     description = import_run(folder, out)
     print(f"imported {folder}: {build(description.model).headline()}, step {description.step}")
-    command = f"dreamer train {out / 'config.yaml'}"
+    training, place = description.config.training, shlex.quote(str(out))
+    command = f"dreamer train {shlex.quote(str(out / 'config.yaml'))}"
     if not description.meta.get("data"):  # of no run, whose data it could go on with
-        command += f" --training.initial_weights {out} --run.dir NEW"
+        command += f" --training.initial_weights {place} --run.dir NEW"
+    elif description.step >= training.steps:  # the run was complete, and as long as it was nothing is left to train
+        command += " --training.steps MORE"
+        command += "" if training.schedule == "constant" else " --checkpoint.allow learning_rate"
     print(f"done: {out}; go on with `{command}`")
     return 0

@@ -1,5 +1,6 @@
 """Verification passes what is right, and names the first part that is wrong."""
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 
 from dreamer_jax.cli.main import main
+from dreamer_jax.config import Config
 from dreamer_jax.errors import UserError
+from dreamer_jax.export.form import Description
 from dreamer_jax.export.writing import export
 from dreamer_jax.runs import safetensors_files
 from dreamer_jax.runs.leaves import open_model
@@ -168,6 +171,27 @@ def test_a_wrong_head_and_a_wrong_cache_are_found(folder: Path, run: Path, monke
     monkeypatch.setattr(modeling_dreamer.Cache, "update", shifted)
     with pytest.raises(UserError, match="doesn't generate what the run does"):
         compare(folder, run)
+
+
+@pytest.mark.parametrize(
+    ("steps", "schedule", "more"),
+    [
+        (7, "constant", " --training.steps MORE"),
+        (7, "cosine", " --training.steps MORE --checkpoint.allow learning_rate"),
+        (8, "cosine", ""),
+    ],
+)
+def test_import_says_what_goes_on_with_a_complete_run(
+    steps: int, schedule: str, more: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without more steps than it has the command that is named would train nothing."""
+    config = Config()
+    training = dataclasses.replace(config.training, steps=steps, warmup_steps=1, schedule=schedule)
+    config = dataclasses.replace(config, training=training)
+    found = Description(config, {}, "float32", True, 7, {"data": "0"})
+    monkeypatch.setattr("dreamer_jax.export.reading.import_run", lambda folder, out: found)
+    assert main(["import", "folder", "my runs/back"]) == 0
+    assert capsys.readouterr().out.endswith(f"go on with `dreamer train 'my runs/back/config.yaml'{more}`\n")
 
 
 def test_the_command_exports_verifies_and_refuses(
