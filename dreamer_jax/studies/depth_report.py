@@ -19,7 +19,18 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.families import Family
 from dreamer_jax.runs.models import TrainedModel, changed
 from dreamer_jax.studies.depth_figures import make_figures
-from dreamer_jax.studies.depths import FARTHEST, FILE, Kept, Progress, Say, checked, heldout, open_run, takes
+from dreamer_jax.studies.depths import (
+    FARTHEST,
+    FILE,
+    Kept,
+    Progress,
+    Say,
+    check_writable,
+    checked,
+    heldout,
+    open_run,
+    takes,
+)
 from dreamer_jax.studies.difficulty import accuracy, generated, hardest
 
 FOLDER = "depth"
@@ -69,6 +80,7 @@ def report(
         UserError: there is no run, the model can't be run at one of the depths, or nothing is held out.
     """
     model = open_run(run)
+    check_writable(run)
     family = model.family
     asked = checked(family, all_depths(family) if depths is None else depths)
     kept = Kept(run / FILE, model.step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -67,11 +68,22 @@ def open_run(run: Path) -> TrainedModel:
     return load_run(run)
 
 
+def check_writable(run: Path) -> None:
+    """Before anything is computed.
+
+    Raises:
+        UserError: nothing can be written into the run.
+    """
+    if not os.access(run, os.W_OK):
+        raise UserError(f"{run}: files are written into the run directory, and this can't be written; copy it first")
+
+
 def heldout(run: Path, model: TrainedModel, depths: Sequence[int], kept: Kept, say: Say) -> ByDepth:
     """See `by_depth`; one program serves all depths that aren't known yet."""
     known = kept.part("depths")
     missing = [depth for depth in depths if str(depth) not in known]
     if missing:
+        check_writable(run)
         config = dataclasses.replace(model.config, evaluation=dataclasses.replace(model.config.evaluation, harder=0))
         data, measure = open_data(config), Measure(config, max(missing))
         progress = Progress(say, "held-out loss", len(missing))

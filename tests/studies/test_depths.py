@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +136,17 @@ def test_the_whole_command(run, monkeypatch, capsys):
     assert f"{result['depths']['6']['loss']:.4f}" in capsys.readouterr().out
     kept = json.loads((run / "depth.json").read_text())
     assert list(kept["depths"]) == ["1", "3", "6"] and list(kept["passes"]["found"]) == ["3", "6"]
+
+
+@pytest.mark.parametrize("words", [[], ["--loss-only"]])
+def test_a_run_that_cannot_be_written_is_said_before_anything_is_computed(run, tmp_path, words, monkeypatch, capsys):
+    """There is no option that names another place; and whoever tests as root may write everywhere."""
+    shutil.copytree(run, copy := tmp_path / "run", ignore=shutil.ignore_patterns(depths.FILE))
+    monkeypatch.setattr(depths.os, "access", lambda path, mode: path != copy)
+    monkeypatch.setattr(depths, "evaluate", computed := Mock())
+    assert main(["depth", str(copy), *words]) == 2
+    assert "this can't be written; copy it first" in capsys.readouterr().err
+    computed.assert_not_called()
 
 
 def check(result: dict[str, Any], trained: int, asked: list[int]) -> None:
