@@ -121,10 +121,12 @@ class Slots(NamedTuple):
             positions: [B].
         """
         place = pages.place(self.table, self.keys, positions)
-        source = jnp.minimum(jnp.arange(self.keys.shape[0])[:, None], depths)  # [L, B]
+        every = jnp.arange(self.keys.shape[0])[:, None]
+        source = jnp.minimum(every, depths)  # [L, B]
 
         def fill(slots: jax.Array) -> jax.Array:
-            return slots.at[:, *place].set(slots[source, *place], mode="drop")
+            # One depth at a time, as `written` does: slices of all depths would have a TPU lay the memory out anew.
+            return slots.at[every, *place].set(slots[source, *place], mode="drop")
 
         return self._replace(keys=fill(self.keys), values=None if self.values is None else fill(self.values))
 

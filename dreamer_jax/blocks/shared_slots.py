@@ -105,7 +105,7 @@ class SharedSlots(flax.struct.PyTreeNode):
         source = jnp.minimum(numbers // self.layers, depths) * self.layers + numbers % self.layers  # [N, B]
 
         def filled(slots: jax.Array) -> jax.Array:
-            return slots.at[:, *place].set(slots[source, *place], mode="drop")
+            return slots.at[numbers, *place].set(slots[source, *place], mode="drop")  # one by one, see `Slots`
 
         return self.replace(keys=filled(self.keys), values=None if self.values is None else filled(self.values))
 

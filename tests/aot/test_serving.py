@@ -39,6 +39,11 @@ def test_pages_are_read_where_they_lie(chip, model):
     assert not any(each["collectives"] for each in compiled(TOPOLOGIES[chip], model))
 
 
+def test_few_key_heads_are_no_reason_to_copy_pages():
+    """Not even where what a position has left at its last depth is copied to all deeper ones."""
+    compiled(TOPOLOGIES["v5e"], "two_keys")
+
+
 def test_experts_in_eight_bits_are_read_where_they_lie():
     """By the kernels that take them, and a program is given a byte less for each of their numbers, but for scales."""
     leaves = jax.tree.leaves(model_of("dr_da_16 int8").params)
