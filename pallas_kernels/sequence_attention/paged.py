@@ -13,16 +13,20 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_
 
 LANES = 128
 """Columns of a tile."""
-QUERIES = 32
-"""That the kernel takes at once."""
+QUERIES, HEADS = 32, 64
+"""That the kernel takes at once; of more heads fewer queries."""
 SLOTS = 256
 """That it fetches at once, in whole pages."""
+NUMBERS = 1 << 17
+"""Of pages that a call is given at most: they lie in scalar memory, of which a core has 1 MiB."""
 
 
 def unsupported(kv_heads: int, size: int, itemsize: int) -> str | None:
     """Why the kernel doesn't take keys of these heads, of so many bytes a number; or None."""
     if size % LANES:
         return f"head size {size} is not a multiple of {LANES}"
+    if size > LANES and (kv_heads > 1 or itemsize > 2):
+        return f"head size {size} is more than {LANES}, for which it takes a single key head of 16 bits"
     packed, rest = divmod(2 * kv_heads, 4 // itemsize)
     if rest or (packed not in (1, 2, 4) and packed % 8):
         return f"keys and values of {kv_heads} heads don't fill tiles"
@@ -54,6 +58,9 @@ def attention(q: jax.Array, both: jax.Array, depths: jax.Array, positions: jax.A
         [B, P, n, d].
     """
     batch, queries, heads, size = q.shape
+    if q.dtype.itemsize == 4 and heads == both.shape[3] // 2 > 4:
+        # It would take four of these heads at once, but wants eight: each is given twice.
+        return attention(jnp.repeat(q, 2, axis=2), both, depths, positions, table)[:, :, ::2]
     count, page = both.shape[1:3]
     capacity = table.shape[1] * page
     own = jnp.minimum(table, count - 1)  # pages that aren't there: somewhere, and unseen
@@ -67,16 +74,32 @@ def attention(q: jax.Array, both: jax.Array, depths: jax.Array, positions: jax.A
         first = positions[:, 0]
         lengths = jnp.where(first < capacity, first + queries, queries)
         each = queries
-    sequences = len(lengths)
-    out = ragged_paged_attention(
-        q.reshape(-1, heads, size),
-        both.reshape(-1, *both.shape[2:]),
-        lengths.astype(jnp.int32),
-        numbers.astype(jnp.int32),
-        jnp.arange(sequences + 1, dtype=jnp.int32) * each,
-        jnp.array([sequences], jnp.int32),
-        sm_scale=size**-0.5,
-        num_kv_pages_per_block=min(numbers.shape[1], max(1, SLOTS // page)),
-        num_queries_per_block=min(QUERIES, batch * queries),
-    )
-    return out.reshape(q.shape)
+    flat = both.reshape(-1, *both.shape[2:])
+    together = min(heads, 8 * heads // (both.shape[3] // 2))  # heads that the kernel takes at once, at most
+    sequences = at_once(*numbers.shape)
+
+    def attend(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        q, lengths, numbers = part
+        return ragged_paged_attention(
+            q,
+            flat,
+            lengths,
+            numbers,
+            jnp.arange(sequences + 1, dtype=jnp.int32) * each,
+            jnp.array([sequences], jnp.int32),
+            sm_scale=size**-0.5,
+            num_kv_pages_per_block=min(numbers.shape[1], max(1, SLOTS // page)),
+            num_queries_per_block=min(max(1, QUERIES // -(-together // HEADS)), len(q)),
+        )
+
+    whole = q.reshape(-1, heads, size), lengths.astype(jnp.int32), numbers.astype(jnp.int32)
+    if sequences == len(lengths):
+        return attend(whole).reshape(q.shape)
+    parts = jax.tree.map(lambda its: its.reshape(len(lengths) // sequences, -1, *its.shape[1:]), whole)
+    return jax.lax.map(attend, parts).reshape(q.shape)
+
+
+def at_once(sequences: int, pages: int) -> int:
+    """Of so many sequences of so many pages those that a call is given: as many as divide them and have room."""
+    most = max(1, NUMBERS // (-(-pages // LANES) * LANES))
+    return max(n for n in range(1, min(sequences, most) + 1) if sequences % n == 0)

@@ -1,4 +1,5 @@
-"""Prints a line of JSON for each of some odd but legitimate shapes: a kernel's value and gradients, compiled.
+"""Prints a line of JSON for each of some odd but legitimate shapes: a kernel's value and gradients, compiled; of
+attention over pages the value.
 
 A process of its own; argument: TOPOLOGY. Keys: `name`; `error`, None where it compiles.
 A shape that doesn't fit a core's memory has to go to XLA by itself: an error is a user's first step.
@@ -27,6 +28,15 @@ DEPTH = [(1024, 4, BF16, 8), (1024, 16, BF16, 7), (1024, 64, F32, 7), (1536, 6, 
 """(tokens, heads of one key head, dtype, slots)."""
 SEQUENCE = [(1024, 192, F32), (1024, 320, F32), (1536, 512, BF16)]
 """(length, head size, dtype)."""
+PAGED = [
+    (16, 1, 8, 8, 128, F32, 32),
+    (16, 1, 2, 8, 256, BF16, 32),
+    (16, 1, 1, 2, 256, F32, 32),
+    (16, 1, 1, 8, 256, BF16, 32),
+    (64, 4, 8, 16, 128, BF16, 2048),
+    (16, 64, 8, 128, 128, BF16, 32),
+]
+"""(rows, positions, key heads, heads, head size, dtype, pages of a row)."""
 
 
 def main(topology: str) -> None:
@@ -48,9 +58,12 @@ def main(topology: str) -> None:
             value, vjp = jax.vjp(operation, *arguments)
             return value, vjp(d_out)
 
+        tell(name, jax.jit(step).lower, arguments, out)
+
+    def tell(name, lower, *arguments):
         error = None
         try:
-            jax.jit(step).lower(arguments, out).compile()
+            lower(*arguments).compile()
         except Exception as problem:
             error = str(problem)[:300]
         print(json.dumps({"name": name, "error": error}))
@@ -90,6 +103,16 @@ def main(topology: str) -> None:
 
             q, k = of(1, length, 2, size, dtype=dtype), of(1, length, 1, size, dtype=dtype)
             report(f"sequence {length} {size} {dtype.__name__}", operation, (q, k, k), q)
+        for rows, positions, kv, heads, size, dtype, pages in PAGED:
+            attention, at = SequenceAttention("auto"), of(rows, positions, dtype=jnp.int32)
+            where = at if positions < 64 else of(dtype=jnp.int32), at, of(rows, pages, dtype=jnp.int32)
+            q, both = of(rows, positions, heads, size, dtype=dtype), of(2, 1024, 16, 2 * kv, size, dtype=dtype)
+
+            def attend(q, both, *where, attention=attention):
+                return attention.over_slots(q, both, None, *where)
+
+            name = f"paged {rows} {positions} {kv} {heads} {size} {dtype.__name__} {pages}"
+            tell(name, jax.jit(attend).lower, q, both, *where)
 
 
 if __name__ == "__main__":

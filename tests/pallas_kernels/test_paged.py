@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -56,6 +57,37 @@ def test_pages_and_lengths(depths, positions):
     np.testing.assert_allclose(np.asarray(found)[inside], np.asarray(wanted)[inside], atol=2e-5)
 
 
+def test_more_pages_than_scalar_memory_has_room_for(monkeypatch):
+    """Sequences then go one group after the other, each of which has its own pages."""
+    assert paged.at_once(64 * 4, 2048) == 64  # four lanes of 64 rows of 32,768 positions: 2 MiB of numbers
+    assert paged.at_once(64, 256) == 64 and paged.at_once(7, 16384) == 7 and paged.at_once(35, 16384) == 7
+    depths, positions = ([[0, 2, 1], [1, 1, 2]], [[0, 5, 40], [7, 31, 16]])
+    given = [jnp.asarray(its, jnp.int32) for its in (depths, positions, TABLE)]
+    q = jnp.asarray(RNG.normal(size=(2, 3, HEADS, HEAD)), jnp.float32)
+    both = paged.interleaved(jnp.asarray(KEYS), jnp.asarray(VALUES))
+    wanted = paged.attention(q, both, *given)
+
+    def one_by_one(function, parts):  # the reference wants lengths that are known
+        calls.append(len(parts[0]))
+        return jnp.stack([function(jax.tree.map(lambda its, i=i: its[i], parts)) for i in range(len(parts[0]))])
+
+    calls: list[int] = []
+    monkeypatch.setattr(jax.lax, "map", one_by_one)
+    monkeypatch.setattr(paged, "NUMBERS", 256)
+    np.testing.assert_allclose(paged.attention(q, both, *given), wanted, atol=1e-6)
+    assert calls == [3]
+
+
+def test_many_single_heads_of_float32():
+    """The kernel gets each twice; what comes out is as many as there are."""
+    keys, values = RNG.normal(size=(2, DEPTHS, PAGES, SIZE, 8, HEAD)).astype(np.float32)
+    q = jnp.asarray(RNG.normal(size=(2, 1, 8, HEAD)), jnp.float32)
+    places, table = jnp.array([[40], [17]], jnp.int32), jnp.asarray(TABLE)
+    found = paged.attention(q, paged.interleaved(jnp.asarray(keys), jnp.asarray(values)), jnp.int32(1), places, table)
+    wanted = slots.sequence_attention(q, jnp.asarray(keys), jnp.asarray(values), jnp.int32(1), places, table)
+    np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
 def test_there_and_back():
     keys, values = paged.apart(paged.interleaved(jnp.asarray(KEYS), jnp.asarray(VALUES)))
     np.testing.assert_array_equal(keys, KEYS)
@@ -69,5 +101,6 @@ def test_who_is_interleaved():
     assert not takes(8, 128)
     for kind in KINDS.values():
         with compiling_for(kind):
-            assert takes(8, 128) and takes(1, 128) and attention.interleaves(2, 256, "float32")
+            assert takes(8, 128) and takes(1, 128) and attention.interleaves(2, 128, "float32")
+            assert takes(1, 256) and not takes(2, 256) and not attention.interleaves(1, 256, "float32")
             assert not takes(8, 64) and not takes(3, 128) and not takes(5, 128)
