@@ -39,6 +39,20 @@ def joined(pages: jax.Array, axis: int) -> jax.Array:
     return pages.reshape(*pages.shape[:axis], -1, *pages.shape[axis + 2 :])
 
 
+def flat(heads: jax.Array, width: int = 0) -> jax.Array:
+    """[..., kv, d] with all heads of a position side by side, and zeros behind them up to a width, or to whole tiles of
+    a TPU: heads that fill no tile by themselves would have it lay a memory out anew in every program."""
+    size = heads.shape[-2] * heads.shape[-1]
+    width = width or -(-size // 128) * 128
+    missing = [(0, 0)] * (heads.ndim - 2) + [(0, width - size)]
+    return jnp.pad(heads.reshape(*heads.shape[:-2], size), missing)
+
+
+def heads_of(read: jax.Array, kv_heads: int, size: int) -> jax.Array:
+    """The way back: the heads [..., kv, d] of what was read of a memory that is `flat`."""
+    return read[..., : kv_heads * size].reshape(*read.shape[:-1], kv_heads, size)
+
+
 def rows_of(table: jax.Array | None, memory: jax.Array) -> jax.Array:
     """A whole memory as [N, B, S, ...]."""
     return memory if table is None else joined(memory[:, table], 2)

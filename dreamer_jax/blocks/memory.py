@@ -75,7 +75,8 @@ class Slots(NamedTuple):
     p sees slots 0..p. So rows of different lengths, and positions that are computed again, need no masks.
 
     Attributes:
-        keys, values: [L, B, S, kv, d], compute dtype; or in pages. Without values, keys have both, `interleaved`.
+        keys, values: [L, B, S, kv, d], compute dtype; or in pages. Without values, keys have both, `interleaved`; or
+            both are `pages.flat`, [L, pages, size, W].
         table: which pages a row has, see `pallas_kernels.pages`; None where rows are rows.
     """
 
@@ -97,14 +98,15 @@ class Slots(NamedTuple):
         Positions outside the slots are computed but leave nothing.
         """
         slots = self.written(k, v, depth, context.positions)
-        kept = slots.keys, slots.values
-        return operations.sequence_attention.over_slots(q, *kept, depth.index, context.positions, self.table), slots
+        where = slots.keys, slots.values, depth.index, context.positions, self.table
+        return operations.sequence_attention.over_slots(q, *where, kv_heads=k.shape[2]), slots
 
     def written(self, k: jax.Array, v: jax.Array, depth: Depth, positions: jax.Array) -> Slots:
         """With k and v [B, P, kv, d] at a depth of positions [B, P]."""
         place = (depth.index, *pages.place(self.table, self.keys, positions))
 
         def put(kept: jax.Array, new: jax.Array) -> jax.Array:
+            new = pages.flat(new, kept.shape[-1]) if kept.ndim == 4 else new
             return kept.at[place].set(new.astype(kept.dtype), mode="drop")
 
         if self.values is None:
@@ -138,6 +140,12 @@ class Slots(NamedTuple):
         """The same memory with keys and values of a position side by side."""
         return self if self.values is None else self._replace(keys=interleaved(self.keys, self.values), values=None)
 
+    def flat(self) -> Slots:
+        """The same memory with the heads of a position side by side."""
+        return (
+            self if self.values is None else self._replace(keys=pages.flat(self.keys), values=pages.flat(self.values))
+        )
+
 
 class Unread(NamedTuple):
     """Slots that are written and not looked at: for positions that stopped, whose keys at deeper depths are known.
@@ -170,12 +178,15 @@ class Memory(NamedTuple):
 
 def for_kernels(memory: Any, operations: Operations) -> Any:
     """A family's memory of rows that grow as attention over pages wants it where this code is for: keys and values
-    side by side, if a kernel reads them."""
+    side by side, if a kernel reads them; elsewhere on a TPU the heads of each."""
 
     def packed(kept: Any) -> Any:
-        its = getattr(kept, "interleaved", None)
-        wanted = its is not None and operations.sequence_attention.interleaves(*kept.keys.shape[3:], kept.keys.dtype)
-        return its() if its is not None and wanted else kept
+        if not hasattr(kept, "interleaved"):
+            return kept
+        its = kept.interleaved()
+        if its is not kept and operations.sequence_attention.interleaves(*kept.keys.shape[3:], kept.keys.dtype):
+            return its
+        return kept.flat() if operations.sequence_attention.flattens() else kept
 
     return jax.tree.map(packed, memory, is_leaf=_in_rows)
 

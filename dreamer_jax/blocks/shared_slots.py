@@ -60,13 +60,15 @@ class SharedSlots(flax.struct.PyTreeNode):
         """Attention over the own row, [B, P, n, d], after k and v are written; `depth.index` is l C + j."""
         slots = self.written(k, v, depth, context.positions)
         seen = slots._numbers(depth.index, context.positions)
-        kept = slots.keys, slots.values
-        return operations.sequence_attention.over_slots(q, *kept, seen, context.positions, self.table), slots
+        where = slots.keys, slots.values, seen, context.positions, self.table
+        return operations.sequence_attention.over_slots(q, *where, kv_heads=k.shape[2]), slots
 
     def written(self, k: jax.Array, v: jax.Array, depth: Depth, positions: jax.Array) -> SharedSlots:
         """With k and v [B, P, kv, d] of positions [B, P]; `depth.index` is l C + j."""
         place = pages.place(self.table, self.keys, positions)
         parts = {"keys": k, "values": v} if self.values is not None else {"keys": interleaved(k, v)}
+        if self.keys.ndim == 4:
+            parts = {name: pages.flat(part, self.keys.shape[-1]) for name, part in parts.items()}
         new = {
             name: getattr(self, name)
             .at[self._number(depth.index), *place]
@@ -119,3 +121,9 @@ class SharedSlots(flax.struct.PyTreeNode):
         if self.values is None or self.reached is not None:
             return self
         return self.replace(keys=interleaved(self.keys, self.values), values=None)
+
+    def flat(self) -> SharedSlots:
+        """The same memory with the heads of a position side by side."""
+        if self.values is None:
+            return self
+        return self.replace(keys=pages.flat(self.keys), values=pages.flat(self.values))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from dreamer_jax.config.values import Implementation
 from pallas_kernels import backend as backends
+from pallas_kernels import tiles
 from pallas_kernels.backend import backend
 from pallas_kernels.sequence_attention import gpu, paged, slots, slots_triton, tpu, xla
 from pallas_kernels.sequence_attention.shapes import unsupported
@@ -51,6 +52,7 @@ class SequenceAttention:
         depths: jax.Array,
         positions: jax.Array,
         table: jax.Array | None = None,
+        kv_heads: int = 0,
     ) -> jax.Array:
         """Positions in flight over the cache of their row; see `slots.sequence_attention`, which runs everywhere.
 
@@ -66,11 +68,16 @@ class SequenceAttention:
             keys, values = paged.apart(keys)
         on_gpu = self.implementation != "xla" and backends.on_gpu()
         kernel = on_gpu and slots_triton.unsupported(q.shape, keys, depths) is None
-        attend = slots_triton.attention if kernel else slots.sequence_attention
-        return attend(q, keys, values, depths, positions, table)
+        if kernel:
+            return slots_triton.attention(q, keys, values, depths, positions, table)
+        return slots.sequence_attention(q, keys, values, depths, positions, table, kv_heads)
 
     def interleaves(self, kv_heads: int, size: int, dtype: Any) -> bool:
         """Whether keys and values of these heads lie together in pages, for the kernel."""
         itemsize = jnp.dtype(dtype).itemsize
         why = functools.partial(paged.unsupported, kv_heads, size, itemsize)
         return backend("paged attention", self.implementation, why) == "pallas"
+
+    def flattens(self) -> bool:
+        """Whether pages that no kernel reads have the heads of a position side by side, see `pages.flat`: on a TPU."""
+        return tiles.generation() is not None

@@ -24,6 +24,7 @@ def sequence_attention(
     depths: jax.Array,
     positions: jax.Array,
     table: jax.Array | None = None,
+    kv_heads: int = 0,
 ) -> jax.Array:
     """Queries over the slots 0..position of their row, at their depth.
 
@@ -31,32 +32,37 @@ def sequence_attention(
 
     Args:
         q: [B, P, n, d], position-encoded.
-        keys, values: [L, B, S, kv, d], or in pages.
+        keys, values: [L, B, S, kv, d], or in pages; in pages they may also be `pages.flat`.
         depths: [] or [B, P] int32; or of every key, [B, 1 or P, S], where -1 isn't seen.
         positions: [B, P] int32. What comes of one outside the slots has no meaning.
         table: which pages a row has, see `pallas_kernels.pages`; None where rows are rows.
+        kv_heads: of flat keys.
 
     Returns:
         [B, P, n, d].
     """
     batch, queries, heads, size = q.shape
-    slots, kv_heads = pages.length(table, keys), keys.shape[3]
+    slots, is_flat = pages.length(table, keys), keys.ndim == 4
+    kv_heads = kv_heads if is_flat else keys.shape[3]
     grouped = q.reshape(batch, queries, kv_heads, heads // kv_heads, size) * size**-0.5
     at = positions[..., None]  # [B, P, 1]
+
+    def apart(read: jax.Array) -> jax.Array:
+        return pages.heads_of(read, kv_heads, size) if is_flat else read
 
     if depths.ndim == 3:  # every key is taken from a depth of its own
         places = jnp.broadcast_to(jnp.arange(slots), (batch, 1, slots))
         own = (jnp.maximum(depths, 0), *pages.place(table, keys, places))
-        own_keys, own_values = ((c[own][:, 0] if depths.shape[1] == 1 else c[own]) for c in (keys, values))
+        own_keys, own_values = (apart(c[own][:, 0] if depths.shape[1] == 1 else c[own]) for c in (keys, values))
         part = _attend(grouped, own_keys, own_values, (jnp.arange(slots) <= at) & (depths >= 0))
     elif slots <= SHORT or slots % SLOTS_AT_ONCE or (table is not None and SLOTS_AT_ONCE % keys.shape[2]):
-        own_keys, own_values = (_read(c, depths, 0, slots, table) for c in (keys, values))
+        own_keys, own_values = (apart(_read(c, depths, 0, slots, table)) for c in (keys, values))
         part = _attend(grouped, own_keys, own_values, jnp.arange(slots) <= at)
     else:
 
         def block(n: jax.Array, before: _Part) -> _Part:
             start = n * SLOTS_AT_ONCE
-            own_keys, own_values = (_read(c, depths, start, SLOTS_AT_ONCE, table) for c in (keys, values))
+            own_keys, own_values = (apart(_read(c, depths, start, SLOTS_AT_ONCE, table)) for c in (keys, values))
             return _join(before, _attend(grouped, own_keys, own_values, start + jnp.arange(SLOTS_AT_ONCE) <= at))
 
         rows = (batch, queries, kv_heads, heads // kv_heads)

@@ -38,6 +38,10 @@ PAGES = PLACES * CONTEXT // PAGE
 HUGINN = {"depth": 8, "hidden_size": 1024, "heads": 8, "kv_heads": 8, "head_size": 128, "mlp_size": 4096}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "huginn": ("huginn/tiny", HUGINN | {"vocab_size": 32768, "dtype": "bfloat16"}),
+    "odd_heads": (
+        "dr_da_tiny",
+        {"depth": 32, "sa_heads": 8, "sa_kv_heads": 4, "sa_head_size": 96, "dtype": "bfloat16"},
+    ),
     "two_keys": ("dr_da_tiny", {"depth": 32, "sa_kv_heads": 2, "sa_head_size": 128, "dtype": "bfloat16"}),
 }
 """Name -> a configuration of the package and what is different."""

@@ -19,15 +19,16 @@ pytestmark = [
 ]
 
 
-def compiled(*words: str) -> list[dict[str, Any]]:
-    """What `compile_serving` has found; every program reads pages where they lie and copies no pool."""
+def compiled(*words: str, kernel: bool = True) -> list[dict[str, Any]]:
+    """What `compile_serving` has found; every program reads pages where they lie, if by the kernel, and copies no
+    pool."""
     command = [sys.executable, "-m", "tests.aot.compile_serving", *words]
     done = subprocess.run(command, env=child_environment(), check=True, capture_output=True, text=True)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     print(done.stdout)
     assert [each["program"] for each in found][:2] == ["tick one-by-one", "chunk one-by-one"]
     for each in found:
-        assert each["reads_pages"] and each["aliased"] >= each["pool"] >= 1 << 31, each
+        assert each["reads_pages"] == kernel and each["aliased"] >= each["pool"] >= 1 << 31, each
         assert each["temporary"] < 0.02 * each["pool"] and not each["copies"], each
     return found
 
@@ -42,6 +43,11 @@ def test_pages_are_read_where_they_lie(chip, model):
 def test_few_key_heads_are_no_reason_to_copy_pages():
     """Not even where what a position has left at its last depth is copied to all deeper ones."""
     compiled(TOPOLOGIES["v5e"], "two_keys")
+
+
+def test_heads_that_no_kernel_takes_are_no_reason_to_copy_pages():
+    """Of size 96, as Huginn's."""
+    compiled(TOPOLOGIES["v5e"], "odd_heads", kernel=False)
 
 
 def test_experts_in_eight_bits_are_read_where_they_lie():
