@@ -12,13 +12,16 @@ of their own for every depth that rows at different depths read different ones.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from dreamer_jax.blocks.counting import Reach, Share
+from dreamer_jax.blocks.memory import for_kernels
 from dreamer_jax.budget import analytic
 from dreamer_jax.budget.memory import SIZE
 from dreamer_jax.budget.report import table
@@ -27,6 +30,8 @@ from dreamer_jax.errors import ConfigError, UserError
 from dreamer_jax.families import Family, build
 from dreamer_jax.planning.compiling import check_mesh
 from dreamer_jax.planning.topology import Topology
+from pallas_kernels.sequence_attention import SequenceAttention
+from pallas_kernels.sequence_attention.paged import unsupported
 
 SPARE = 0.1
 """Of a chip's memory, for programs and what they need while they run: logits, rows of experts, gathered pages."""
@@ -131,12 +136,30 @@ def plan_serving(
         page_size,
         topology.chip.memory,
         weights * SIZE[config.model.dtype],
-        _bytes(jax.eval_shape(lambda: family.slots(1, page_size, family.depth))),
+        _bytes(jax.eval_shape(lambda: _page(family, page_size))),
         _bytes(jax.eval_shape(lambda: family.flight(1, 1, family.depth))),
         seconds[True],
         seconds[False] / family.depth,
         any(_chooses(share) for share in family.blocks()),
     )
+
+
+class _OnTpu(SequenceAttention):
+    """Attention that lays pages as on a TPU, whatever the code is traced for."""
+
+    def interleaves(self, kv_heads: int, size: int, dtype: Any) -> bool:
+        """As the kernel reads them."""
+        return self.implementation != "xla" and unsupported(kv_heads, size, jnp.dtype(dtype).itemsize) is None
+
+    def flattens(self) -> bool:
+        """Where it doesn't."""
+        return True
+
+
+def _page(family: Family, page_size: int) -> Any:
+    attention = _OnTpu(family.config.implementation)
+    operations = dataclasses.replace(family.operations, sequence_attention=attention)
+    return for_kernels(family.slots(1, page_size, family.depth), operations)
 
 
 def _chooses(share: Share) -> bool:

@@ -48,7 +48,9 @@ def test_memory_by_hand():
     its = plan()
     numbers = 2 * 1000 * 64 + 4 * (LAYER + 8 * EXPERT)
     assert its.weights == pytest.approx(2 * numbers, rel=0.01) and its.weights > 2 * numbers
-    assert (its.page, its.flight) == (2 * 4 * 16 * 2 * 16 * 2, 0)
+    assert (its.page, its.flight) == (2 * 4 * 16 * 128 * 2, 0)  # two heads of 16, filled up to a tile
+    of_tiles = plan(model=dataclasses.replace(SMALL, sa_head_size=128))
+    assert of_tiles.page == 2 * 4 * 16 * 2 * 128 * 2
     assert its.pages == int((16e9 * (1 - SPARE) - its.weights) // its.page)
     assert its.pages_wanted == 2 * 3 * 3 and its.expert == 1  # six requests of 40 positions
     assert its.requests == Options(rows=3).all_places
