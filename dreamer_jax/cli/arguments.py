@@ -8,7 +8,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dreamer_jax.config import Config, LoadedConfig, load_config
 from dreamer_jax.config.keys import FAMILY
@@ -20,8 +20,25 @@ LARGEST = 2**31 - 1
 """Of what commands count; so many are an int32."""
 
 
+class _Once(argparse.Action):
+    """Keeps an option's value, and refuses a second one: of two nobody knows which is meant."""
+
+    given = False
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        if self.given and option_string:
+            parser.error(f"{option_string} is given twice; remove one")
+        self.given = True
+        setattr(namespace, self.dest, values)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose complaints are UserErrors, like those of every command."""
+
+    def __init__(self, *args: Any, **settings: Any):
+        super().__init__(*args, **settings)
+        for name in (None, "store"):
+            self.register("action", name, _Once)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; `{self.prog} --help` lists the options")

@@ -14,12 +14,12 @@ def run(arguments: list[str]) -> int:
     """Do what the words say; the exit code is 1 if `verify` finds damage."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    from dreamer_jax.runs.folders import folder_of  # after the checks: importing jax takes a second
+    from dreamer_jax.runs.folders import folder_of, not_a_run  # after the checks: importing jax takes a second
     from dreamer_jax.runs.step_folders import StepFolders
 
     folder = folder_of(options.run)
     if not (folder.local / "config.yaml").is_file():
-        raise UserError(f"{options.run} is not a run directory: it has no config.yaml. Train one with `dreamer train`")
+        raise not_a_run(options.run, folder.local)
     folders = StepFolders(folder.place)
     if options.action == "list":
         return _list(folders)

@@ -24,6 +24,7 @@ from dreamer_jax.evaluation.comparison import (
 )
 from dreamer_jax.families import build
 from dreamer_jax.json_files import read_object
+from dreamer_jax.runs.folders import not_a_run
 from dreamer_jax.runs.metrics import read_metrics
 from dreamer_jax.training.figures import heldout_curve
 
@@ -82,6 +83,8 @@ def _parser() -> Parser:
 
 def _row(directory: Path) -> dict[str, Any]:
     summary = directory / "summary.json"
+    if not (directory / "config.yaml").is_file():
+        raise not_a_run(directory, directory)
     if not summary.is_file():
         raise UserError(f"{directory} is not a finished run: it has no summary.json; finish it with `dreamer train`")
     config = load_config(directory / "config.yaml").config

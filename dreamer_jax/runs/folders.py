@@ -110,6 +110,15 @@ def folder_of(directory: str | Path) -> RunFolder:
     return RunFolder(local, place)
 
 
+def not_a_run(directory: str | Path, local: Path) -> UserError:
+    """What is said of a directory without a run, whose files are in `local`."""
+    exported = (local / "config.json").is_file() and any(local.glob("*.safetensors"))
+    fix = "It looks like an exported folder: `dreamer import` makes a run of it" if exported else ""
+    return UserError(
+        f"{directory} is not a run directory: it has no config.yaml. {fix or 'Train one with `dreamer train`'}"
+    )
+
+
 def open_run(
     loaded: LoadedConfig,
     recorded: Callable[[epath.Path], Config | None] = lambda _: None,

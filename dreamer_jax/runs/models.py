@@ -19,7 +19,7 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.families import KNOWLEDGE, Family, build
 from dreamer_jax.runs.array_files import read_tree
 from dreamer_jax.runs.checkpoints import FINGERPRINTS, warn
-from dreamer_jax.runs.folders import config_of_text, folder_of, path_of, run_and_step
+from dreamer_jax.runs.folders import config_of_text, folder_of, not_a_run, path_of, run_and_step
 from dreamer_jax.runs.integrity import problem_of
 from dreamer_jax.runs.knowledge import read_embeddings
 from dreamer_jax.runs.step_folders import StepFolders
@@ -185,7 +185,7 @@ def locate_run(path: str | Path, step: int | None = None) -> Located:
     step = step if named is None else named
     local = folder_of(directory).local
     if not (local / "config.yaml").is_file():
-        raise UserError(f"{directory} is not a run directory: it has no config.yaml. Train one with `dreamer train`")
+        raise not_a_run(directory, local)
     config = load_config(local / "config.yaml").config
     folders = StepFolders(path_of(directory))
     steps = folders.all()

@@ -150,3 +150,11 @@ def test_unfinished_run_is_refused(runs, tmp_path, capsys):
     (tmp_path / "DR" / "summary.json").unlink()
     assert main(["compare", *runs]) == 2
     assert "not a finished run" in capsys.readouterr().err
+    (exported := tmp_path / "exported").mkdir()
+    assert main(["compare", str(exported), runs[0]]) == 2
+    assert "no config.yaml. Train one with `dreamer train`" in capsys.readouterr().err
+    for name in ("config.json", "model.safetensors"):
+        (exported / name).touch()
+    for words in (["compare", runs[0]], ["depth"], ["analyze"], ["checkpoint", "list"]):
+        assert main([*words, str(exported)]) == 2
+        assert "an exported folder: `dreamer import` makes a run of it" in capsys.readouterr().err

@@ -102,6 +102,8 @@ def test_bad_option_through_the_process() -> None:
             ["generate", "runs/x", "--prompt", "x", "--max-tokens", "99999999999"],
             "'99999999999' is more than 2,147,483,647",
         ),
+        (["generate", "runs/x", "--prompt", "a", "--prompt=b"], "--prompt is given twice; remove one"),
+        (["checkpoint", "prune", "x", "--keep", "1", "--keep", "2"], "--keep is given twice; remove one"),
         (["info", "--all"], "info: unexpected '--all'"),
         (["info", "--family-module"], "--family-module needs a value: toy.py or package.module"),
         (["info", "--family-module="], "--family-module needs a value: toy.py or package.module"),
