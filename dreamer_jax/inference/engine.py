@@ -22,7 +22,7 @@ from dreamer_jax.inference.programs import Kinds, programs_for
 from dreamer_jax.inference.samplers import Sampler, Static
 from dreamer_jax.inference.samplers.contract import DECODE_BLOCK
 from dreamer_jax.inference.sampling import Sampling
-from dreamer_jax.inference.sharding import shard
+from dreamer_jax.inference.sharding import by_rows, shard
 
 if TYPE_CHECKING:
     from dreamer_jax.runs.models import TrainedModel
@@ -58,9 +58,7 @@ class Engine:
         self.sampler = (sampler or Static()).for_model(model)
         self.exits_early = self.sampler.early or model.family.flags.halts
         """Whether a token may stop before the last depth."""
-        sharding = None
-        if mesh is not None:
-            model, sharding = shard(model, mesh)
+        model, sharding = (by_rows(model), None) if mesh is None else shard(model, mesh)
         self.model, self.mesh = model, mesh
         self._programs = programs_for(sharding)
         self._row_shards = 1 if sharding is None else sharding.row_shards

@@ -25,7 +25,7 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.inference.model import FoldedModel
 from dreamer_jax.inference.samplers import Adaptive, Lossless, Sampler, Static
 from dreamer_jax.inference.samplers.contract import Choosing
-from dreamer_jax.inference.sharding import shard
+from dreamer_jax.inference.sharding import by_rows, shard
 from dreamer_jax.serving.answers import Answer, Turn
 from dreamer_jax.serving.contract import Closed, Deliver, Finish, QueueFull, Request, TooLong, Update, View
 from dreamer_jax.serving.groups import Group, Joining, group_of, programs_of, put
@@ -93,6 +93,8 @@ class ServedEngine:
         sharding = None
         if mesh is not None and mesh.size > 1:
             model, sharding = shard(model, mesh, apart=True)
+        else:
+            model = by_rows(model)
         self._shards = 1 if sharding is None else sharding.row_shards
         its = options or Options()
         rows, places = -(-its.rows // self._shards), -(-its.all_places // self._shards)  # of each device

@@ -16,6 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
 
 from dreamer_jax.blocks.operations import in_int8
@@ -42,6 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "dr_da_tiny",
         {"depth": 32, "sa_heads": 8, "sa_kv_heads": 4, "sa_head_size": 96, "dtype": "bfloat16"},
     ),
+    "odd_sizes": ("huginn/tiny", HUGINN | {"hidden_size": 1096, "vocab_size": 32768, "dtype": "bfloat16"}),
     "two_keys": ("dr_da_tiny", {"depth": 32, "sa_kv_heads": 2, "sa_head_size": 128, "dtype": "bfloat16"}),
 }
 """Name -> a configuration of the package and what is different."""
@@ -89,7 +91,13 @@ def placed(program: str, arrays: tuple[Any, ...], device: Any, sharding: ModelSh
     """Arrays with where they lie."""
     if sharding is None:
         only = SingleDeviceSharding(device)
-        return jax.tree.map(lambda its: jax.ShapeDtypeStruct(its.shape, its.dtype, sharding=only), arrays)
+        model, *others = jax.tree.map(lambda its: jax.ShapeDtypeStruct(its.shape, its.dtype, sharding=only), arrays)
+
+        def by_rows(its: Any) -> Any:  # as an engine has them
+            where = Format(Layout(major_to_minor=tuple(range(its.ndim))), only)
+            return jax.ShapeDtypeStruct(its.shape, its.dtype, sharding=where)
+
+        return model.replace(params=jax.tree.map(by_rows, model.params)), *others
     rows, slots = sharding.rows, sharding.slots
     others = (rows, Carried(rows, slots), rows) if program == "tick" else (rows,) * 5
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh
 
 from dreamer_jax.blocks.memory import Slots
@@ -53,6 +54,27 @@ def test_ragged_greedy_generation_is_that_of_the_full_forward(variant):
     assert [row.tokens for row in found] == [greedy(tuple(prompt), 7, variant) for prompt in PROMPTS]
     assert {row.finish for row in found} == {"length"}
     assert all(row.depths == [3] * 7 for row in found)
+
+
+def in_columns(model: FoldedModel) -> FoldedModel:
+    """Its matrices column after column, as a TPU lays some."""
+
+    def placed(leaf):
+        return jax.device_put(leaf, Format(Layout(tuple(reversed(range(leaf.ndim)))), leaf.sharding))
+
+    return model.replace(params=jax.tree.map(placed, model.params))
+
+
+def test_weights_lie_row_after_row():
+    """Programs would copy them first."""
+    given = in_columns(model_of())
+    matrices = [leaf for leaf in jax.tree.leaves(given.params) if leaf.ndim > 1]
+    assert all(leaf.format.layout.major_to_minor[-1] == 0 for leaf in matrices)
+    its = Engine(given)
+    for leaf, own in zip(jax.tree.leaves(its.model.params), jax.tree.leaves(model_of().params), strict=True):
+        assert leaf.format.layout.major_to_minor == tuple(range(leaf.ndim))
+        np.testing.assert_array_equal(leaf, own)
+    assert its.generate(PROMPTS[:2], 3)[0].tokens == greedy(tuple(PROMPTS[0]), 3, "DR+DA")
 
 
 def test_batches_and_chunks_of_the_prompts_change_nothing(monkeypatch):
