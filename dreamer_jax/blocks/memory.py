@@ -142,9 +142,9 @@ class Slots(NamedTuple):
 
     def flat(self) -> Slots:
         """The same memory with the heads of a position side by side."""
-        return (
-            self if self.values is None else self._replace(keys=pages.flat(self.keys), values=pages.flat(self.values))
-        )
+        if self.values is None:
+            return self
+        return self._replace(keys=pages.flat(self.keys), values=pages.flat(self.values))
 
 
 class Unread(NamedTuple):
