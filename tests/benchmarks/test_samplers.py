@@ -57,7 +57,8 @@ def run(monkeypatch, tmp_path):
 def bench(run, *words):
     """The exit code, and what was written."""
     path = f"{run}.json"
-    code = main(["bench", "samplers", "x", "--data", run, "--rounds", "1", "--json", path, *words])
+    data = [] if "--data" in words else ["--data", run]
+    code = main(["bench", "samplers", "x", *data, "--rounds", "1", "--json", path, *words])
     return code, json.loads(open(path).read()) if code == 0 else {}
 
 
