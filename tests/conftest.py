@@ -4,6 +4,7 @@
 """
 
 import atexit
+import gc
 import os
 import shutil
 import sys
@@ -36,6 +37,9 @@ if CACHES not in os.environ:  # else a process of a parallel run
     atexit.register(shutil.rmtree, os.environ[CACHES], ignore_errors=True)
 os.environ["XDG_CACHE_HOME"] = os.environ[CACHES]
 
+# Tracing makes millions of small objects that live long; Python's collector would look at them again and again.
+gc.set_threshold(200_000, 50, 100)
+
 # A shared machine's pace says nothing about the code, and a failure should come again.
 settings.register_profile("dreamer", deadline=None, derandomize=True)
 settings.load_profile("dreamer")
@@ -59,8 +63,23 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_are_freed():
-    """Compiled programs are memory maps, and a process may have 65,530 of them: LLVM crashes when they run out."""
+    """Compiled programs are memory maps, and a process may have 65,530 of them: LLVM crashes when they run out.
+
+    Freed after the files that leave many: the next file would compile its small operations anew.
+    """
     yield
     jax = sys.modules.get("jax")
-    if jax is not None and hasattr(jax, "clear_caches"):
+    if jax is not None and hasattr(jax, "clear_caches") and _memory_maps() > MANY_MAPS:
         jax.clear_caches()
+        gc.collect()
+
+
+MANY_MAPS = 20_000
+
+
+def _memory_maps() -> int:
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            return sum(1 for _ in maps)
+    except OSError:  # not Linux: nothing is known
+        return MANY_MAPS + 1
