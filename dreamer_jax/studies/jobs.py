@@ -130,7 +130,7 @@ def run_jobs(jobs: Sequence[Job], folder: Path, at_once: int, say: Callable[[str
                     running.remove(each)
                     each.lock.close()
                     done += 1
-                    left = (time.monotonic() - began) / done * (len(jobs) - done)
+                    left = _left(time.monotonic() - began, done, len(running), len(jobs))
                     end = "is complete"
                     if code:
                         end = f"failed ({each.log}): {each.last_line().removeprefix(SAYS)}"
@@ -145,6 +145,12 @@ def run_jobs(jobs: Sequence[Job], folder: Path, at_once: int, say: Callable[[str
     if failed and not stopping:
         raise RunsFailed(failed)
     return RESTART_EXIT_CODE if stopping else 0
+
+
+def _left(seconds: float, done: int, running: int, jobs: int) -> float:
+    """Seconds that the other runs will take; those that are being made are half made on average."""
+    made = done + running / 2
+    return seconds / made * (jobs - made)
 
 
 def _start(job: Job, folder: Path, place: int, at_once: int) -> _Running:

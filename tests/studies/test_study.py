@@ -549,6 +549,15 @@ def test_runs_at_once_share_the_cores(tmp_path, stand_in):
     assert {line.rpartition(" ")[2] for line in notes(tmp_path)} == {str(len(os.sched_getaffinity(0)) // 2)}
 
 
+def test_the_time_that_is_left_counts_runs_that_are_half_made():
+    """Eight runs of 10 s, two at a time, one ending every 5 s: the last at 45 s."""
+    assert jobs._left(45, 8, 0, 8) == 0
+    for done in range(2, 8):
+        ended = 10 + 5 * (done - 1)
+        assert jobs._left(ended, done, 1, 8) == pytest.approx(45 - ended, abs=4)
+    assert jobs._left(20, 2, 0, 8) == 60  # one at a time
+
+
 def test_one_seed_of_all_members_comes_before_the_next(tmp_path, monkeypatch):
     """So that runs at once compile different programs, and those of later seeds are there already."""
     made: list[str] = []
