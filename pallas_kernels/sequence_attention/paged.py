@@ -36,7 +36,7 @@ def unsupported(kv_heads: int, size: int, itemsize: int) -> str | None:
 def interleaved(keys: jax.Array, values: jax.Array) -> jax.Array:
     """[..., kv, d] twice -> [..., 2 kv, d]."""
     both = jnp.stack([keys, values], axis=-2)
-    return both.reshape(*keys.shape[:-2], -1, keys.shape[-1])
+    return both.reshape(*keys.shape[:-2], 2 * keys.shape[-2], keys.shape[-1])
 
 
 def apart(both: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 
 import flax.linen as nn
 import jax
@@ -12,12 +14,15 @@ from jax.sharding import Mesh
 
 from dreamer_jax.families import build, initialise
 from dreamer_jax.inference import Adaptive, Engine, Static, fold
+from dreamer_jax.inference.model import FoldedModel
 from dreamer_jax.inference.samplers.contract import Choosing
 from dreamer_jax.serving import engine as served_engine
+from dreamer_jax.serving import programs
 from dreamer_jax.serving.contract import Request
 from dreamer_jax.serving.engine import ServedEngine, fits
 from dreamer_jax.serving.options import Options
 from tests.families.cases import TINY_MODELS, drawn_params, small_config
+from tests.pallas_kernels.compiling import KINDS, compiling_for
 from tests.serving.cases import Taken, until, wide
 
 MODELS = {name: config for name, config in TINY_MODELS.items() if build(config).flags.generates}
@@ -39,6 +44,19 @@ ON_MESH = ("moeut", "ouro-halting", "recursive-propagating")
 def float64():
     with wide():
         yield
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_family_has_pages(name):
+    """Also where some of its layers, such as those before the loop, are none; with the numbers of its rows."""
+    family = build(MODELS[name])
+    model = FoldedModel(*nn.meta.unbox(family.shapes), family, family.depth)
+    rows = jax.eval_shape(lambda its: its.empty_slots(22, 2), model)
+    for kind in (None, *KINDS.values()):
+        with contextlib.nullcontext() if kind is None else compiling_for(kind):
+            pages = jax.eval_shape(functools.partial(programs.pool, 22, 2), model)
+        numbers = [sum(leaf.size for leaf in jax.tree.leaves(its)) for its in (rows, pages)]
+        assert numbers[0] == numbers[1] if kind is None else numbers[0] <= numbers[1]
 
 
 @pytest.mark.slow  # programs of a dozen models
