@@ -38,7 +38,7 @@ if CACHES not in os.environ:  # else a process of a parallel run
 os.environ["XDG_CACHE_HOME"] = os.environ[CACHES]
 
 # Tracing makes millions of small objects that live long; Python's collector would look at them again and again.
-gc.set_threshold(200_000, 50, 100)
+gc.set_threshold(200_000)
 
 # A shared machine's pace says nothing about the code, and a failure should come again.
 settings.register_profile("dreamer", deadline=None, derandomize=True)
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(items):
 def programs_are_freed():
     """Compiled programs are memory maps, and a process may have 65,530 of them: LLVM crashes when they run out.
 
-    Freed after the files that leave many: the next file would compile its small operations anew.
+    Freed when there are many, not after every file: the next would compile its small operations anew.
     """
     yield
     jax = sys.modules.get("jax")
@@ -74,7 +74,8 @@ def programs_are_freed():
         gc.collect()
 
 
-MANY_MAPS = 20_000
+MANY_MAPS = 4_000
+"""With so many a process has some 3 GB."""
 
 
 def _memory_maps() -> int:
