@@ -75,7 +75,7 @@ def programs_are_freed():
 
 
 MANY_MAPS = 4_000
-"""With so many a process has some 3 GB."""
+"""With 7,000 a process had 5 GB."""
 
 
 def _memory_maps() -> int:
