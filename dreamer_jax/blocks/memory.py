@@ -76,7 +76,7 @@ class Slots(NamedTuple):
 
     Attributes:
         keys, values: [L, B, S, kv, d], compute dtype; or in pages. Without values, keys have both, `interleaved`; or
-            both are `pages.flat`, [L, pages, size, W].
+            both are `pages.flat`, [L, B, S, W].
         table: which pages a row has, see `pallas_kernels.pages`; None where rows are rows.
     """
 
@@ -189,6 +189,14 @@ def for_kernels(memory: Any, operations: Operations) -> Any:
         return kept.flat() if operations.sequence_attention.flattens() else kept
 
     return jax.tree.map(packed, memory, is_leaf=_in_rows)
+
+
+def for_rows(memory: Any, operations: Operations) -> Any:
+    """A family's memory of rows that grow as attention over rows wants it where this code is for: on a TPU with the
+    heads of a position side by side."""
+    if not operations.sequence_attention.flattens():
+        return memory
+    return jax.tree.map(lambda kept: kept.flat() if hasattr(kept, "flat") else kept, memory, is_leaf=_in_rows)
 
 
 def in_pages(memory: Any, table: jax.Array | None) -> Any:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from dreamer_jax.blocks.memory import for_rows
 from dreamer_jax.inference.model import FoldedModel, PyTree, through_depths
 from dreamer_jax.inference.samplers import Sampler, Static
 from dreamer_jax.inference.samplers.contract import Asked, Block, Carried, Choosing, Progress
@@ -106,6 +107,11 @@ def score(
     return logprobs.T, greedy.T, slots
 
 
+def empty_slots(model: FoldedModel, rows: int, capacity: int) -> PyTree:
+    """See `FoldedModel.empty_slots`; as this platform's attention wants them."""
+    return for_rows(model.empty_slots(rows, capacity), model.family.operations)
+
+
 class Programs:
     """The programs, jitted; the first argument of each is its `Kinds`. Use `programs_for`.
 
@@ -128,7 +134,7 @@ class Programs:
         block = Block(rows, rows, progress, slots, carried, rows, rows, same, same)
         self.decode = jitted(decode, sharding, 1, (model, progress, slots, carried, same), block, donate=(3, 4))
         self.score = jitted(score, sharding, 1, (model, rows, rows, same, slots), (rows, rows, slots), donate=(5,))
-        self.empty_slots: Any = self._made(FoldedModel.empty_slots, slots)
+        self.empty_slots: Any = self._made(empty_slots, slots)
         self.carry: Any = self._made(lambda model, sampler, rows: sampler.carry(model, rows), carried)
 
     def _made(self, function: Callable[..., Any], specs: Any) -> Any:

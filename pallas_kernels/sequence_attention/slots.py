@@ -32,7 +32,7 @@ def sequence_attention(
 
     Args:
         q: [B, P, n, d], position-encoded.
-        keys, values: [L, B, S, kv, d], or in pages; in pages they may also be `pages.flat`.
+        keys, values: [L, B, S, kv, d], or in pages; or both are `pages.flat`, [L, B, S, W].
         depths: [] or [B, P] int32; or of every key, [B, 1 or P, S], where -1 isn't seen.
         positions: [B, P] int32. What comes of one outside the slots has no meaning.
         table: which pages a row has, see `pallas_kernels.pages`; None where rows are rows.
@@ -82,7 +82,7 @@ def _read(
         return own[:, 0] if depths.shape[1] == 1 else own
     if table is None:
         shape = (1, cache.shape[1], count, *cache.shape[3:])
-        return jax.lax.dynamic_slice(cache, _indices(depths, 0, start, 0, 0), shape)[0]
+        return jax.lax.dynamic_slice(cache, _indices(cache, depths, 0, start), shape)[0]
     return pages.joined(cache[depths, _numbers(cache, start, count, table)], 1)
 
 
@@ -90,19 +90,14 @@ def _read_apart(
     cache: jax.Array, depths: jax.Array, start: jax.Array | int, count: int, table: jax.Array | None
 ) -> jax.Array:
     if table is None:
-
-        def read(depth: jax.Array, row: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice(cache, _indices(depth, row, start, 0, 0), (1, 1, count, *cache.shape[3:]))[
-                0, 0
-            ]
-
-        return jax.vmap(jax.vmap(read, (0, None)))(depths, jnp.arange(cache.shape[1]))
+        blocks = cache.reshape(*cache.shape[:2], -1, count, *cache.shape[3:])
+        return blocks[depths, jnp.arange(cache.shape[1])[:, None], start // count]  # [B, P, count, ...]
     return pages.joined(cache[depths[..., None], _numbers(cache, start, count, table)[:, None]], 2)
 
 
-def _indices(*indices: jax.Array | int) -> list[jax.Array]:
-    """Of one type, as slices want them."""
-    return [jnp.asarray(index, jnp.int32) for index in indices]
+def _indices(cache: jax.Array, *first: jax.Array | int) -> list[jax.Array]:
+    """Of one type, as slices want them; of the other axes everything."""
+    return [jnp.asarray(index, jnp.int32) for index in (*first, *[0] * (cache.ndim - len(first)))]
 
 
 def _numbers(cache: jax.Array, start: jax.Array | int, count: int, table: jax.Array) -> jax.Array:

@@ -51,8 +51,8 @@ def attended(name: str, memory: Any, q, k, v, index, positions):
     return out, layer.repeats
 
 
-def rows_in_pages(table: jax.Array, memory: Any) -> list[np.ndarray]:
-    """The arrays of a memory in pages as those of one in rows."""
+def rows_in_pages(table: jax.Array | None, memory: Any) -> list[np.ndarray]:
+    """The arrays of a memory in another form as those of one in rows."""
     leaves = [pages.rows_of(table, leaf) for leaf in jax.tree.leaves(in_pages(memory, None))]
     flat = [leaf.ndim == 4 and leaf.dtype == jnp.float32 for leaf in leaves]
     apart = [pages.heads_of(leaf, KV_HEADS, SIZE) if its else leaf for leaf, its in zip(leaves, flat, strict=True)]
@@ -61,16 +61,19 @@ def rows_in_pages(table: jax.Array, memory: Any) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("own_depths", [False, True])
 @pytest.mark.parametrize(
-    ("name", "flat"), [*((name, False) for name in MEMORIES), *((name, True) for name in MEMORIES if name != "repeats")]
+    ("name", "form"),
+    [(name, form) for name in MEMORIES for form in ("pages", "flat pages", "flat rows")][:-2],  # repeats in pages only
 )
-def test_a_memory_in_pages_is_the_memory_in_rows(name, flat, own_depths):
+def test_a_memory_in_pages_is_the_memory_in_rows(name, form, own_depths):
     """Steps at one depth or at depths of their own, with positions that are nowhere, then positions that stop early.
-    Flat pages, with the heads of a position side by side, are a TPU's where no kernel reads them."""
+    Flat ones, with the heads of a position side by side, are a TPU's: pages that no kernel reads, and all rows."""
     rng = np.random.default_rng(len(name))
     table = jnp.asarray(rng.permutation(PAGES)[: ROWS * PER_ROW].reshape(ROWS, PER_ROW), jnp.int32)
-    plain, paged = MEMORIES[name](ROWS, SLOTS), MEMORIES[name](PAGES, PAGE)
-    paged = in_pages(paged.flat() if flat else paged, table)
-    assert not flat or paged.keys.shape[3:] == (128,)
+    table = None if form == "flat rows" else table
+    plain = MEMORIES[name](ROWS, SLOTS)
+    paged = plain if table is None else MEMORIES[name](PAGES, PAGE)
+    paged = in_pages(paged if form == "pages" else paged.flat(), table)
+    assert form == "pages" or paged.keys.shape[3:] == (128,)
     for step in range(6):
         q = normal(step, ROWS, POSITIONS, HEADS, SIZE)
         k, v = (normal(10 * step + n, ROWS, POSITIONS, KV_HEADS, SIZE) for n in (1, 2))
@@ -105,7 +108,8 @@ def test_pages_that_are_not_there_take_nothing():
 
 @pytest.mark.parametrize("own_depths", [False, True])
 def test_long_caches_are_read_in_blocks_in_pages_too(own_depths):
-    """Blocks up to the last position that is somewhere: bit for bit, and against one softmax over all of them."""
+    """Blocks up to the last position that is somewhere: bit for bit, also in rows with the heads side by side, and
+    against one softmax over all of them."""
     length, size = 3 * over_slots.SLOTS_AT_ONCE, over_slots.SLOTS_AT_ONCE // 2
     count = ROWS * length // size
     table = jnp.asarray(np.random.default_rng(0).permutation(count).reshape(ROWS, -1), jnp.int32)
@@ -113,10 +117,14 @@ def test_long_caches_are_read_in_blocks_in_pages_too(own_depths):
     rows = [pages.rows_of(table, each) for each in (keys, values)]
     q, positions = 3 * normal(3, ROWS, 2, HEADS, SIZE), jnp.array([[140, 3], [NOWHERE, 200]], jnp.int32)
     depths = jnp.array([[0, 3], [1, 2]], jnp.int32) if own_depths else jnp.int32(1)
-    attention = jax.jit(over_slots.sequence_attention)
+    attention = jax.jit(over_slots.sequence_attention, static_argnames="kv_heads")
     found = np.asarray(attention(q, keys, values, depths, positions, table))
     there = np.asarray(positions) < length
     np.testing.assert_array_equal(found[there], np.asarray(attention(q, *rows, depths, positions))[there])
+    flat = [pages.flat(each) for each in rows]
+    assert flat[0].shape == (DEPTHS, ROWS, length, 128)
+    by_position = np.asarray(attention(q, *flat, depths, positions, kv_heads=KV_HEADS))
+    np.testing.assert_array_equal(found[there], by_position[there])
     for b, p in np.argwhere(there):
         own = np.asarray(depths)[b, p] if own_depths else 1
         k, v = (np.repeat(np.asarray(each[own, b]), HEADS // KV_HEADS, axis=1) for each in rows)
