@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dreamer_jax import __version__, program_cache
+from dreamer_jax import __version__, program_cache, stack_frames
 from dreamer_jax.cli import interrupts
 from dreamer_jax.errors import INTERRUPTED_EXIT_CODE, UserError, how_to_install
 
@@ -135,7 +135,7 @@ def entry() -> int:
     interrupts.prepare()
     if words[:1] in COMPILING:
         gc.set_threshold(SELDOM)
-        os.environ.update(program_cache.settings())
+        os.environ.update(program_cache.settings() | stack_frames.settings())
     code = main()
     if code == INTERRUPTED_EXIT_CODE:
         interrupts.end()

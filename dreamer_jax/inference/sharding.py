@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dreamer_jax import stack_frames
 from dreamer_jax.config.values import experts_of
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import build
@@ -155,6 +156,7 @@ def jitted(
         return jax.shard_map(body, mesh=sharding.mesh, in_specs=specs, out_specs=outputs, check_vma=False)(*arrays)
 
     spread.__name__ = function.__name__
+    stack_frames.leave_out()
     return jax.jit(spread, static_argnums=range(static), donate_argnums=donate)
 
 

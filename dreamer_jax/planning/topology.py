@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dreamer_jax import stack_frames
 from dreamer_jax.chips import CHIPS, Chip, chip_named
 from dreamer_jax.errors import UserError, how_to_install
 
@@ -74,7 +75,7 @@ def require_libtpu() -> None:
 def child_environment() -> dict[str, str]:
     """Environment of a child process that compiles for a topology; XLA's flags for CPUs are left out."""
     kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    return kept | ENVIRONMENT
+    return kept | stack_frames.settings() | ENVIRONMENT
 
 
 def devices_of(topology: Topology) -> Sequence:
