@@ -18,6 +18,7 @@ from pallas_kernels.sequence_attention.paged import interleaved
 
 NOWHERE = 1 << 30
 """A position outside of all slots: it is computed, and leaves nothing."""
+PRECISION = "jax_default_matmul_precision"
 
 
 class Context(NamedTuple):
@@ -193,10 +194,21 @@ def for_kernels(memory: Any, operations: Operations) -> Any:
 
 def for_rows(memory: Any, operations: Operations) -> Any:
     """A family's memory of rows that grow as attention over rows wants it where this code is for: on a TPU with the
-    heads of a position side by side."""
+    heads of a position side by side, and as precise as products there are."""
     if not operations.sequence_attention.flattens():
         return memory
-    return jax.tree.map(lambda kept: kept.flat() if hasattr(kept, "flat") else kept, memory, is_leaf=_in_rows)
+
+    def packed(kept: Any) -> Any:
+        return jax.tree.map(_as_multiplied, kept.flat()) if hasattr(kept, "flat") else kept
+
+    return jax.tree.map(packed, memory, is_leaf=_in_rows)
+
+
+def _as_multiplied(leaf: jax.Array) -> jax.Array:
+    """Keys or values as precise as a TPU's products take them: float32 is rounded to bfloat16, unless jax is asked for
+    more. Of a memory in float32 libtpu would convert everything at every depth to read some of it."""
+    rounded = getattr(jax.config, PRECISION) in (None, "default", "fastest", "bfloat16")
+    return leaf.astype(jnp.bfloat16) if rounded and leaf.dtype == jnp.float32 else leaf
 
 
 def in_pages(memory: Any, table: jax.Array | None) -> Any:

@@ -43,6 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "dr_da_tiny",
         {"depth": 32, "sa_heads": 8, "sa_kv_heads": 4, "sa_head_size": 96, "dtype": "bfloat16"},
     ),
+    "single": ("dr_da_16", {"dtype": "float32"}),
     "odd_sizes": ("huginn/tiny", HUGINN | {"hidden_size": 1096, "vocab_size": 32768, "dtype": "bfloat16"}),
     "two_keys": ("dr_da_tiny", {"depth": 32, "sa_kv_heads": 2, "sa_head_size": 128, "dtype": "bfloat16"}),
 }
@@ -50,7 +51,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def model_of(name: str) -> FoldedModel:
-    """A model in bfloat16, with shapes in place of arrays; experts in eight bits after the name's " int8"."""
+    """A model, with shapes in place of arrays; experts in eight bits after the name's " int8"."""
     name, _, form = name.partition(" ")
     base, changes = MODELS.get(name, (name, {}))
     family = build(load_config(base, [f"--model.{key}={value}" for key, value in changes.items()]).config.model)

@@ -15,10 +15,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("chip", "model"),
-    [*((chip, "dr_da_16") for chip in TOPOLOGIES), *(("v5e", name) for name in ("odd_heads", "two_keys", "huginn"))],
-)
+CASES = [*((chip, "dr_da_16") for chip in TOPOLOGIES), *(("v5e", name) for name in ("odd_heads", "two_keys", "huginn"))]
+
+
+@pytest.mark.parametrize(("chip", "model"), [*CASES, ("v5e", "single")])
 def test_keys_and_values_are_not_copied(chip, model):
     """Prompts, tokens one after another, and guesses at several depths, of 16 rows of 2,048 positions. libtpu 0.0.42
     would never end compiling a Huginn's tokens, were it told where operations come from."""
@@ -27,6 +27,7 @@ def test_keys_and_values_are_not_copied(chip, model):
     print(done.stdout)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [each["program"] for each in found] == ["prompts", "tokens static", "tokens lossless"]
+    most = 0.2 if model == "single" else 0.06  # of float32 some weights are rounded first
     for each in found:
         assert each["aliased"] >= each["pool"] >= 1 << 30, each
-        assert each["temporary"] < 0.06 * each["pool"] and not each["copies"], each
+        assert each["temporary"] < most * each["pool"] and not each["copies"], each

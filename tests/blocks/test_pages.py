@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dreamer_jax.blocks.memory import NOWHERE, Context, Slots, in_pages
+from dreamer_jax.blocks.memory import NOWHERE, Context, Slots, for_rows, in_pages
 from dreamer_jax.blocks.operations import operations_of
 from dreamer_jax.blocks.positions import Depth
 from dreamer_jax.blocks.repeats import LayerRepeats, Repeats
 from dreamer_jax.blocks.shared_slots import SharedSlots
 from pallas_kernels import pages
 from pallas_kernels.sequence_attention import slots as over_slots
+from tests.pallas_kernels.compiling import KINDS, compiling_for
 
 ROWS, PAGE, PER_ROW, POSITIONS = 2, 4, 3, 3
 SLOTS, PAGES = PAGE * PER_ROW, 11
@@ -104,6 +105,19 @@ def test_pages_that_are_not_there_take_nothing():
     assert np.all(kept[0, 2, 1] == 1) and kept.sum() == KV_HEADS * SIZE
     filled = memory.fill_deeper(jnp.array([0, 0]), jnp.array([PAGE, 1]))
     assert not np.any(filled.keys)
+
+
+@pytest.mark.parametrize(("chip", "precision"), [(None, None), ("v5e", None), ("v4", "highest")])
+def test_rows_of_a_tpu(chip, precision):
+    """Heads side by side; keys as its products round them, unless jax has been asked for more. Other memories stay."""
+    memory = MEMORIES["full"](ROWS, SLOTS)
+    with compiling_for(KINDS[chip] if chip else None), jax.default_matmul_precision(precision):
+        found = for_rows((memory, MEMORIES["repeats"](ROWS, SLOTS)), operations_of("auto"))
+    keys, kind = found[0].keys, jnp.bfloat16 if chip and precision is None else jnp.float32
+    assert keys.dtype == found[0].values.dtype == kind
+    assert keys.shape == (*memory.keys.shape[:3], *((128,) if chip else memory.keys.shape[3:]))
+    assert found[0].reached.dtype == jnp.int32
+    assert found[1].keys[0].shape == (DEPTHS, ROWS, SLOTS, KV_HEADS, SIZE) and found[1].keys[0].dtype == jnp.float32
 
 
 @pytest.mark.parametrize("own_depths", [False, True])
