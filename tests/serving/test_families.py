@@ -8,6 +8,7 @@ import functools
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -15,12 +16,14 @@ from jax.sharding import Mesh
 from dreamer_jax.families import build, initialise
 from dreamer_jax.inference import Adaptive, Engine, Static, fold
 from dreamer_jax.inference.model import FoldedModel
+from dreamer_jax.inference.programs import Programs
 from dreamer_jax.inference.samplers.contract import Choosing
 from dreamer_jax.serving import engine as served_engine
 from dreamer_jax.serving import programs
 from dreamer_jax.serving.contract import Request
 from dreamer_jax.serving.engine import ServedEngine, fits
 from dreamer_jax.serving.options import Options
+from pallas_kernels.sequence_attention.api import SequenceAttention
 from tests.families.cases import TINY_MODELS, drawn_params, small_config
 from tests.pallas_kernels.compiling import KINDS, compiling_for
 from tests.serving.cases import Taken, until, wide
@@ -59,6 +62,32 @@ def test_every_family_has_pages(name):
         assert numbers[0] == numbers[1] if kind is None else numbers[0] <= numbers[1]
 
 
+@functools.cache
+def folded(name: str) -> FoldedModel:
+    config = dataclasses.replace(MODELS[name], dtype="float64")
+    _, state = nn.meta.unbox(initialise(build(config), jax.random.key(0)))
+    return fold(config, drawn_params(MODELS[name]), state)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "huginn" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
+def test_a_family_generates_alike_with_its_heads_side_by_side(name, monkeypatch):
+    """As on a TPU: the same tokens at the same depths, also where positions stop early."""
+    model, prompts = folded(name), [list(range(2 + 9 * n)) for n in range(2)]
+    samplers = [its for its in (Static(), Adaptive(threshold=0.3)) if fits(its, model)]
+    plain = [Engine(model, sampler).generate(prompts, 10) for sampler in samplers]
+    monkeypatch.setattr(SequenceAttention, "flattens", lambda _: True)
+    compiled = Programs(None)
+    flat = [leaf.ndim == 4 for leaf in jax.tree.leaves(compiled.empty_slots(model, 2, 3)) if leaf.dtype == jnp.float64]
+    assert any(flat) or name == "cotformer"
+    for sampler, expected in zip(samplers, plain, strict=True):
+        engine = Engine(model, sampler)
+        engine._programs = compiled
+        found = engine.generate(prompts, 10)
+        assert [(row.tokens, row.depths) for row in found] == [(row.tokens, row.depths) for row in expected]
+
+
 @pytest.mark.slow  # programs of a dozen models
 @pytest.mark.parametrize(("name", "devices"), [*((name, 1) for name in MODELS), *((name, 4) for name in ON_MESH)])
 def test_a_family_is_served_like_it_generates(name, devices, monkeypatch):
@@ -68,9 +97,7 @@ def test_a_family_is_served_like_it_generates(name, devices, monkeypatch):
         pytest.skip("needs four devices")
     mesh = None if devices == 1 else Mesh(np.array(jax.devices()[:devices]).reshape(2, 2), ("data", "expert"))
     monkeypatch.setattr(served_engine, "choosings", lambda likeliest: (Choosing(),))
-    config = dataclasses.replace(MODELS[name], dtype="float64")
-    _, state = nn.meta.unbox(initialise(build(config), jax.random.key(0)))
-    model = fold(config, drawn_params(MODELS[name]), state)
+    model = folded(name)
     samplers = [its for its in (Static(), Adaptive(threshold=0.3)) if fits(its, model)]
     sizes = Options(rows=2 * devices, context=32, page=2, chunk=4, pages=22 * devices, logprobs=0)
     engine = ServedEngine(model, samplers, sizes, mesh=mesh)
