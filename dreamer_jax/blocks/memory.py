@@ -179,7 +179,7 @@ class Memory(NamedTuple):
 
 def for_kernels(memory: Any, operations: Operations) -> Any:
     """A family's memory of rows that grow as attention over pages wants it where this code is for: keys and values
-    side by side, if a kernel reads them; elsewhere on a TPU the heads of each."""
+    side by side, if a kernel reads them; elsewhere on a TPU as `for_rows`."""
 
     def packed(kept: Any) -> Any:
         if not hasattr(kept, "interleaved"):
@@ -187,7 +187,7 @@ def for_kernels(memory: Any, operations: Operations) -> Any:
         its = kept.interleaved()
         if its is not kept and operations.sequence_attention.interleaves(*kept.keys.shape[3:], kept.keys.dtype):
             return its
-        return kept.flat() if operations.sequence_attention.flattens() else kept
+        return _flat(kept) if operations.sequence_attention.flattens() else kept
 
     return jax.tree.map(packed, memory, is_leaf=_in_rows)
 
@@ -197,11 +197,11 @@ def for_rows(memory: Any, operations: Operations) -> Any:
     heads of a position side by side, and as precise as products there are."""
     if not operations.sequence_attention.flattens():
         return memory
+    return jax.tree.map(lambda kept: _flat(kept) if hasattr(kept, "flat") else kept, memory, is_leaf=_in_rows)
 
-    def packed(kept: Any) -> Any:
-        return jax.tree.map(_as_multiplied, kept.flat()) if hasattr(kept, "flat") else kept
 
-    return jax.tree.map(packed, memory, is_leaf=_in_rows)
+def _flat(kept: Any) -> Any:
+    return jax.tree.map(_as_multiplied, kept.flat())
 
 
 def _as_multiplied(leaf: jax.Array) -> jax.Array:

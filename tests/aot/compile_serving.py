@@ -37,12 +37,11 @@ ROWS, PLACES, CONTEXT, PAGE, CHUNK, STOPS = 16, 32, 2048, 16, 64, 8
 """Rows and places of a chip."""
 PAGES = PLACES * CONTEXT // PAGE
 HUGINN = {"depth": 8, "hidden_size": 1024, "heads": 8, "kv_heads": 8, "head_size": 128, "mlp_size": 4096}
+ODD_HEADS = {"depth": 32, "sa_heads": 8, "sa_kv_heads": 4, "sa_head_size": 96}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "huginn": ("huginn/tiny", HUGINN | {"vocab_size": 32768, "dtype": "bfloat16"}),
-    "odd_heads": (
-        "dr_da_tiny",
-        {"depth": 32, "sa_heads": 8, "sa_kv_heads": 4, "sa_head_size": 96, "dtype": "bfloat16"},
-    ),
+    "odd_heads": ("dr_da_tiny", ODD_HEADS | {"dtype": "bfloat16"}),
+    "odd_heads_single": ("dr_da_tiny", ODD_HEADS),
     "single": ("dr_da_16", {"dtype": "float32"}),
     "odd_sizes": ("huginn/tiny", HUGINN | {"hidden_size": 1096, "vocab_size": 32768, "dtype": "bfloat16"}),
     "two_keys": ("dr_da_tiny", {"depth": 32, "sa_kv_heads": 2, "sa_head_size": 128, "dtype": "bfloat16"}),

@@ -45,9 +45,10 @@ def test_few_key_heads_are_no_reason_to_copy_pages():
     compiled(TOPOLOGIES["v5e"], "two_keys")
 
 
-def test_heads_that_no_kernel_takes_are_no_reason_to_copy_pages():
-    """Of size 96, as Huginn's."""
-    compiled(TOPOLOGIES["v5e"], "odd_heads", kernel=False)
+@pytest.mark.parametrize("model", ["odd_heads", "odd_heads_single"])
+def test_heads_that_no_kernel_takes_are_no_reason_to_copy_pages(model):
+    """Of size 96, as Huginn's; nor, of a model in float32, to convert them."""
+    compiled(TOPOLOGIES["v5e"], model, kernel=False)
 
 
 def test_rows_that_fill_no_tile_are_no_reason_to_copy_weights():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dreamer_jax.blocks.memory import NOWHERE, Context, Slots, for_rows, in_pages
+from dreamer_jax.blocks.memory import NOWHERE, Context, Slots, for_kernels, for_rows, in_pages
 from dreamer_jax.blocks.operations import operations_of
 from dreamer_jax.blocks.positions import Depth
 from dreamer_jax.blocks.repeats import LayerRepeats, Repeats
@@ -109,10 +109,14 @@ def test_pages_that_are_not_there_take_nothing():
 
 @pytest.mark.parametrize(("chip", "precision"), [(None, None), ("v5e", None), ("v4", "highest")])
 def test_rows_of_a_tpu(chip, precision):
-    """Heads side by side; keys as its products round them, unless jax has been asked for more. Other memories stay."""
+    """Heads side by side; keys as its products round them, unless jax is asked for more. Pages that no kernel reads are
+    alike. Other memories stay."""
     memory = MEMORIES["full"](ROWS, SLOTS)
     with compiling_for(KINDS[chip] if chip else None), jax.default_matmul_precision(precision):
         found = for_rows((memory, MEMORIES["repeats"](ROWS, SLOTS)), operations_of("auto"))
+        paged = for_kernels(memory, operations_of("auto"))
+    assert jax.tree.map(jnp.shape, paged) == jax.tree.map(jnp.shape, found[0])
+    assert paged.keys.dtype == found[0].keys.dtype
     keys, kind = found[0].keys, jnp.bfloat16 if chip and precision is None else jnp.float32
     assert keys.dtype == found[0].values.dtype == kind
     assert keys.shape == (*memory.keys.shape[:3], *((128,) if chip else memory.keys.shape[3:]))
