@@ -19,6 +19,7 @@ from pallas_kernels.sequence_attention.paged import interleaved
 NOWHERE = 1 << 30
 """A position outside of all slots: it is computed, and leaves nothing."""
 PRECISION = "jax_default_matmul_precision"
+"""jax's setting of how precisely a TPU multiplies float32."""
 
 
 class Context(NamedTuple):
