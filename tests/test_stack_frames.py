@@ -50,6 +50,7 @@ def test_programs_of_generation(libtpu, version):
     """A lowered program names this file, or doesn't."""
     libtpu(version)
     before = jax.config.jax_traceback_in_locations_limit
+    jax.config.update("jax_traceback_in_locations_limit", 10)  # where such a libtpu is installed, others have set 0
     try:
         program = jitted(lambda x: jnp.sin(x), None, 0, (), None)
         text = program.lower(1.0).as_text(debug_info=True)

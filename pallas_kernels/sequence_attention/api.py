@@ -79,5 +79,5 @@ class SequenceAttention:
         return backend("paged attention", self.implementation, why) == "pallas"
 
     def flattens(self) -> bool:
-        """Whether pages that no kernel reads have the heads of a position side by side, see `pages.flat`: on a TPU."""
+        """Whether rows, and pages that no kernel reads, have their heads side by side, see `pages.flat`: on a TPU."""
         return tiles.generation() is not None
