@@ -30,11 +30,13 @@ class Answer:
         self.request, self.sampling, self.settings = request, sampling, settings
         self.in_flight: tuple[int, ...] = ()
         self._deliver, self._depths = deliver, 0
+        self._prompt: list[Token] = []  # that wasn't delivered yet
 
     def deliver(self, update: Update) -> bool:
-        """Hand an update over; whether it was taken."""
+        """Hand an update over, with the prompt if that is still to come; whether it was taken."""
+        prompt, self._prompt = tuple(self._prompt), []
         try:
-            self._deliver(update)
+            self._deliver(update._replace(prompt=prompt))
         except Exception:
             logger.exception("an answer couldn't be delivered")
             return False
@@ -49,15 +51,36 @@ class Answer:
         for n, (token, depth) in enumerate(zip(tokens.tolist(), depths.tolist(), strict=True)):
             if token < 0:
                 break
-            if token in self.request.stop_ids:
+            if not job.most:
+                return new, "length"
+            ends = token in self.request.stop_ids
+            if ends and not self.request.scored:
                 return new, "stop"
             job.tokens += 1
             if job.tokens > job.delivered:
                 new.append(Token(token, depth, *self._logprobs(logprobs, n)))
                 self._depths += depth
+            if ends:
+                return new, "stop"
             if job.tokens == job.most:
                 return new, "length"
         return new, None
+
+    def echo(self, depth: int) -> None:
+        """Have the prompt ready, at L depths, if it is wanted."""
+        if self.request.echo:
+            first, *others = self.request.prompt
+            self._prompt = [Token(first, 0), *(Token(each, depth) for each in others)]
+
+    def following(self, start: int, count: int) -> tuple[int, ...]:
+        """The prompt's tokens after `count` positions from `start` on, as far as there are some."""
+        return self.request.prompt[start + 1 : start + 1 + count]
+
+    def scored(self, start: int, logprobs: Any) -> None:
+        """Take the logarithms of the prompt's tokens after positions from `start` on."""
+        after = self._prompt[start + 1 : start + 1 + len(logprobs.chosen)]
+        for n, token in enumerate(after):
+            self._prompt[start + 1 + n] = Token(token.id, token.depth, *self._logprobs(logprobs, n))
 
     def _logprobs(self, logprobs: Any, n: int) -> tuple[Any, ...]:
         count = self.request.logprobs
@@ -79,6 +102,8 @@ class Turn:
 
     Attributes:
         chunk: something of the last chunk of a prompt to wait for; () without one.
+        scored: of each chunk of prompts whose logarithms are wanted: of each device the request and where the chunk
+            starts, and the logarithms.
         first: of each group that rows have joined: of each device the request and how often it had begun, and their
             first tokens.
         brought: of the tick.
@@ -88,6 +113,7 @@ class Turn:
     """
 
     chunk: Any = ()
+    scored: list[tuple[dict[int, tuple[Job, int]], Any]] = field(default_factory=list)
     first: list[tuple[dict[int, tuple[Job, int]], Any]] = field(default_factory=list)
     brought: Brought | None = None
     group: int = 0

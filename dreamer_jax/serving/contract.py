@@ -20,13 +20,15 @@ class Request:
 
     Attributes:
         prompt: token ids, at least one.
-        max_tokens: most tokens that it gets.
+        max_tokens: most tokens that it gets; with `echo` it may be 0.
         sampling: how they are chosen; with `number` its seed decides every draw, whatever else is computed beside it.
         sampler: how they go through the depths.
         depth: L of its passes; None for the engine's.
         number: of this text among those of the same prompt and seed.
         logprobs: of how many likeliest tokens logarithms are wanted beside the chosen one's; None for none at all.
         stop_ids: tokens that end it.
+        echo: whether the prompt comes with the answer. With `logprobs` that has the logarithms of its tokens, too, and
+            of the stop token that ends it; then all of it is computed, whatever keys are there already.
     """
 
     prompt: tuple[int, ...]
@@ -37,15 +39,22 @@ class Request:
     number: int = 0
     logprobs: int | None = None
     stop_ids: tuple[int, ...] = ()
+    echo: bool = False
+
+    @property
+    def scored(self) -> bool:
+        """Whether logarithms of the prompt's tokens are wanted."""
+        return self.echo and self.logprobs is not None
 
 
 class Token(NamedTuple):
-    """One token of an answer.
+    """One token of an answer, or of a prompt that comes with it.
 
     Attributes:
         id: of the token.
-        depth: how many depths its predecessor went through.
-        logprob: natural logarithm of its probability before temperature and filters; None if it wasn't asked for.
+        depth: how many depths its predecessor went through; 0 of a prompt's first token, which has none.
+        logprob: natural logarithm of its probability before temperature and filters; None if it wasn't asked for, and
+            of a prompt's first token.
         likeliest: the likeliest tokens with theirs, in order.
     """
 
@@ -56,14 +65,17 @@ class Token(NamedTuple):
 
 
 Finish = Literal["stop", "length", "cancelled", "failed"]
-"""How an answer ends: a stop token (which isn't delivered), `max_tokens`, somebody's wish, a fault of the engine."""
+"""How an answer ends: a stop token (delivered only if `Request.scored`), `max_tokens`, somebody's wish, a fault of the
+engine."""
 
 
 class Update(NamedTuple):
-    """More of an answer: its next tokens, and how it ends if it does. Nothing is delivered after that."""
+    """More of an answer: its next tokens, and how it ends if it does. Nothing is delivered after that. The first one
+    has the prompt, if that was asked for."""
 
     tokens: tuple[Token, ...]
     finish: Finish | None = None
+    prompt: tuple[Token, ...] = ()
 
 
 Deliver = Callable[[Update], None]

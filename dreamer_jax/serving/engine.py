@@ -111,8 +111,8 @@ class ServedEngine:
         self._pool = self._programs.fixed(model, self._programs.pool(pages, its.page, model))
         if not all(hasattr(kept, "paged") for kept in jax.tree.leaves(self._pool, is_leaf=_is_memory)):
             raise UserError(f"what this model ({model.family.headline()}) keeps of a text can't lie in pages")
-        likeliest = min(its.logprobs, model.config.vocab_size)
-        sizes = rows, places, self._shards, its.steps or model.total_depth, choosings(likeliest), its.stop_ids
+        self._likeliest = min(its.logprobs, model.config.vocab_size)
+        sizes = rows, places, self._shards, its.steps or model.total_depth, choosings(self._likeliest), its.stop_ids
         self._groups = [Group(self._programs, model, program, *sizes) for program in self.programs]
         self._scheduler = Scheduler([group.plan for group in self._groups], self._pages)
         self._statistics = Statistics(model.family, its.context, model.total_depth)
@@ -187,7 +187,8 @@ class ServedEngine:
         self._check(request)
         group, depth, settings = group_of(self.programs, self.model, request.sampler, request.depth, self._offered)
         job = Job(0, request.prompt, request.max_tokens, depth, group)
-        job.of = Answer(request, deliver, request.sampling.numbers(), settings)
+        job.of, job.shares = Answer(request, deliver, request.sampling.numbers(), settings), not request.scored
+        job.of.echo(depth)
         return job
 
     def _check(self, request: Request) -> None:
@@ -196,13 +197,13 @@ class ServedEngine:
             raise UserError("the prompt is empty; begin it with the begin-of-text token")
         if min(request.prompt) < 0 or max(request.prompt) >= vocabulary:
             raise UserError(f"the prompt has a token outside the model's vocabulary of {vocabulary}")
-        if request.max_tokens < 1:
-            raise UserError(f"max_tokens {request.max_tokens}: must be 1 or more")
+        least = 0 if request.echo else 1
+        if request.max_tokens < least:
+            raise UserError(f"max_tokens {request.max_tokens}: must be {least} or more")
         if not all(0 <= each < 2**31 for each in (request.number, *request.stop_ids)):
             raise UserError("number and stop_ids: must be from 0 to 2^31 - 1")
-        most = self._groups[0].choosings[-1].logprobs or 0
-        if request.logprobs is not None and not 0 <= request.logprobs <= most:
-            raise UserError(f"logprobs {request.logprobs}: must be from 0 to {most}")
+        if request.logprobs is not None and not 0 <= request.logprobs <= self._likeliest:
+            raise UserError(f"logprobs {request.logprobs}: must be from 0 to {self._likeliest}")
         length = len(request.prompt) + request.max_tokens
         if length > its.context or not self._scheduler.fits(length):
             most = min(its.context, self._pages[0].count * its.page)
@@ -275,7 +276,13 @@ class ServedEngine:
             tokens[job.shard, : len(own)] = own
             put(numbers, (start, len(job.prompt), job.depth), job.shard)
         table = self._table(self._shards, {job.shard: job for job, _ in found})
-        turn.chunk, self._pool = self._programs.chunk(self.model, self._pool, table, tokens, *numbers)
+        turn.chunk, rest, self._pool = self._programs.chunk(self.model, self._pool, table, tokens, *numbers)
+        if scored := {job.shard: (job, start) for job, start in found if job.of.request.scored}:
+            following = np.zeros_like(tokens)
+            for number, (job, start) in scored.items():
+                own = job.of.following(start, self.options.chunk)
+                following[number, : len(own)] = own
+            turn.scored.append((scored, self._programs.score(self._likeliest, self.model, rest, following)))
         joined = [job for job, _ in found if job.joined]
         for number in sorted({job.group for job in joined}):
             own = [job for job in joined if job.group == number]
@@ -312,9 +319,14 @@ class ServedEngine:
     def _receive(self, turn: Turn) -> None:
         """Wait for what a turn has brought, and deliver it."""
         begun = max(turn.begun, self._free)
-        jax.block_until_ready((turn.chunk, [chosen for _, chosen in turn.first]))
+        jax.block_until_ready((turn.chunk, [found for _, found in turn.scored], [chosen for _, chosen in turn.first]))
         self._free = time.perf_counter()
         self._statistics.prompt_seconds += self._free - begun
+        for scored, found in turn.scored:
+            chosen = jax.device_get(found)
+            for number, (job, start) in scored.items():
+                own = slice(number * self.options.chunk, (number + 1) * self.options.chunk)
+                job.of.scored(start, jax.tree.map(lambda each, own=own: each[own], chosen))
         for owners, chosen in turn.first:
             token, logprobs = jax.device_get(chosen)
             for number, (job, begun) in owners.items():
@@ -369,12 +381,14 @@ class ServedEngine:
     def _warm_up(self) -> None:
         """Compile every program by letting it do nothing."""
         begun, its = time.monotonic(), self.options
-        count = 1 + sum(2 * len(group.choosings) for group in self._groups)
+        count = 2 + sum(2 * len(group.choosings) for group in self._groups)
         names = ", ".join(group.sampler.name for group in self._groups)
         devices = f" on {self._shards} devices" if self._shards > 1 else ""
         self._report(f"compiling {count} programs for {its.rows} rows each of {names}{devices}")
         nobody = self._table(self._shards, {})
-        hidden, self._pool = self._programs.chunk(self.model, self._pool, nobody, *self._no_prompts())
+        nothing = self._no_prompts()
+        hidden, rest, self._pool = self._programs.chunk(self.model, self._pool, nobody, *nothing)
+        self._programs.score(self._likeliest, self.model, rest, nothing[0])
         for group in self._groups:
             if self._state == "starting":
                 self._pool = group.warm_up(self.model, self._pool, hidden, self._table(group.rows, {}), its.collect)

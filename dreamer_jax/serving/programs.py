@@ -1,4 +1,5 @@
-"""The compiled programs of a served engine: a chunk of a prompt, a row that joins, a tick of a group's rows.
+"""The compiled programs of a served engine: a chunk of a prompt and the logarithms of its tokens, a row that joins, a
+tick of a group's rows.
 
 Keys and values of all rows lie in one pool of pages, which every program gets, and gives back changed. Rows of a group
 have their places in its arrays for good; whoever has a place is the host's business, which hands in what belongs to
@@ -22,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from dreamer_jax.blocks.memory import NOWHERE, for_kernels, in_pages
 from dreamer_jax.inference.model import Flight, FoldedModel, PyTree
-from dreamer_jax.inference.programs import Kinds
+from dreamer_jax.inference.programs import LOGITS, Kinds
 from dreamer_jax.inference.samplers import adaptive, lossless, one_by_one, wavefront
 from dreamer_jax.inference.samplers.contract import (
     Asked,
@@ -30,6 +31,7 @@ from dreamer_jax.inference.samplers.contract import (
     Carried,
     Choosing,
     Chosen,
+    Logprobs,
     Progress,
     Sampler,
 )
@@ -151,7 +153,7 @@ def chunk(
     start: jax.Array,
     length: jax.Array,
     depth: jax.Array,
-) -> tuple[jax.Array, PyTree]:
+) -> tuple[jax.Array, jax.Array, PyTree]:
     """A chunk of one prompt through all its depths.
 
     Args:
@@ -161,7 +163,8 @@ def chunk(
         start, length, depth: [1] int32, of the chunk; of the prompt; L of its passes.
 
     Returns:
-        What the head will be applied to at the prompt's last position [1, h], if that is in this chunk; and the pool.
+        What the head will be applied to: at the prompt's last position [1, h], if that is in this chunk, and at all
+        positions [1, P, h]; and the pool.
     """
     positions, own = start + jnp.arange(tokens.shape[1])[None], depth[0]
 
@@ -176,7 +179,22 @@ def chunk(
     flight, slots = jax.lax.fori_loop(0, model.largest(own), deeper, entered)
     found, slots = model.leave(flight, positions, slots)
     last = jnp.clip(length - 1 - start, 0, tokens.shape[1] - 1)
-    return jnp.take_along_axis(found, last[:, None, None], axis=1)[:, 0], in_pages(slots, None)
+    return jnp.take_along_axis(found, last[:, None, None], axis=1)[:, 0], found, in_pages(slots, None)
+
+
+def score(likeliest: int, model: FoldedModel, found: jax.Array, tokens: jax.Array) -> Logprobs:
+    """Log-probabilities [P] of the tokens [1, P] that follow a chunk's positions, and of the likeliest ones.
+
+    Args:
+        found: [1, P, h], of `chunk`.
+    """
+
+    def of_position(both: tuple[jax.Array, jax.Array]) -> Logprobs:
+        hidden, token = both
+        return Logprobs.of(model.logits(hidden[None])[0], token, likeliest)
+
+    rows = max(1, LOGITS // model.config.vocab_size)  # positions whose logits fit
+    return jax.lax.map(of_position, (found[0], tokens[0]), batch_size=min(rows, tokens.shape[1]))
 
 
 def join(
@@ -268,7 +286,8 @@ class Programs:
         group = rows, Carried(rows, slots)
         self.pool = jitted(pool, sharding, 2, (model,), slots)
         self.places = jitted(places, sharding, 2, (model,), group)
-        self.chunk = jitted(chunk, sharding, 0, (model, slots, *[rows] * 5), (rows, slots), donate=(1,))
+        self.chunk = jitted(chunk, sharding, 0, (model, slots, *[rows] * 5), (rows, rows, slots), donate=(1,))
+        self.score = jitted(score, sharding, 1, (model, rows, rows), rows)
         self.join = jitted(join, sharding, 1, (model, rows, *group, *[rows] * 3), (*group, rows), donate=(4,))
         self.tick = jitted(tick, sharding, 3, (model, slots, *group, rows), (slots, *group, rows), donate=(4, 6))
         self._sharding = sharding

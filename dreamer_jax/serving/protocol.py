@@ -112,6 +112,7 @@ class Asked:
         max_tokens: None for as many as fit.
         stop: strings that end an answer.
         sampling, sampler, depth, logprobs: as of `contract.Request`.
+        echo: whether the prompts come with the answers.
         stream, include_usage: whether the answer comes in parts, and whether usage comes last.
     """
 
@@ -125,6 +126,7 @@ class Asked:
     sampler: Sampler
     depth: int | None
     logprobs: int | None
+    echo: bool
     stream: bool
     include_usage: bool
 
@@ -220,17 +222,19 @@ def _asked(fields: Fields, chat: bool, offered: Mapping[str, Sampler]) -> Asked:
         include_usage = bool(inner.take("include_usage", bool))
         inner.take("include_obfuscation", bool)  # this server has no padding to leave out
         inner.end()
+    echo = not chat and bool(fields.take("echo", bool))
     asked = Asked(
         prompts=() if chat else _prompts(fields),
         messages=_messages(fields) if chat else None,
         model=fields.take("model", str),
         number=fields.integer("n", 1, MOST_ANSWERS) or 1,
-        max_tokens=_max_tokens(fields, chat),
+        max_tokens=_max_tokens(fields, chat, echo),
         stop=_stop(fields),
         sampling=_sampling(fields),
         sampler=_sampler(fields, offered),
         depth=fields.integer("depth", 1),
         logprobs=_logprobs(fields, chat),
+        echo=echo,
         stream=stream,
         include_usage=include_usage,
     )
@@ -297,10 +301,10 @@ def _text(fields: Fields, name: str, text: str) -> str:
     return text
 
 
-def _max_tokens(fields: Fields, chat: bool) -> int | None:
-    plain = fields.integer("max_tokens", 1)
+def _max_tokens(fields: Fields, chat: bool, echo: bool) -> int | None:
+    plain = fields.integer("max_tokens", 0 if echo else 1)
     if not chat:
-        return plain or SHORT
+        return SHORT if plain is None else plain
     newer = fields.integer("max_completion_tokens", 1)
     if plain is not None and newer is not None and plain != newer:
         fields.refuse("max_tokens", "and max_completion_tokens say different things; give one of them")

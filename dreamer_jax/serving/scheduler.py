@@ -43,6 +43,7 @@ class Job:
         depth: L of its passes.
         group: its number among those of the scheduler.
         of: what belongs to it and is the engine's.
+        shares: whether it takes keys that are there already.
         row: of its group; None while it waits.
         shard: that has the row.
         pages: that it has, in the order of positions.
@@ -60,6 +61,7 @@ class Job:
     depth: int
     group: int
     of: Any = None
+    shares: bool = True
     row: int | None = None
     shard: int = 0
     pages: list[int] = field(default_factory=list)
@@ -148,7 +150,7 @@ class Scheduler:
         and for as much behind it as it is likely to need before another one ends: what it has had before."""
         pages, group = self.pages[shard], self.groups[job.group]
         positions = min(len(job.prompt) + job.delivered + group.ahead, job.end)
-        shared = pages.share(job.depth, job.prompt)
+        shared = pages.share(job.depth, job.prompt) if job.shares else []
         own = pages.take(pages.needed(positions) - len(shared))
         if own is None:
             pages.give(shared)

@@ -268,6 +268,7 @@ class Server:
                 number,
                 asked.logprobs,
                 stop_ids,
+                asked.echo,
             )
             for prompt in prompts
             for number in range(asked.number)

@@ -119,7 +119,9 @@ class Shapes:
         return {
             "tokens": [self._name(token.id) for token in part.tokens],
             "token_logprobs": [token.logprob for token in part.tokens],
-            "top_logprobs": [self._by_name(token.likeliest) for token in part.tokens],
+            "top_logprobs": [
+                None if token.logprob is None else self._by_name(token.likeliest) for token in part.tokens
+            ],
             "text_offset": offsets,
         }
 

@@ -39,7 +39,7 @@ class Choice:
     """One answer.
 
     Attributes:
-        tokens: those of its text and its stop string.
+        tokens: those of its text and its stop string; not those of a prompt that comes with it.
         finish: "stop" or "length"; None while it grows.
     """
 
@@ -47,6 +47,7 @@ class Choice:
         self.tokens: list[Token] = []
         self.finish: str | None = None
         self._index, self._growing = index, Growing(tokenizer, stop)
+        self._tokenizer, self._echo = tokenizer, tuple[Token, ...]()  # of the prompt, until it goes out
         self._sent, self._offset, self._finished = 0, 0, False
 
     @property
@@ -56,6 +57,7 @@ class Choice:
 
     def take(self, update: Update) -> bool:
         """Take in what the engine has delivered; whether a stop string has ended it before the engine has."""
+        self._echo += update.prompt
         self._growing.add(token.id for token in update.tokens)
         self.tokens += update.tokens[: self._growing.tokens - len(self.tokens)]
         if self._growing.stopped:
@@ -69,11 +71,17 @@ class Choice:
     def next_part(self) -> Part | None:
         """What is certain and hasn't gone out yet; None if nothing is."""
         texts = tuple(self._growing.pieces(self._sent))
-        if self._finished or not (texts or self.finish):
+        if self._finished or not (texts or self.finish or self._echo):
             return None
         tokens = tuple(self.tokens[self._sent : self._sent + len(texts)])
+        self._sent += len(texts)
+        if self._echo:
+            prompt = Growing(self._tokenizer)
+            prompt.add(token.id for token in self._echo)
+            prompt.end()
+            tokens, texts, self._echo = self._echo + tokens, (*prompt.pieces(), *texts), ()
         part = Part(self._index, tokens, texts, self._offset, self.finish)
-        self._sent, self._offset, self._finished = self._sent + len(texts), self._offset + len(part.text), part.ends
+        self._offset, self._finished = self._offset + len(part.text), part.ends
         return part
 
     @property

@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from dreamer_jax.inference import Adaptive, DiffusionForcing, Engine, FoldedModel, Lossless, Sampler, Sampling, Static
 from dreamer_jax.inference import engine as plain_engine
-from dreamer_jax.serving.contract import Finish, Request, Update
+from dreamer_jax.inference.model import through_depths
+from dreamer_jax.serving.contract import Finish, Request, Token, Update
 from dreamer_jax.serving.engine import ServedEngine
 from dreamer_jax.serving.options import Options
 from tests.inference.test_samplers import model_of
@@ -62,6 +64,7 @@ class Taken:
 
     Attributes:
         tokens, depths, logprobs: of the answer so far.
+        prompt: that came with it.
         finish: how it ended.
         updates: how often something came.
     """
@@ -70,6 +73,7 @@ class Taken:
         self.tokens: list[int] = []
         self.depths: list[int] = []
         self.logprobs: list[Any] = []
+        self.prompt: tuple[Token, ...] = ()
         self.finish: Finish | None = None
         self.updates = 0
         self._ended, self._then = threading.Event(), then
@@ -77,6 +81,8 @@ class Taken:
     def __call__(self, update: Update) -> None:
         assert self.finish is None, "something came after the end"
         self.updates += 1
+        assert not (update.prompt and self.updates > 1), "the prompt comes first"
+        self.prompt += update.prompt
         self.tokens += [token.id for token in update.tokens]
         self.depths += [token.depth for token in update.tokens]
         self.logprobs += [(token.logprob, token.likeliest) for token in update.tokens]
@@ -105,6 +111,23 @@ def alone(family: str, request: Request) -> tuple[list[int], list[int], str]:
 def _plain(family: str, sampler: Sampler, depth: int | None) -> Engine:
     model: FoldedModel = model_of(family)
     return Engine(model if depth is None else model.replace(total_depth=depth), sampler)
+
+
+def logarithms(family: str, text: Sequence[int], depth: int | None = None) -> np.ndarray:
+    """Of the probabilities of all tokens after each token of a text [S, V], from a pass over the whole text."""
+    model: FoldedModel = model_of(family)
+    model = model if depth is None else model.replace(total_depth=depth)
+    hidden, _ = through_depths(model, jnp.array([text]), jnp.arange(len(text))[None], model.empty_slots(1, len(text)))
+    logits = np.asarray(model.logits(hidden))[0]
+    return logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+
+
+def agree(found: Sequence[tuple[int, float | None, Any]], wanted: np.ndarray, likeliest: int) -> None:
+    """Tokens with their logarithms and the likeliest ones are as `logarithms` [N, V] has them."""
+    for (token, logprob, own), row in zip(found, wanted, strict=True):
+        order = np.argsort(-row)[:likeliest]
+        assert logprob is not None and abs(logprob - row[token]) < 1e-5 and [each for each, _ in own] == order.tolist()
+        np.testing.assert_allclose([value for _, value in own], row[order], atol=1e-5)
 
 
 def drawn_request(rng: np.random.Generator, family: str, few: bool = False) -> Request:

@@ -177,10 +177,13 @@ class FakeEngine:
             self._end(row, "failed")
             return True
         request, tokens, finish = row.request, [], None
-        for token in row.tokens[row.done : row.done + self.block]:
+        if not request.max_tokens:
+            finish = "length"
+        for token in row.tokens[row.done : row.done + self.block] if request.max_tokens else []:
             if token in request.stop_ids:
                 finish = "stop"
-                break
+                if not request.scored:
+                    break
             recorded = getattr(request.sampler, "depths", None)
             depth = recorded[row.done % len(recorded)] if recorded else 1 + (token + row.done) % self.depth
             row.done += 1
@@ -188,8 +191,9 @@ class FakeEngine:
             row.flight = depth
             likeliest = LIKELIEST[: request.logprobs] if request.logprobs else ()
             tokens.append(Token(token, depth, None if request.logprobs is None else -0.5, likeliest))
-            if row.done == request.max_tokens:
+            if finish is None and row.done == request.max_tokens:
                 finish = "length"
+            if finish is not None:
                 break
         self._counts["tokens"] += len(tokens)
         self._counts["depths"] += sum(token.depth for token in tokens)
@@ -198,7 +202,9 @@ class FakeEngine:
             finish = "stop"
         if finish is not None:
             self._finished[finish] += 1
-        row.deliver(Update(tuple(tokens), finish))
+        prompt = [Token(each, 4, None if request.logprobs is None else -0.75, LIKELIEST[: request.logprobs or 0])
+                  for each in request.prompt] if request.echo and row.done == len(tokens) else []  # fmt: skip
+        row.deliver(Update(tuple(tokens), finish, (Token(request.prompt[0], 0), *prompt[1:]) if prompt else ()))
         return finish is not None
 
     def _end(self, row: Row, finish: Finish) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from dreamer_jax.errors import UserError
 from dreamer_jax.inference import Adaptive, DiffusionForcing, Lossless, Sampling, Speculative, Static
-from dreamer_jax.inference.model import through_depths
 from dreamer_jax.inference.samplers.contract import Choosing
 from dreamer_jax.serving import engine as served_engine
 from dreamer_jax.serving.answers import Turn
@@ -26,10 +24,12 @@ from tests.serving.cases import (
     FORCING,
     OPTIONS,
     Taken,
+    agree,
     alone,
     begun_anew,
     check,
     drawn_request,
+    logarithms,
     serve,
     served,
     until,
@@ -157,15 +157,54 @@ def test_logarithms_are_those_of_the_models_probabilities(dreamer):
     taken = Taken()
     dreamer.submit(request, taken)
     taken.wait()
-    model, text = model_of("dreamer"), jnp.array([[*request.prompt, *taken.tokens]])
-    hidden, _ = through_depths(model, text, jnp.arange(text.shape[1])[None], model.empty_slots(1, text.shape[1]))
-    logits = np.asarray(model.logits(hidden))[0, len(request.prompt) - 1 : -1]
-    wanted = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
-    for token, (logprob, likeliest), row in zip(taken.tokens, taken.logprobs, wanted, strict=True):
-        assert logprob == pytest.approx(row[token], abs=1e-5)
-        order = np.argsort(-row)[:2]
-        assert [each for each, _ in likeliest] == order.tolist()
-        np.testing.assert_allclose([value for _, value in likeliest], row[order], atol=1e-5)
+    wanted = logarithms("dreamer", (*request.prompt, *taken.tokens))[len(request.prompt) - 1 : -1]
+    agree([(token, *its) for token, its in zip(taken.tokens, taken.logprobs, strict=True)], wanted, 2)
+
+
+def test_a_prompt_comes_with_its_logarithms(dreamer):
+    """All of them, over several chunks, at the request's depth, also where the first chunks' keys are there already."""
+    prompt = (7, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4)
+    dreamer.submit(Request(prompt, 1, depth=2), before := Taken())
+    before.wait()
+    shared = dreamer.view().shared_tokens
+    for most in (0, 3):
+        dreamer.submit(Request(prompt, most, depth=2, logprobs=2, echo=True), taken := Taken())
+        assert taken.wait().finish == "length" and len(taken.tokens) == most
+        assert [token.id for token in taken.prompt] == list(prompt)
+        assert [token.depth for token in taken.prompt] == [0] + [2] * 10
+        assert taken.prompt[0][2:] == (None, ())
+        found = [(token.id, token.logprob, token.likeliest) for token in taken.prompt[1:]]
+        agree(found, logarithms("dreamer", prompt, 2)[:-1], 2)
+    assert dreamer.view().shared_tokens == shared
+    dreamer.submit(Request(prompt, 1, depth=2, echo=True), plain := Taken())
+    assert [token[:3] for token in plain.wait().prompt] == [
+        (each, 2 if n else 0, None) for n, each in enumerate(prompt)
+    ]
+    assert dreamer.view().shared_tokens == shared + 8 and plain.tokens == before.tokens
+
+
+def test_the_token_that_ends_a_scored_text_comes_too(dreamer):
+    """Those who add up the logarithms of a prompt take away the last one, that of the answer's only token."""
+    request = Request((2, 7), 14, Sampling(1.3, top_k=20, seed=5))
+    text = alone("dreamer", request)[0]
+    stopped = dataclasses.replace(request, stop_ids=(text[3],))
+    count = text.index(text[3])
+    for changes, more in (({}, 0), ({"logprobs": 0}, 0), ({"echo": True}, 0), ({"echo": True, "logprobs": 0}, 1)):
+        dreamer.submit(dataclasses.replace(stopped, **changes), taken := Taken())
+        assert (taken.wait().tokens, taken.finish) == (text[: count + more], "stop")
+
+
+def test_prompts_that_begin_anew_come_once_with_all_logarithms(dreamer, monkeypatch):
+    """Ten at once, for which there are too few pages."""
+    again, rng, taken = begun_anew(dreamer, monkeypatch), np.random.default_rng(1), [Taken() for _ in range(10)]
+    prompts = [tuple(rng.integers(0, 23, rng.integers(2, 14)).tolist()) for _ in taken]
+    for prompt, its in zip(prompts, taken, strict=True):
+        dreamer.submit(Request(prompt, 18, logprobs=1, echo=True), its)
+    for prompt, its in zip(prompts, taken, strict=True):
+        assert [token.id for token in its.wait().prompt] == list(prompt)
+        found = [(token.id, token.logprob, token.likeliest) for token in its.prompt[1:]]
+        agree(found, logarithms("dreamer", prompt)[:-1], 1)
+    assert again, "pages were never short"
 
 
 def test_what_cannot_be_served_is_refused_at_once(dreamer):
@@ -176,7 +215,8 @@ def test_what_cannot_be_served_is_refused_at_once(dreamer):
     refused(TooLong, "1 tokens of prompt and 32 to be written don't fit the context of 32 tokens", max_tokens=32)
     refused(UserError, "prompt is empty", prompt=())
     refused(UserError, "vocabulary of 23", prompt=(23,))
-    refused(UserError, "max_tokens 0", max_tokens=0)
+    refused(UserError, "max_tokens 0: must be 1", max_tokens=0)
+    refused(UserError, "max_tokens -1: must be 0", max_tokens=-1, echo=True)
     refused(UserError, "this server goes to 3", depth=4)
     refused(UserError, "logprobs 4: must be from 0 to 3", logprobs=4)
     refused(UserError, "number and stop_ids: must be from 0", number=2**31)

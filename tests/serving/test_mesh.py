@@ -15,8 +15,20 @@ from dreamer_jax.inference import Adaptive, Lossless, Static
 from dreamer_jax.inference.samplers.contract import Choosing
 from dreamer_jax.inference.sharding import jitted, shard
 from dreamer_jax.serving import engine as served_engine
+from dreamer_jax.serving.contract import Request
 from tests.inference.test_samplers import model_of
-from tests.serving.cases import FORCING, OPTIONS, begun_anew, check, drawn_request, served, wide
+from tests.serving.cases import (
+    FORCING,
+    OPTIONS,
+    Taken,
+    agree,
+    begun_anew,
+    check,
+    drawn_request,
+    logarithms,
+    served,
+    wide,
+)
 
 FEW_PAGES = dataclasses.replace(OPTIONS, rows=15, pages=8 * 16)
 """Steps of two rows a device; up to six can have begun there, which have 16 pages between them and could use 96."""
@@ -64,6 +76,17 @@ def test_requests_get_what_they_get_alone(dreamer, monkeypatch):
     assert [its._cache_size() for its in programs] == before
     assert shards == set(range(8)) and {its.finish for its in taken} == {"length", "stop", "cancelled"}
     print(f"{len(again)} began anew, {dreamer.view().shared_tokens} tokens of prompts were shared")
+
+
+def test_prompts_come_with_their_logarithms(dreamer):
+    """One of each device, at once."""
+    rng, taken = np.random.default_rng(2), [Taken() for _ in range(8)]
+    prompts = [tuple(rng.integers(0, 23, length).tolist()) for length in range(2, 10)]
+    requests = [Request(prompt, 0, logprobs=1, echo=True) for prompt in prompts]
+    dreamer.submit_all(list(zip(requests, taken, strict=True)))
+    for prompt, its in zip(prompts, taken, strict=True):
+        found = [(token.id, token.logprob, token.likeliest) for token in its.wait().prompt[1:]]
+        agree(found, logarithms("dreamer", prompt)[:-1], 1)
 
 
 def test_devices_have_their_share(dreamer):

@@ -103,7 +103,9 @@ def test_chat_fields():
         ({"prompt": "a", "stop": ["a"] * 5}, "stop takes at most 4"),
         ({"prompt": "a", "stop": ""}, "none of them empty"),
         ({"prompt": "a", "logprobs": 21}, "logprobs must be 0 to 20"),
-        ({"prompt": "a", "echo": True}, "echo isn't supported here"),
+        ({"prompt": "a", "echo": 1}, "echo must be true or false"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens 0: must be 1 or more"),
+        ({"prompt": "a", "max_tokens": -1, "echo": True}, "max_tokens -1: must be 0 or more"),
         ({"prompt": "a", "best_of": 2}, "best_of isn't supported here"),
         ({"prompt": "a", "frequency_penalty": 0.1}, "frequency_penalty isn't supported here"),
         ({"prompt": "a", "temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'?"),
@@ -119,6 +121,12 @@ def test_what_is_refused(fields, message):
     with pytest.raises(Refused) as refused:
         read(**fields)
     assert message in refused.value.message and refused.value.status == 400 and "\n" not in refused.value.message
+
+
+def test_an_echo_is_of_completions_only():
+    assert read(prompt="a", echo=True, max_tokens=0).max_tokens == 0 and read(prompt="a", echo=True).max_tokens == 16
+    with pytest.raises(Refused, match="echo isn't supported here"):
+        read(True, messages=[{"role": "user", "content": "a"}], echo=True)
 
 
 def test_values_that_change_nothing_are_taken():

@@ -116,6 +116,56 @@ def test_logprobs_of_completions(ask):
     assert found.top_logprobs[0] == {"A": -0.25, "token_id:195": -2.0, f"token_id:{TOKENIZER.eos}": -3.5}
 
 
+def test_an_echo_has_the_prompt_before_the_answer(ask):
+    """With its logarithms, of which the first token has none; begin-of-text is a token without text."""
+    answer = ask(prompt="né", max_tokens=2, logprobs=1, echo=True)
+    choice, bos = answer.choices[0], f"token_id:{TOKENIZER.bos}"
+    assert choice.text == "néan" and "".join(token["text"] for token in choice.tokens) == choice.text
+    assert [token["depth"] for token in choice.tokens][:4] == [0, 4, 4, 4]
+    assert choice.logprobs.tokens == [bos, "n", "token_id:195", "token_id:169", "a", "n"]
+    assert choice.logprobs.token_logprobs == [None, -0.75, -0.75, -0.75, -0.5, -0.5]
+    assert choice.logprobs.top_logprobs == [None, *[{"A": -0.25}] * 5]
+    assert choice.logprobs.text_offset == [0, 0, 1, 1, 2, 3]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 2)
+    scored = ask(prompt=[104, 105], max_tokens=0, logprobs=0, echo=True)
+    choice = scored.choices[0]
+    assert (choice.text, choice.finish_reason, scored.usage.completion_tokens) == ("hi", "length", 0)
+    assert choice.logprobs.token_logprobs == [None, -0.75]
+    assert ask(prompt="ab", max_tokens=5, stop=["b"], echo=True).choices[0].text == "abaa"  # stops are of the answer
+
+
+def test_a_stream_begins_with_the_echo(ask):
+    whole = ask(prompt="né", max_tokens=9, logprobs=1, echo=True).choices[0]
+    chunks = [chunk.choices[0] for chunk in ask(prompt="né", max_tokens=9, logprobs=1, echo=True, stream=True)]
+    assert "".join(chunk.text for chunk in chunks) == whole.text and len(chunks) > 3
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert [each for chunk in chunks for each in getattr(chunk.logprobs, name)] == getattr(whole.logprobs, name)
+
+
+def test_the_end_of_text_is_the_last_token_of_a_scored_prompt():
+    """So whoever takes the last logarithm away, that of the answer, takes none of the prompt's."""
+    engine = FakeEngine(says=lambda request: [TOKENIZER.eos])
+    with running(make(engine)) as url:
+        answer = client(url).completions.create(model=NAME, prompt=[104, 105], max_tokens=1, logprobs=1, echo=True)
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason, answer.usage.completion_tokens) == ("hi", "stop", 1)
+    assert choice.logprobs.tokens == ["h", "i", f"token_id:{TOKENIZER.eos}"]
+    assert choice.logprobs.token_logprobs == [None, -0.75, -0.5]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_harness_reads_the_logarithms_of_continuations(ends):
+    """Of two prompts at once, as it asks and reads; also where the first token of the answer is the end of text."""
+    harness = pytest.importorskip("lm_eval.models.openai_completions", reason="extra `eval`").LocalCompletionsAPI
+    engine = FakeEngine(says=lambda request: [TOKENIZER.eos if ends else 97])
+    texts, contexts = [[256, 104, 105, 33, 33], [256, 104, 33]], [2, 2]
+    body = {"prompt": texts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    with running(make(engine)) as url:
+        status, answer, _ = post(url, json.dumps(body).encode())
+    assert status == 200
+    assert harness.parse_logprobs(answer, texts, contexts) == [(3 * -0.75, False), (-0.75, False)]
+
+
 def test_logprobs_of_chat(plain):
     answer = client(plain[0]).chat.completions.create(
         model=NAME, messages=[{"role": "user", "content": "n"}], max_tokens=2, logprobs=True, top_logprobs=2
