@@ -91,12 +91,12 @@ def test_memory_of_depth_attention():
 
 
 def test_time_to_compile_by_depth():
-    """The depth scan compiles one layer, whatever the depth."""
+    """The depth scan compiles one layer, whatever the depth; of few depths some loops fall away."""
     topology, mesh = parse_topology("v5p:2x2x1"), MeshConfig(data=(2, 2))
     seconds = {
-        depth: compile_step(small(mesh, {"model.depth": depth}), topology).seconds["compiling"] for depth in ("16", "4")
+        depth: compile_step(small(mesh, {"model.depth": depth}), topology).seconds["compiling"] for depth in ("16", "128")
     }
-    assert seconds["16"] < 1.1 * seconds["4"]
+    assert seconds["128"] < 1.25 * seconds["16"]
 
 
 def test_the_command(capsys):

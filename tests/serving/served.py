@@ -24,17 +24,21 @@ NAME = "fake"
 
 
 def make(
-    engine: FakeEngine, keys: Keys | None = None, log_text: bool = False, template: str = "{question}\n"
+    engine: FakeEngine,
+    keys: Keys | None = None,
+    log_text: bool = False,
+    template: str = "{question}\n",
+    name: str = NAME,
 ) -> Server:
     """A server of the fake engine."""
     prompts = Prompts(TOKENIZER, TOKENIZER.vocab_size, template)
-    return Server(engine, Served(NAME, prompts, engine.context, keys, log_text=log_text))
+    return Server(engine, Served(name, prompts, engine.context, keys, log_text=log_text))
 
 
 @contextlib.contextmanager
-def running(server: Server) -> Iterator[str]:
+def running(server: Server, port: int = 0) -> Iterator[str]:
     """Its address, while it runs in a thread."""
-    taken = process.open_port("127.0.0.1", 0)
+    taken = process.open_port("127.0.0.1", port)
     listening = threading.Event()
     ends: list[asyncio.Task[None]] = []
     loops: list[asyncio.AbstractEventLoop] = []

@@ -12,7 +12,7 @@ pytest.importorskip("uvicorn", reason="extra `serve`")
 from dreamer_jax.serving.keys import Keys
 from dreamer_jax.serving.server import PAGE
 from tests.serving.browser import tab
-from tests.serving.fake import FakeEngine
+from tests.serving.fake import TOKENIZER, FakeEngine
 from tests.serving.served import make, running
 
 READY = "document.getElementById('state').textContent === 'ready' && document.getElementById('model').textContent"
@@ -102,6 +102,74 @@ def test_the_engine_moves_and_a_stopped_answer_ends_in_it(tmp_path):
         assert engine.cancelled and page.errors == []
 
 
+def test_a_new_conversation_has_nothing_of_the_last_one(tmp_path):
+    engine = FakeEngine(pace=0.02, context=4000)
+    with running(make(engine)) as url, tab(tmp_path / "profile") as page:
+        page.open(url + "/", 1280, 800, "light")
+        page.until(READY)
+        page.write("x")
+        page.press("Enter")
+        page.until("document.querySelectorAll('.t').length > 3")
+        page.run("document.getElementById('new').click()")
+        page.until("!running")
+        page.run("document.getElementById('temperature').value = 0.75; document.getElementById('most').value = 2")
+        page.run("document.getElementById('sampler').replaceChildren()")  # as long as nobody has said which there are
+        page.write("y")
+        page.press("Enter")
+        page.until("!running && document.querySelectorAll('.t').length === 2")
+        asked = engine.submitted[-1]
+        assert asked.prompt == (TOKENIZER.bos, *b"y\n") and asked.sampling.temperature == 0.75
+        assert page.errors == []
+
+
+def test_an_answer_without_tokens_says_so(tmp_path):
+    with running(make(FakeEngine(says=lambda request: [TOKENIZER.eos]))) as url, tab(tmp_path / "profile") as page:
+        page.open(url + "/", 1280, 800, "light")
+        page.until(READY)
+        page.write("x")
+        page.press("Enter")
+        page.until("!running && document.querySelector('.about')")
+        assert page.run("document.querySelector('.about').textContent") == "no tokens"
+
+
+def test_a_key_is_asked_for_once_and_kept(tmp_path):
+    """Who is asked for it may write something else meanwhile."""
+    with running(make(FakeEngine(), Keys([KEY]))) as url, tab(tmp_path / "profile") as page:
+        page.open(url + "/", 1280, 800, "light")
+        page.until("document.activeElement === document.getElementById('key')")
+        page.run("document.getElementById('text').focus(); window.asked = 0; const its = fetch;"
+                 "window.fetch = (...all) => { window.asked += 1; return its(...all); }")  # fmt: skip
+        page.until("window.asked > 3")
+        assert page.run("document.activeElement.id") == "text"
+        page.run(f"document.getElementById('key').value = '{KEY}'")
+        page.until(READY)
+        assert page.run("sessionStorage.getItem('key')") == KEY
+        assert page.run("document.getElementById('key-part').hidden")
+
+
+def test_another_server_at_the_same_address(tmp_path):
+    first = FakeEngine()
+    with tab(tmp_path / "profile") as page:
+        with running(make(first)) as url:
+            page.open(url + "/", 1280, 800, "light")
+            page.until(READY)
+            page.run("document.getElementById('most').value = 200")
+            page.write("x")
+            page.press("Enter")
+            page.until("!running && past.length > 3 && past.at(-1)[1] > 100")
+        page.until("document.getElementById('state').textContent === 'not reachable'")
+        least = "window.least = Math.min(window.least, Number(document.getElementById('speed').textContent))"
+        page.run(f"window.least = 0; const its = draw; draw = (view) => {{ its(view); {least}; }}")
+        with running(make(FakeEngine(), name="other"), int(url.rpartition(":")[2])):
+            page.until("document.getElementById('model').textContent === 'other' && past.length > 2")
+            page.run("document.getElementById('most').value = 3")
+            page.write("y")
+            page.press("Enter")
+            page.until("!running && document.querySelectorAll('.answer').length === 2")
+            assert page.run("[...document.querySelectorAll('.about')].at(-1).textContent").startswith("3 tokens")
+            assert page.run("window.least") == 0
+
+
 def test_an_answer_that_breaks_off_says_so(tmp_path):
     with running(make(FakeEngine(fails_at=6))) as url, tab(tmp_path / "profile") as page:
         page.open(url + "/", 1280, 800, "light")
@@ -115,3 +183,4 @@ def test_an_answer_that_breaks_off_says_so(tmp_path):
         page.press("Enter")
         page.until("document.querySelectorAll('.about.wrong').length === 2")
         assert "don't fit the context" in page.run("[...document.querySelectorAll('.about')].at(-1).textContent")
+        assert page.run("document.getElementById('text').value") == "y"  # to be sent once more
