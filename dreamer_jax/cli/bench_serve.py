@@ -118,7 +118,8 @@ def text(found: Mapping[str, Any]) -> str:
             if its[key] is not None:
                 lines.append(f"  {name}: " + ", ".join(f"{p} % within {ms:,.1f} ms" for p, ms in its[key].items()))
         if its["share_of_bound"] is not None:
-            lines.append(f"  share of the bound: {its['share_of_bound']:.3f}")
+            since = "" if "speedup" in found else ", since the server's start"
+            lines.append(f"  share of the bound{since}: {its['share_of_bound']:.3f}")
     for unit, its in found.get("allowed", {}).items():
         lines.append(f"speed-up that the exit depths allow, F0 and Fr in {unit}: over {_over(its)}")
     for part, name in (("whole", "reached"), ("decoding", "reached while requests wait, prompts apart")):

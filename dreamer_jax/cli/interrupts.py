@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from dreamer_jax.errors import INTERRUPTED_EXIT_CODE
 
@@ -62,13 +62,13 @@ def leave() -> None:
     os._exit(INTERRUPTED_EXIT_CODE)
 
 
-def end() -> None:
-    """End the process after a command that was interrupted: without Python's own end, which crashes in XLA's threads if
-    they are still at work."""
+def end(code: int = INTERRUPTED_EXIT_CODE) -> NoReturn:
+    """End the process after a command that was interrupted, or whose threads go on: without Python's own end, which
+    crashes in XLA's threads if they are still at work."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(INTERRUPTED_EXIT_CODE)
+    os._exit(code)
 
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:

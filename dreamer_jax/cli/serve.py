@@ -8,6 +8,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dreamer_jax.cli import interrupts
 from dreamer_jax.cli.arguments import Parser, natural, positive, say
 from dreamer_jax.cli.inference_options import CACHE, INT8, KNOWLEDGE, RUN, add_mesh, mesh_of, prompt_template
 from dreamer_jax.errors import UserError, how_to_install
@@ -58,6 +59,8 @@ def run(arguments: list[str]) -> int:
     _log_to_stderr()
     engine = engine_for(model, options.rows, context, options.queue, options.depth, further, mesh)
     process.serve(Server(engine, served), taken, options.grace, say)
+    if not engine.ended:  # it compiles; Python's own end would crash in XLA's threads
+        interrupts.end(0)
     return 0
 
 
@@ -78,7 +81,11 @@ def offered(word: str) -> Sampler:
     name = settings.pop("name", None)
     if not isinstance(name, str):
         raise UserError(f"--offer {word}: has no name; as {EXAMPLE}")
-    return sampler_of(name, as_written(settings), "--offer ")
+    try:
+        written = as_written(settings)
+    except UserError as error:
+        raise UserError(f"--offer {word}: {error}") from None
+    return sampler_of(name, written, "--offer ")
 
 
 def engine_for(

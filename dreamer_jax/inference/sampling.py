@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +13,8 @@ from dreamer_jax.errors import UserError
 
 COLDEST = 1e-30
 """Temperatures below are as this one, so that no logit is divided to infinity, where all would be alike."""
+HOTTEST = 1e30
+"""Above all tokens are equally likely long since, and float32 ends."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         problems = {
-            f"temperature {self.temperature}: must be 0 or more": not 0 <= self.temperature < math.inf,
+            f"temperature {self.temperature}: must be from 0 to {HOTTEST:g}": not 0 <= self.temperature <= HOTTEST,
             f"top_k {self.top_k}: must be from 0 (all tokens) to 2^31 - 1": not 0 <= self.top_k < 2**31,
             f"top_p {self.top_p}: must be more than 0 and at most 1": not 0 < self.top_p <= 1,
             f"min_p {self.min_p}: must be from 0 to 1": not 0 <= self.min_p <= 1,

@@ -168,6 +168,11 @@ class ServingEngine(Protocol):
         ...
 
     @property
+    def ended(self) -> bool:
+        """Whether nothing of it runs any more; after `close` that is so, unless a program was being compiled."""
+        ...
+
+    @property
     def samplers(self) -> Mapping[str, Sampler]:
         """Those that it serves, by name; of several with one name the one that the name alone stands for."""
         ...
@@ -195,5 +200,6 @@ class ServingEngine(Protocol):
         ...
 
     def close(self, grace: float) -> None:
-        """Take no further requests, finish those that are here within so many seconds, cancel the rest, and end."""
+        """Take no further requests, finish those that are here within so many seconds, cancel the rest, and end; a
+        program that is being compiled is waited for as long."""
         ...

@@ -136,6 +136,11 @@ class ServedEngine:
         return self._state == "ready"
 
     @property
+    def ended(self) -> bool:
+        """Whether its thread is gone; after `close` it is, unless a program was being compiled."""
+        return not self._thread.is_alive()
+
+    @property
     def failed(self) -> bool:
         """Whether a fault has ended it; the log has which."""
         return self._state == "failed"
@@ -174,12 +179,13 @@ class ServedEngine:
     def close(self, grace: float) -> None:
         """Take no further requests, finish those that are here within so many seconds, cancel the rest, and end."""
         with self._changed:
+            starting = self._state == "starting"
             if self._state in ("starting", "ready"):
                 self._state = "stopping"
             self._deadline = time.monotonic() + grace
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(grace if starting else None)  # a program that is being compiled can't be given up
 
     def _job(self, request: Request, deliver: Deliver) -> Job:
         """A request and all that is made of it in its caller's thread, so that what can't be made is its caller's error
@@ -394,10 +400,11 @@ class ServedEngine:
                 self._pool = group.warm_up(self.model, self._pool, hidden, self._table(group.rows, {}), its.collect)
                 self._report(f"  {group.sampler.name}: there after {time.monotonic() - begun:.1f} s")
         jax.block_until_ready(self._pool)
-        self._report(f"compiled {count} programs in {time.monotonic() - begun:.1f} s")
         with self._changed:
             if self._state == "starting":
                 self._state = "ready"
+        if self._state == "ready":
+            self._report(f"ready: compiled {count} programs in {time.monotonic() - begun:.1f} s")
 
 
 def _is_memory(kept: Any) -> bool:

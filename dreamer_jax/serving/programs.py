@@ -191,7 +191,7 @@ def score(likeliest: int, model: FoldedModel, found: jax.Array, tokens: jax.Arra
 
     def of_position(both: tuple[jax.Array, jax.Array]) -> Logprobs:
         hidden, token = both
-        return Logprobs.of(model.logits(hidden[None])[0], token, likeliest)
+        return Logprobs.of(model.logits(hidden[None])[0], token, max(1, likeliest))  # `map` can't bear empty arrays
 
     rows = max(1, LOGITS // model.config.vocab_size)  # positions whose logits fit
     return jax.lax.map(of_position, (found[0], tokens[0]), batch_size=min(rows, tokens.shape[1]))

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from dreamer_jax.errors import UserError
-from dreamer_jax.inference.samplers import Adaptive, Sampler, Static
+from dreamer_jax.inference.samplers import SAMPLERS, Adaptive, Sampler, Static
 from dreamer_jax.inference.samplers.by_name import as_written, sampler_of
 from dreamer_jax.inference.sampling import Sampling
 
@@ -183,7 +183,8 @@ class Fields:
                 continue
             alike = difflib.get_close_matches(name, self._known, n=1)
             fix = f"did you mean '{self._within}{alike[0]}'?" if alike else "leave it out"
-            raise Refused(400, f"unknown field '{self._within}{name}'; {fix}", name, "unknown_parameter")
+            whole = f"{self._within}{name}"
+            raise Refused(400, f"unknown field '{whole}'; {fix}", whole, "unknown_parameter")
 
 
 def parse(body: bytes, chat: bool, offered: Mapping[str, Sampler] = MappingProxyType({})) -> Asked:
@@ -240,7 +241,7 @@ def _asked(fields: Fields, chat: bool, offered: Mapping[str, Sampler]) -> Asked:
     )
     fields.end()
     if len(asked.prompts) * asked.number > MOST_PROMPTS:
-        fields.refuse("n", f"times the number of prompts is more than {MOST_PROMPTS}")
+        fields.refuse("prompt", f"and n ask for more than {MOST_PROMPTS} answers")
     return asked
 
 
@@ -346,10 +347,14 @@ def _sampler(fields: Fields, offered: Mapping[str, Sampler]) -> Sampler:
         value, within = exits | {"name": Adaptive.name}, "exit."
     else:
         within = "sampler."
-    settings: dict[str, Any] = {"name": value} if isinstance(value, str) else dict(value or {"name": Static.name})
+    if value is None or isinstance(value, str):
+        value = {"name": value or Static.name}
+    settings: dict[str, Any] = dict(value)
     name = settings.pop("name", None)
     if not isinstance(name, str):
         fields.refuse("sampler", 'must be a name, or an object with one: {"name": "adaptive", "threshold": 0.05}')
+    if name not in SAMPLERS and offered:
+        fields.refuse("sampler", f"'{name}': there is none of that name here; one of {', '.join(offered)}")
     if min_depth is not None:
         if name != Adaptive.name or "min_depth" in settings:
             fields.refuse("min_depth", "goes with exit, or sampler adaptive that says no other")

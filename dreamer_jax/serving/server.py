@@ -116,6 +116,10 @@ class Server:
                 await self._app(scope, receive, counted)
             if state.get("gone"):
                 state["note"] = ", ".join([*filter(None, [state.get("note")]), "the client left"])
+        except asyncio.CancelledError:  # the server ends at once
+            LOG.info("%s %s cut off, the server stops at once", scope["method"], self._path(scope))
+            break_off(scope, at_once=True)
+            raise
         except Exception as error:  # a defect: answered with 500 by starlette where nothing was sent yet
             where = "".join(traceback.format_tb(error.__traceback__))
             LOG.error("%s in a request\n%s", type(error).__name__, where)  # its message might hold text

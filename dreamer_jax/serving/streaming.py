@@ -52,8 +52,8 @@ class Choice:
 
     @property
     def waiting(self) -> int:
-        """Tokens that haven't gone out."""
-        return len(self.tokens) - self._sent
+        """Tokens that could have gone out; not those that may become a stop string."""
+        return len(self._growing.pieces(self._sent))
 
     def take(self, update: Update) -> bool:
         """Take in what the engine has delivered; whether a stop string has ended it before the engine has."""

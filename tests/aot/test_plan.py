@@ -94,7 +94,8 @@ def test_time_to_compile_by_depth():
     """The depth scan compiles one layer, whatever the depth; of few depths some loops fall away."""
     topology, mesh = parse_topology("v5p:2x2x1"), MeshConfig(data=(2, 2))
     seconds = {
-        depth: compile_step(small(mesh, {"model.depth": depth}), topology).seconds["compiling"] for depth in ("16", "128")
+        depth: compile_step(small(mesh, {"model.depth": depth}), topology).seconds["compiling"]
+        for depth in ("16", "128")
     }
     assert seconds["128"] < 1.25 * seconds["16"]
 

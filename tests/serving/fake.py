@@ -84,6 +84,10 @@ class FakeEngine:
         self._thread = threading.Thread(target=self._run, name="fake engine", daemon=True)
         self._thread.start()
 
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
     def submit(self, request: Request, deliver: Deliver) -> int:
         return self.submit_all([(request, deliver)])[0]
 

@@ -89,6 +89,16 @@ def test_a_client_that_does_not_read_loses_its_own_connection(monkeypatch):
     assert received.startswith(b"HTTP/1.1 200 OK") and b"[DONE]" not in received and not received.endswith(b"0\r\n\r\n")
 
 
+def test_who_waits_for_what_may_become_a_stop_string_is_not_slow(monkeypatch):
+    monkeypatch.setattr(streaming, "MOST_WAITING", 50)
+    with running(make(FakeEngine(says=lambda request: [97] * 300))) as url:
+        body = {"model": NAME, "prompt": "x", "max_tokens": 300, "stop": "a" * 299 + "x", "n": 2}
+        streamed = list(client(url).completions.create(**body, stream=True))
+        assert 'reason="slow"' not in get(f"{url}/metrics")[1]
+    texts = ["".join(chunk.choices[0].text for chunk in streamed if chunk.choices[0].index == n) for n in (0, 1)]
+    assert texts == ["a" * 300] * 2
+
+
 def test_a_failure_in_mid_stream_ends_the_connection():
     engine = FakeEngine(fails_at=5)
     with running(make(engine)) as url:

@@ -18,6 +18,7 @@ from dreamer_jax.serving import engine as served_engine
 from dreamer_jax.serving.answers import Turn
 from dreamer_jax.serving.contract import Closed, QueueFull, Request, TooLong
 from dreamer_jax.serving.engine import ServedEngine
+from dreamer_jax.serving.groups import Group
 from dreamer_jax.serving.scheduler import Job
 from tests.inference.test_samplers import model_of
 from tests.serving.cases import (
@@ -346,6 +347,25 @@ def test_a_fault_while_programs_are_compiled_is_told():
         engine = ServedEngine(model_of("dreamer"), [Static()], OPTIONS)
         engine._thread.join(60)
     assert engine.failed and not engine.ready
+
+
+def test_close_waits_no_longer_for_what_is_compiled(one_choosing, monkeypatch):
+    """Nothing says then that all of it was."""
+    begun, released, said = threading.Event(), threading.Event(), []
+
+    def compiles(group, model, pool, *others):
+        begun.set()
+        assert released.wait(60)
+        return pool
+
+    monkeypatch.setattr(Group, "warm_up", compiles)
+    engine = ServedEngine(model_of("dreamer"), None, OPTIONS, said.append)
+    assert begun.wait(60)
+    engine.close(0.1)
+    assert not engine.ended and not engine.ready
+    released.set()
+    engine._thread.join(60)
+    assert engine.ended and not any(line.startswith("ready") for line in said)
 
 
 def test_close_finishes_what_it_can_in_time(one_choosing):

@@ -124,15 +124,17 @@ def test_what_takes_longer_than_the_grace_is_cut_off():
 @pytest.mark.parametrize("signals", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)], ids=["Ctrl-C", "twice"])
 def test_at_once(signals):
     with process(0.05, 60) as (running, url):
-        streamed = Asking(url, 5000, stream=True)
-        busy(url, 1)
+        whole, streamed = Asking(url, 5000), Asking(url, 5000, stream=True)
+        busy(url, 2)
         for each in signals:
             running.send_signal(each)
             time.sleep(0.3)
         assert running.wait(5) == 130
         assert running.stderr is not None
         said = running.stderr.read()
+        whole.join()
         streamed.join()
+    assert isinstance(whole.failure, RemoteDisconnected | ConnectionResetError), whole.answer
     assert said.endswith("dreamer: interrupted\n") and "Traceback" not in said
     assert streamed.failure is not None and free(url)
 

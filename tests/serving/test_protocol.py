@@ -85,13 +85,13 @@ def test_chat_fields():
         ({"prompt": [1, "a"]}, "prompt must be a string, a list of strings"),
         ({"prompt": [[True]]}, "prompt must be"),
         ({"prompt": "\ud800"}, "half of a surrogate pair"),
-        ({"prompt": ["a"] * 300, "n": 10}, "n times the number of prompts is more than 2048"),
+        ({"prompt": ["a"] * 300, "n": 10}, "prompt and n ask for more than 2048 answers"),
         ({"prompt": "a", "n": 0}, "n must be 1 to 128"),
         ({"prompt": "a", "n": True}, "n must be an integer"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens 0: must be 1 or more"),
         ({"prompt": "a", "max_tokens": 1.5}, "max_tokens must be an integer"),
         ({"prompt": "a", "temperature": "hot"}, "temperature must be a number"),
-        ({"prompt": "a", "temperature": -1}, "temperature -1.0: must be 0 or more"),
+        ({"prompt": "a", "temperature": -1}, "temperature -1.0: must be from 0 to 1e+30"),
         ({"prompt": "a", "temperature": 10**400}, "temperature is too large a number"),
         ({"prompt": "a", "top_p": 10**400}, "top_p is too large a number"),
         ({"prompt": "a", "min_p": -(10**400)}, "min_p is too large a number"),
@@ -111,6 +111,9 @@ def test_chat_fields():
         ({"prompt": "a", "temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'?"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "goes with stream: true only"),
         ({"prompt": "a", "sampler": "statc"}, "sampler 'statc': there is none of that name"),
+        ({"prompt": "a", "sampler": {}}, "sampler must be a name, or an object with one"),
+        ({"prompt": ["a"] * 2049}, "prompt and n ask for more than 2048 answers"),
+        ({"prompt": "a", "temperature": 1e31}, "temperature 1e+31: must be from 0 to 1e+30"),
         ({"prompt": "a", "sampler": {"name": "adaptive", "min_depht": 1}}, "did you mean 'sampler.min_depth'?"),
         ({"prompt": "a", "exit": {"threshold": "x"}}, "exit.threshold"),
         ({"prompt": "a", "exit": {}, "sampler": "static"}, "give one of exit and sampler"),
@@ -121,6 +124,17 @@ def test_what_is_refused(fields, message):
     with pytest.raises(Refused) as refused:
         read(**fields)
     assert message in refused.value.message and refused.value.status == 400 and "\n" not in refused.value.message
+
+
+def test_the_field_at_fault_is_named_whole():
+    for fields, param in (
+        ({"messages": [{"role": "user", "content": "a", "foo": 1}]}, "messages.0.foo"),
+        ({"messages": [{"role": "user", "content": "a"}], "stream": True, "stream_options": {"usage": True}},
+         "stream_options.usage"),
+    ):  # fmt: skip
+        with pytest.raises(Refused) as refused:
+            read(True, **fields)
+        assert refused.value.param == param and f"'{param}'" in refused.value.message
 
 
 def test_an_echo_is_of_completions_only():

@@ -45,6 +45,7 @@ def started(monkeypatch):
     def run(server: Any, taken: socket.socket, grace: float, say: Any) -> None:
         found.update(server=server, address=taken.getsockname(), grace=grace)
         taken.close()
+        server.engine.close(0)
 
     monkeypatch.setattr(
         dreamer_jax.model, "load", lambda run, **options: found.update(run=run, options=options) or model
@@ -74,7 +75,10 @@ def test_defaults(started, capsys):
     [
         ("wavy", "none of that name; one of static"),
         ('{"name": "adaptive", "treshold": 1}', "did you mean '--offer threshold'"),
-        ('{"name": "adaptive", "threshold": [1]}', "threshold must be a string, a number"),
+        (
+            '{"name": "adaptive", "threshold": [1]}',
+            "[1]}: threshold must be a string, a number",
+        ),
         ('{"wavefront": 3}', "has no name; as {"),
         ('{"name"', "isn't JSON; as {"),
     ],
