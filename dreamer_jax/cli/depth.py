@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from dreamer_jax.cli.arguments import Parser, natural, positive, say
-from dreamer_jax.config import load_config
 from dreamer_jax.errors import UserError
 
 LINES = 16
@@ -33,7 +32,7 @@ def run(arguments: list[str]) -> int:
     if options.json:
         print(json.dumps(result, indent=2))
         return 0
-    print(f"{result['model']}: {result['run']}, checkpoint {result['step']:,}; * is the trained depth")
+    print(_heading(result["model"], result["run"], result["step"], result["trained"]))
     print(_table(result["depths"], result["trained"]))
     if "difficulty" in result:
         print("\n" + _difficulty_table(result["difficulty"], result["trained"]))
@@ -47,16 +46,19 @@ def run(arguments: list[str]) -> int:
 
 
 def _loss_only(folder: Path, options: argparse.Namespace) -> int:
-    from dreamer_jax.families import build
-    from dreamer_jax.studies.depths import FILE, by_depth
+    from dreamer_jax.studies.depths import FILE, by_depth, open_run
     from dreamer_jax.studies.difficulty import by_difficulty, hardest
 
     found: dict[str, Any] = {"depths": {str(d): its for d, its in by_depth(folder, options.depths, say).items()}}
-    config = load_config(folder / "config.yaml").config
+    model = open_run(folder)
     if options.instances:
         right = by_difficulty(folder, options.depths, options.instances, say)
         of_depth = {str(level): {str(depth): its for depth, its in row.items()} for level, row in right.items()}
-        found["difficulty"] = {"trained_to": hardest(config), "instances": options.instances, "accuracy": of_depth}
+        found["difficulty"] = {
+            "trained_to": hardest(model.config),
+            "instances": options.instances,
+            "accuracy": of_depth,
+        }
     if options.experts:
         from dreamer_jax.studies.expert_use import expert_use
 
@@ -64,16 +66,21 @@ def _loss_only(folder: Path, options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(found, indent=2))
         return 0
-    print(_table(found["depths"]))
+    print(_heading(model.family.headline(), folder.name, model.step, model.family.depth))
+    print(_table(found["depths"], model.family.depth))
     for router, value in found.get("gini", {}).items():
         print(f"Gini coefficient of the experts of {router}: {value:.3f}")
     if "difficulty" in found:
-        print("\n" + _difficulty_table(found["difficulty"], build(config.model).depth))
+        print("\n" + _difficulty_table(found["difficulty"], model.family.depth))
     print(f"written to {folder / FILE}")
     return 0
 
 
-def _table(by_depth: Mapping[str, Mapping[str, float]], trained: int | None = None) -> str:
+def _heading(model: str, run: str, step: int, trained: int) -> str:
+    return f"{model}: {run}, checkpoint {step:,}, trained at depth {trained} (*)"
+
+
+def _table(by_depth: Mapping[str, Mapping[str, float]], trained: int) -> str:
     """Depths below one another."""
     names = list(next(iter(by_depth.values())))
     lines = ["  ".join(["  depth", *(name.replace("_", " ").rjust(12) for name in names)])]
@@ -138,8 +145,8 @@ def _parser() -> Parser:
     parser.add_argument(
         "--depths",
         type=_depths,
-        help="commas between them (all up to four times the trained depth, or 32 of them; with --loss-only the powers "
-        "of two, and the trained depth)",
+        help="commas between them; the trained one is measured beside them (all up to four times the trained depth, or "
+        "32 of them; with --loss-only these alone, or the powers of two and the trained depth)",
     )
     parser.add_argument(
         "--loss-only",

@@ -60,7 +60,7 @@ def report(
 
     Args:
         run: a run directory.
-        depths: by default all up to `FARTHEST` times the trained depth, or `MOST` of them; see `all_depths`.
+        depths: the trained one is measured beside them; by default all up to `FARTHEST` times that, or `MOST` of them.
         say: gets lines of progress.
         rows: held-out rows that are looked at for agreement, and within passes.
         instances: of each difficulty.
@@ -82,7 +82,7 @@ def report(
     model = open_run(run)
     check_writable(run)
     family = model.family
-    asked = checked(family, all_depths(family) if depths is None else depths)
+    asked = checked(family, all_depths(family) if depths is None else [*depths, family.depth])
     kept = Kept(run / FILE, model.step)
     found = heldout(run, model, asked, kept, say)
     sample = sample_of(model, rows)
@@ -106,7 +106,7 @@ def report(
         },
     }
     if generated(model.config):
-        few = asked if depths is not None else sorted({*(asked[i] for i in even(len(asked), CELLS - 1)), family.depth})
+        few = asked if depths is not None else thinned(family, asked, CELLS)
         right = accuracy(model, few, instances, kept, say)
         by_difficulty = {str(d): {str(depth): its for depth, its in row.items()} for d, row in right.items()}
         result["difficulty"] = {"trained_to": hardest(model.config), "instances": instances, "accuracy": by_difficulty}
@@ -115,11 +115,17 @@ def report(
 
 
 def all_depths(family: Family) -> list[int]:
-    """All up to `FARTHEST` times the trained depth that the model takes; of more than `MOST` an even choice, in which
-    the trained depth and the farthest one are."""
-    depths = [depth for depth in range(1, FARTHEST * family.depth + 1) if takes(family, depth)]
-    chosen = {depths[i] for i in even(len(depths), MOST - 1)}
-    return sorted(chosen | {family.depth})
+    """All up to `FARTHEST` times the trained depth that the model takes, or `MOST` of them."""
+    return thinned(family, [depth for depth in range(1, FARTHEST * family.depth + 1) if takes(family, depth)], MOST)
+
+
+def thinned(family: Family, depths: Sequence[int], most: int) -> list[int]:
+    """Depths in order, if they are at most so many; otherwise an even choice, in which the trained depth, twice as many
+    and the farthest are."""
+    if len(depths) <= most:
+        return list(depths)
+    wanted = {family.depth, 2 * family.depth} & set(depths)
+    return sorted(wanted | {depths[i] for i in even(len(depths), most - len(wanted))})
 
 
 def even(count: int, most: int) -> list[int]:

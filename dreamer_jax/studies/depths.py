@@ -62,7 +62,10 @@ def open_run(run: Path) -> TrainedModel:
         UserError: there is none, or the path names something else.
     """
     if re.match("[a-z0-9]+:/", str(run)):  # Path makes one slash of two
-        raise UserError(f"{run}: files are written into the run directory, so it has to be on a disk; copy it first")
+        written = str(run).replace(":/", "://", 1)
+        raise UserError(
+            f"{written}: files are written into the run directory, so it has to be on a disk; copy it first"
+        )
     if run_and_step(run)[1] is not None:
         raise UserError(f"{run}: name the run directory; its newest checkpoint is taken")
     return load_run(run)
@@ -167,8 +170,12 @@ class Kept:
             parts = {name: part for name, part in before.items() if name != "step"}
             if any(not isinstance(part, dict) for part in parts.values()):
                 raise UserError(f"{file} is damaged: a part of it isn't an object; {AGAIN}")
-            if not all(map(_numbers, parts.get("depths", {}).values())):
+            if not all(_numbers(its) and "loss" in its for its in parts.get("depths", {}).values()):
                 raise UserError(f"{file} is damaged: what it has of a depth isn't numbers by name; {AGAIN}")
+            for name, fits in {"agreement": _is_number, "difficulty": _is_number, "passes": _is_pass}.items():
+                found = parts.get(name, {}).get("found", {})
+                if not (isinstance(found, dict) and all(map(fits, found.values()))):
+                    raise UserError(f"{file} is damaged: its part {name} has something else; {AGAIN}")
             if before.get("step") == step:
                 self._content = before
 
@@ -193,7 +200,20 @@ class Kept:
 
 def _numbers(found: Any) -> bool:
     """Whether something is name -> number."""
-    return isinstance(found, dict) and all(isinstance(value, int | float) for value in found.values())
+    return isinstance(found, dict) and all(map(_is_number, found.values()))
+
+
+def _is_number(found: Any) -> bool:
+    return isinstance(found, int | float)
+
+
+def _is_pass(found: Any) -> bool:
+    """Whether something has what `depth_report.look_into` writes of a pass."""
+    lists = ("needed", "norm", "residual")
+    if not (isinstance(found, dict) and all(isinstance(found.get(name), list) for name in lists)):
+        return False
+    radius = found.get("spectral_radius")
+    return isinstance(radius, dict) and all(isinstance(radius.get(name), list) for name in ("depths", "mean"))
 
 
 def _number(name: str) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from dreamer_jax.families import build, forward
 from dreamer_jax.parallel import make_mesh
 from dreamer_jax.runs.models import load_run
 from dreamer_jax.studies import depth_report, depths, expert_use
-from dreamer_jax.studies.depth_report import all_depths, even, highlights, needed_by
+from dreamer_jax.studies.depth_report import all_depths, even, highlights, needed_by, thinned
 from dreamer_jax.studies.depths import Kept, Progress, usual_depths
 from dreamer_jax.studies.difficulty import accuracy, difficulties
 from dreamer_jax.training.train_step import make_evaluation_step
@@ -115,7 +115,7 @@ def test_a_model_without_experts_has_none_that_are_used(tmp_path):
 def test_the_whole_command(run, monkeypatch, capsys):
     """What it prints, writes and keeps; and that nothing of it is computed twice."""
     draw_without_files(monkeypatch)
-    words = ["depth", str(run), "--depths", "1,3,6", "--rows", "3", "--instances", "8"]
+    words = ["depth", str(run), "--depths", "1,6", "--rows", "3", "--instances", "8"]
     assert main(words) == 0
     printed = capsys.readouterr()
     assert "held-out loss: 3 to compute" in printed.err
@@ -244,7 +244,11 @@ def test_depths_that_are_asked_for_without_being_named(run, layered):
     assert all_depths(load_run(layered).family) == [1, 2, 3]
     deep = build(dataclasses.replace(load_run(run).config.model, depth=20))
     found = all_depths(deep)
-    assert len(found) <= 32 and {1, 20, 80} <= set(found) and found == sorted(found)
+    assert len(found) <= 32 and {1, 20, 40, 80} <= set(found) and found == sorted(found)
+    eight = build(dataclasses.replace(load_run(run).config.model, depth=8))
+    assert all_depths(eight) == list(range(1, 33))
+    assert thinned(eight, range(1, 13), 12) == list(range(1, 13))
+    assert len(thinned(eight, range(1, 33), 12)) <= 12 and {1, 8, 16, 32} <= set(thinned(eight, range(1, 33), 12))
     assert even(1, 5) == [0] and even(10, 3) == [0, 4, 9] and even(4, 9) == [0, 1, 2, 3]
 
 
@@ -273,12 +277,39 @@ def test_what_is_kept_is_of_one_checkpoint_and_of_the_same_settings(tmp_path):
     assert Kept(file, 8).part("depths") == {}
 
 
-@pytest.mark.parametrize("found", [3, ["loss"], {"loss": "low"}, {"loss": None}])
+@pytest.mark.parametrize("found", [3, ["loss"], {}, {"loss": "low"}, {"loss": None}])
 def test_what_is_kept_of_a_depth_is_numbers(found, tmp_path):
     file = tmp_path / "depth.json"
     file.write_text(json.dumps({"step": 7, "depths": {"1": found}}))
     with pytest.raises(UserError, match="is damaged: what it has of a depth isn't numbers by name; remove it"):
         Kept(file, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("agreement", "a"),
+        ("difficulty", None),
+        ("passes", {}),
+        ("passes", {"needed": [1], "norm": [1], "residual": [1]}),
+    ],
+)
+def test_what_is_kept_of_the_other_parts_is_what_was_written(name, found, tmp_path):
+    file = tmp_path / "depth.json"
+    file.write_text(json.dumps({"step": 7, name: {"settings": {}, "found": {"6": found}}}))
+    with pytest.raises(UserError, match=f"is damaged: its part {name} has something else; remove it"):
+        Kept(file, 7)
+
+
+def test_the_trained_depth_is_the_checkpoints(run, tmp_path, capsys):
+    """Also where the run is about to go on at another one, and nothing is saved yet."""
+    shutil.copytree(run, copy := tmp_path / "run", ignore=shutil.ignore_patterns(depths.FILE))
+    text = (copy / "config.yaml").read_text()
+    assert text.count("\n  depth: 3 ") == 1
+    (copy / "config.yaml").write_text(text.replace("\n  depth: 3 ", "\n  depth: 5 "))
+    assert main(["depth", str(copy), "--loss-only", "--instances", "4", "--depths", "3,5"]) == 0
+    printed = capsys.readouterr().out
+    assert "trained at depth 3 (*)" in printed and printed.count("\n*     3") == 2 and "*     5" not in printed
 
 
 def test_progress_is_said_after_two_seconds_and_then_every_ten(monkeypatch):
@@ -326,7 +357,7 @@ def test_wrong_places_are_said_in_one_line(layered, tmp_path, capsys):
     for place, message in (
         (tmp_path / "none", "none"),
         (layered / "checkpoints/0", "name the run directory; its newest checkpoint is taken"),
-        ("gs://bucket/run", "it has to be on a disk"),
+        ("gs://bucket/run", "gs://bucket/run: files are written into the run directory, so it has to be on a disk"),
         (broken(tmp_path, layered), "depth.json is damaged: not valid JSON"),
     ):
         assert main(["depth", str(place)]) == 2
