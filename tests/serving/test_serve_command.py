@@ -227,7 +227,7 @@ def test_a_run_is_served_and_writes_what_generate_writes(tmp_path, capsys):
         try:
             lines = iter(running.stderr.readline, "")
             url = next(line.split()[-1] for line in lines if line.startswith("serving run at "))
-            assert any(line.startswith("compiled") for line in lines)
+            assert any(line.startswith("ready: compiled ") for line in lines)
             until(lambda: get(f"{url}/health")[0] == 200)
             body = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
             for fields in ({}, {"sampler": "lossless"}):
