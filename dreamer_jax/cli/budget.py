@@ -10,6 +10,7 @@ import jax
 from dreamer_jax.budget.report import Report, render, report
 from dreamer_jax.cli.arguments import Parser, positive, split_overrides
 from dreamer_jax.config import Config, load_config
+from dreamer_jax.errors import UserError
 from dreamer_jax.families import build
 from dreamer_jax.training.optimizer import trained_parameters
 from dreamer_jax.training.work import deepest_of, work_of
@@ -20,12 +21,14 @@ def run(arguments: list[str]) -> int:
     words, overrides = split_overrides(arguments)
     parser = _parser()
     options = parser.parse_args(words)
+    if options.devices and not options.program:
+        raise UserError("budget: --devices goes with --program")
     config = with_depth(load_config(options.config, overrides).config, options.depth)
     jax.config.update("jax_platforms", "cpu")  # draws of depths are all that is computed: no accelerator is taken
     trained = trained_parameters(config.training, build(config.model))
     its = report(config, options.context, options.batch, work_of(config), deepest_of(config), trained)
     if options.program:
-        its["program"] = _program(config, options.devices)
+        its["program"] = _program(config, options.devices or 1)
     print(json.dumps(its, indent=2) if options.json else _text(its, build(config.model).sentence()))
     return 0
 
@@ -50,7 +53,7 @@ def _parser() -> Parser:
     parser.add_argument("--batch", type=positive, default=1, help="sequences generated at once (1)")
     parser.add_argument("--depth", type=positive, help="depth of the model, instead of CONFIG's")
     parser.add_argument("--program", action="store_true", help="count the lowered program too and compare")
-    parser.add_argument("--devices", type=positive, default=1, help="of an abstract mesh to lower for, with --program")
+    parser.add_argument("--devices", type=positive, help="of an abstract mesh to lower for, with --program (1)")
     return parser
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
+import yaml
+
 from dreamer_jax.cli.arguments import read_config, split_words
 from dreamer_jax.config import Config, to_yaml
 from dreamer_jax.configs import ALL, Kind, files, find, kind_of, name_of
@@ -64,7 +66,7 @@ def _show(words: list[str]) -> None:
     named, overrides, help_asked = split_words(words)
     if len(named) == 1 and not help_asked:
         path = find(named[0], *ALL)
-        kind = kind_of(path)
+        kind = _kind(path)
         if kind in ("mixture", "study"):
             if overrides:
                 raise UserError(f"config show: {named[0]} is a {kind} and is shown as it is; leave {overrides[0]} out")
@@ -75,7 +77,29 @@ def _show(words: list[str]) -> None:
         print(to_yaml(loaded), end="")
 
 
+MARKS: dict[str, Kind] = {"members": "study", "sources": "mixture"}
+"""What a file of somebody's own has that no configuration has."""
+
+
+def _kind(path: Path) -> Kind:
+    """What a file is for, by its place in the package, or by what is in it."""
+    if path.resolve() in files():
+        return kind_of(path)
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):  # who reads it as a configuration says what is wrong
+        return "configuration"
+    own: list[Kind] = [kind for mark, kind in MARKS.items() if isinstance(found, dict) and mark in found]
+    return own[0] if own else "configuration"
+
+
 def _check(words: list[str]) -> None:
+    named, _, help_asked = split_words(words)
+    if len(named) == 1 and not help_asked:
+        kind = _kind(find(named[0], *ALL))
+        if kind in ("mixture", "study"):
+            way = f"dreamer study {named[0]} --plan" if kind == "study" else f"dreamer data prepare {named[0]}"
+            raise UserError(f"config check: {named[0]} is a {kind}; `{way}` checks it")
     loaded = read_config("config check", words)
     if loaded is None:
         return

@@ -81,7 +81,7 @@ def prompt_file(path: str) -> Path:
     Raises:
         UserError: there is none.
     """
-    if not Path(path).is_file():
+    if Path(path).is_dir() or not Path(path).exists():  # a pipe is one, too
         raise UserError(
             f"{path}: is a folder; name a file" if Path(path).is_dir() else f"{path}: there is no such file"
         )
@@ -105,13 +105,15 @@ def read_prompts(path: Path, template: str) -> list[tuple[dict[str, object], str
             if "prompt" not in record and not filler.fields:
                 raise Broken("no prompt", "it has no field prompt")  # the template would make the same of every record
             prompt = record["prompt"] if "prompt" in record else filler.fill(record)
-            json.dumps(record, ensure_ascii=False).encode()  # as it will be printed
+            json.dumps(record, ensure_ascii=False, allow_nan=False).encode()  # as it will be printed
         except UnicodeEncodeError:
             raise UserError(f"{path}: line {number}: holds half of a surrogate pair, which is no text") from None
         except Broken as error:
             raise UserError(
                 f"{path}: line {number}: {error}; a record has a field prompt, or those of data.prompt {template!r}"
             ) from None
+        except ValueError:
+            raise UserError(f"{path}: line {number}: holds a number that JSON has not, or too large a one") from None
         if not isinstance(prompt, str):
             raise UserError(f"{path}: line {number}: prompt is not a text")
         records.append((record, prompt))

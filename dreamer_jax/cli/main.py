@@ -10,6 +10,7 @@ import difflib
 import errno
 import gc
 import importlib
+import io
 import logging
 import os
 import sys
@@ -133,6 +134,8 @@ def entry() -> int:
         os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, (*MEMORY, tunables)))
         os.execv(sys.executable, [sys.executable, "-m", "dreamer_jax", *sys.argv[1:]])
     interrupts.prepare()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # models write any character, and some terminals have few
     if words[:1] in COMPILING:
         gc.set_threshold(SELDOM)
         os.environ.update(program_cache.settings() | stack_frames.settings())

@@ -17,6 +17,7 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.families import Family, build
 
 PAPER_BASELINE = "la_16"
+VARIANTS = "LA,DR,DR+DA"
 MOST = 1e30
 """Parameters or FLOPs: more aren't searched for."""
 
@@ -29,7 +30,10 @@ def run(arguments: list[str]) -> int:
             raise UserError(f"match: {word} has no part in matching; only --model.* settings have")
     options = _parser().parse_args(words)
     if options.family:
+        options.variants = options.variants or VARIANTS
         return _family(options, overrides)
+    if options.variants:
+        raise UserError("match: --variants are of --family")
     return _single(options, overrides)
 
 
@@ -59,7 +63,7 @@ def _parser() -> Parser:
     parser.add_argument("--granularity", type=positive, default=8, help="expert_size is a multiple of this (8)")
     parser.add_argument("--context", type=positive, default=1024, help="tokens of a generated sequence (1024)")
     parser.add_argument("--family", metavar="DEPTHS", type=_depths, help="a matched family, e.g. 8,16,24,32,48")
-    parser.add_argument("--variants", default="LA,DR,DR+DA", help="variants of the family (LA,DR,DR+DA)")
+    parser.add_argument("--variants", metavar="NAMES", help=f"variants of the family ({VARIANTS})")
     parser.add_argument("--write", metavar="PATH", help="write the matched model there; of a family, a folder")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser

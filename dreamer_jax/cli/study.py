@@ -25,6 +25,8 @@ def run(arguments: list[str]) -> int:
     if options.quick:
         study = quick(study)
     changes = split_words(overrides)
+    if any(word.key == "run.dir" for word in changes):
+        raise UserError("study: runs of a study lie in its folder; leave --run.dir out, and name the folder with --out")
     study = settled(study, changes)
     if options.plan:
         from dreamer_jax.studies.study_plan import plan

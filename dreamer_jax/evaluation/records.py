@@ -43,9 +43,11 @@ class Records:
         try:
             header, *records = (json.loads(line) for line in lines)
             done = {record["index"]: record for record in records}
+            if not isinstance(header, dict):
+                raise TypeError("the header isn't an object")
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{self._path} is not a file of records; move it away or start anew with --fresh") from None
-        if header != identity and not renew:
+        if header != identity and done and not renew:  # of a file without records nothing is lost
             names = sorted(name for name in {*header, *identity} if header.get(name) != identity.get(name))
             raise UserError(
                 f"{self._path} holds {len(done)} records of another evaluation (another {', '.join(names)}); "

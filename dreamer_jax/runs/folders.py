@@ -158,7 +158,8 @@ def save_configuration(loaded: LoadedConfig, folder: RunFolder) -> None:
         folder.publish()
     except OSError as error:
         raise UserError(
-            f"run.dir: can't write to {folder.place}: {error.strerror or error}; choose another with --run.dir"
+            f"run.dir: can't write to {folder.place}: {error.strerror or error}; choose another with "
+            "--run.dir (of a study or a frontier: --out)"
         ) from error
 
 
@@ -197,5 +198,6 @@ def _refuse_other(place: epath.Path, before: Config, now: Config) -> None:
     raise UserError(
         f"{place} holds a run with another configuration:\n  "
         + "\n  ".join(refused)
-        + f"\nUse another directory (--run.dir NAME), or the old values to go on with that run{hint}"
+        + "\nUse another directory (--run.dir NAME; of a study or a frontier --out), or the old values to go on with "
+        + f"that run{hint}"
     )

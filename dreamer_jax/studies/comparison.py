@@ -230,7 +230,8 @@ def sweep_table(task: Mapping[str, Any]) -> str:
     lines, keys = [], set()
     for name, its in swept.items():
         ((key, best),) = its["chosen"].items()
-        shown = {value: f"{loss:.3f}" for value, loss in its["swept"].items()} | {best: f"**{its['swept'][best]:.3f}**"}
+        shown = {value: "diverged" if loss is None else f"{loss:.3f}" for value, loss in its["swept"].items()}
+        shown[best] = f"**{shown[best]}**"
         lines.append([name, *(shown.get(value, "-") for value in values)])
         keys.add(key)
     return markdown_table([f"loss by `{', '.join(sorted(keys))}`", *values], lines)

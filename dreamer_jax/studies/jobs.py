@@ -23,7 +23,7 @@ from typing import IO
 
 from dreamer_jax.config import LoadedConfig
 from dreamer_jax.config.writing import to_yaml
-from dreamer_jax.errors import DIVERGED, RESTART_EXIT_CODE, UserError
+from dreamer_jax.errors import DIVERGED, INTERRUPTED_EXIT_CODE, RESTART_EXIT_CODE, UserError
 from dreamer_jax.runs.folders import write_atomically
 
 PROGRAM = (sys.executable, "-m", "dreamer_jax")
@@ -100,7 +100,8 @@ class _Running:
 
 
 def run_jobs(jobs: Sequence[Job], folder: Path, at_once: int, say: Callable[[str], None]) -> int:
-    """Make all runs; returns 0, or RESTART_EXIT_CODE where the study was asked to stop and its runs have saved.
+    """Make all runs; returns 0, or RESTART_EXIT_CODE where the study was asked to stop and its runs have saved,
+    INTERRUPTED_EXIT_CODE where that was by Ctrl-C.
 
     Args:
         jobs: those that are complete already end at once.
@@ -144,6 +145,8 @@ def run_jobs(jobs: Sequence[Job], folder: Path, at_once: int, say: Callable[[str
             _stop(running, say)
     if failed and not stopping:
         raise RunsFailed(failed)
+    if signal.SIGINT in stopping:
+        return INTERRUPTED_EXIT_CODE
     return RESTART_EXIT_CODE if stopping else 0
 
 

@@ -242,7 +242,8 @@ def collect(
         key = (entrant.task.name, entrant.member.name)
         if study.sweep:
             about["chosen"] = {study.sweep.key: _best(study.sweep, swept[key])}
-            about |= {"swept": swept[key]} if swept[key] else {}
+            ends = {value: loss if math.isfinite(loss) else None for value, loss in swept[key].items()}  # for JSON
+            about |= {"swept": ends} if ends else {}
         metric = entrant.task.metric
         about["seeds"] = {str(job.loaded.config.run.seed): measured(job.run, metric) for job in jobs if _complete(job)}
         tasks[entrant.task.name]["members"][entrant.member.name] = about

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,8 @@ def _sweep_panel(axes: Any, members: Mapping[str, Any], looks: Mapping[str, Any]
         ((_, chosen),) = member["chosen"].items()
         tried = [value for value in values if value in member["swept"]]
         places = [values.index(value) for value in tried]
-        _marked(axes, places, [member["swept"][value] for value in tried], values.index(chosen), looks[name])
+        ends = [math.nan if member["swept"][value] is None else member["swept"][value] for value in tried]
+        _marked(axes, places, ends, values.index(chosen), looks[name])
     axes.set_xticks(range(len(values)), values)
     keys = dict.fromkeys(key for member in swept.values() for key in member["chosen"])
     axes.set(xlabel=f"{', '.join(keys)} (square: chosen)", ylabel="held-out loss at the end of its run")

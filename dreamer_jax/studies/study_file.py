@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,7 +153,12 @@ class StudyFile:
         for key in SCHEDULES if part < 1 else ():
             origin = settings[key].origin if key in settings else "the default"
             found[key] = Setting(math.floor(part * of(key)), f"{origin}, for {part:.3g} of the tokens")
-        return build(found)
+        loaded = build(found)
+        asked = [name.strip() for name in loaded.config.evaluation.tasks.split(",")]
+        if task.metric not in (LOSS, HELDOUT) and task.metric.partition("-")[0] not in asked:
+            problem = f"metric {task.metric} is no benchmark of evaluation.tasks, which runs score while they train"
+            raise ConfigError(f"{self.path}: tasks.{task.name}: {problem}", "evaluation.tasks")
+        return loaded
 
 
 def read_study(word: str | Path) -> StudyFile:
@@ -188,8 +194,8 @@ def read_study(word: str | Path) -> StudyFile:
         baseline,
         _positive(path, "seeds", own["seeds"]) if "seeds" in own else 1,
         _positive(path, "tries", own["tries"]) if "tries" in own else 1,
-        scalar(path, "depths", own["depths"], INTEGERS) if "depths" in own else None,
-        _positive(path, "instances", own["instances"]) if "instances" in own else 0,
+        _depths(path, own["depths"]) if "depths" in own else None,
+        _positive(path, "instances", own["instances"], least=0) if "instances" in own else 0,
         _sweep(path, own["sweep"]) if "sweep" in own else None,
         tasks,
         members,
@@ -257,22 +263,41 @@ def _match(path: Path, node: Node) -> Matching:
     raise ConfigError(f"{at(path, node)}: match: '{value}' is none of {', '.join(get_args(Matching))}")
 
 
-def _positive(path: Path, key: str, node: Node) -> int:
+def _positive(path: Path, key: str, node: Node, least: int = 1) -> int:
     value = scalar(path, key, node, int)
-    if value < 1:
-        raise ConfigError(f"{at(path, node)}: {key}: {value}: must be 1 or more")
+    if value < least:
+        raise ConfigError(f"{at(path, node)}: {key}: {value}: must be {least} or more")
     return value
+
+
+def _depths(path: Path, node: Node) -> tuple[int, ...]:
+    depths = scalar(path, "depths", node, INTEGERS)
+    if min(depths, default=1) < 1:
+        raise ConfigError(f"{at(path, node)}: depths: {min(depths)}: must be 1 or more")
+    return depths
+
+
+def _as_number(written: str) -> float | str:
+    try:
+        return float(written)
+    except ValueError:
+        return written
 
 
 def _sweep(path: Path, node: Node) -> Sweep:
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{at(path, node)}: sweep: expected key, values and share, got {describe(node)}")
     own = {name: value for name, _, value in entries(path, node, prefix="sweep.")}
-    if set(own) != {"key", "values", "share"}:
-        raise ConfigError(f"{at(path, node)}: sweep: needs key, values and share, and nothing else")
+    for name in own.keys() ^ {"key", "values", "share"}:
+        problem = f"unknown key '{name}'; it has" if name in own else f"'{name}:' is missing; it needs"
+        raise ConfigError(f"{at(path, node)}: sweep: {problem} key, values and share")
     values = own["values"]
-    if not isinstance(values, yaml.SequenceNode) or not all(isinstance(its, yaml.ScalarNode) for its in values.value):
+    scalars = isinstance(values, yaml.SequenceNode) and all(isinstance(its, yaml.ScalarNode) for its in values.value)
+    if not scalars or not values.value:
         raise ConfigError(f"{at(path, values)}: sweep.values: expected a list such as [1e-3, 2e-3]")
+    twice = [value for value, count in Counter(_as_number(its.value) for its in values.value).items() if count > 1]
+    if twice:
+        raise ConfigError(f"{at(path, values)}: sweep.values: {twice[0]} stands there twice")
     share = scalar(path, "sweep.share", own["share"], float)
     if not 0 < share <= 1:
         raise ConfigError(f"{at(path, own['share'])}: sweep.share: {share}: must be above 0 and at most 1")

@@ -139,6 +139,7 @@ def test_mistakes_are_explained(words, message, capsys):
         ('{"id": 1}', "question"),
         ('{"prompt": 3}', "not a text"),
         (r'{"prompt": "a\ud800"}', "half of a surrogate pair"),
+        ('{"prompt": "a", "x": 1e400}', "a number that JSON has not"),
     ],
 )
 def test_broken_records_are_named_by_line(tmp_path, line, message, capsys):

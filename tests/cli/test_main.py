@@ -95,6 +95,10 @@ def test_bad_option_through_the_process() -> None:
         ),
         (["config", "check", TINY, "--evaluation.tasks", "foo"], "'foo' is not a task; choose from gsm8k"),
         (["config", "check", TINY, "--data.difficulty", "100"], "data.difficulty: 100 is more than"),
+        (["config", "check", "zoo"], "zoo is a study; `dreamer study zoo --plan` checks it"),
+        (["config", "check", "gsm8k_math"], "gsm8k_math is a mixture; `dreamer data prepare gsm8k_math` checks it"),
+        (["match", "dr_tiny", "--to", "la_tiny", "--variants", "LA"], "match: --variants are of --family"),
+        (["budget", "la_tiny", "--devices", "8"], "budget: --devices goes with --program"),
         (["train", TINY, "--coordinator"], "train: --coordinator needs a value"),
         (["train", TINY, "--coordinator", "--processes", "2"], "train: --coordinator needs a value"),
         (["train", TINY, "--processes", "2", "--processes=4"], "train: --processes is given twice"),
@@ -380,3 +384,12 @@ def test_settings_without_a_meaning_for_the_model_leave_no_directory(words, tmp_
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2 and all(words[0].strip("-").partition(".")[0] in line for line in errors)
     assert not folder.exists()
+
+
+def test_a_study_of_somebodys_own_is_shown_as_it_is_on_any_terminal(tmp_path):
+    """In a process of its own, to a terminal without the characters that it has."""
+    path = tmp_path / "own.yaml"
+    path.write_text("# größer\nbaseline: a\nmembers: {a: }\ntasks: {t: {tokens: 1}}\n", encoding="utf-8")
+    command = [sys.executable, "-m", "dreamer_jax", "config", "show", str(path)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.splitlines()[0] == b"# gr??er", done.stderr

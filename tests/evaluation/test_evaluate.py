@@ -13,6 +13,7 @@ from dreamer_jax.cli.main import main
 from dreamer_jax.data.tokenizers import ByteTokenizer
 from dreamer_jax.errors import UserError
 from dreamer_jax.evaluation import Settings, evaluate, tasks
+from dreamer_jax.evaluation.records import Records
 from dreamer_jax.evaluation.report import table
 from dreamer_jax.evaluation.runner import choose_tasks
 from dreamer_jax.inference import Sampling
@@ -371,3 +372,22 @@ def test_the_command(tmp_path, data, capsys):
 
     assert main([*words, "--tasks", "gsm8k", "--tokenizer", str(data / "x.model")]) == 2
     assert "--tokenizer" in capsys.readouterr().err
+
+
+def test_records_of_another_evaluation_are_refused_only_where_there_are_some(tmp_path):
+    """A command that was refused, or stopped at once, leaves a file without any."""
+    path, one, other = (
+        tmp_path / "gsm8k.jsonl",
+        {"task": "gsm8k", "max_length": 10},
+        {"task": "gsm8k", "max_length": 40},
+    )
+    Records(path, one)
+    kept = Records(path, other)
+    assert json.loads(path.read_text()) == other
+    kept.add([{"index": 0}])
+    with pytest.raises(UserError, match=r"holds 1 records of another evaluation \(another max_length\)"):
+        Records(path, one)
+    for broken in ("[]", "3"):
+        path.write_text(f"{broken}\n")
+        with pytest.raises(UserError, match="is not a file of records"):
+            Records(path, one)

@@ -156,6 +156,15 @@ def test_a_layered_member_is_evaluated_at_the_depths_that_it_has(tmp_path, monke
             "sweep: {key: training.learning_rate, values: [1], share: 2}",
             "sweep.share: 2.0: must be above 0",
         ),
+        ("seeds: 2", "sweep: {key: training.learning_rate, values: [], share: 1}", "sweep.values: expected a list"),
+        (
+            "seeds: 2",
+            "sweep: {key: training.learning_rate, values: [1e-3, 0.001], share: 1}",
+            "sweep.values: 0.001 stands there twice",
+        ),
+        ("seeds: 2", "sweep: {key: training.learning_rate, values: [1]}", "sweep: 'share:' is missing; it needs key"),
+        ("seeds: 2", "depths: [0, 2]", "small.yaml:3: depths: 0: must be 1 or more"),
+        ("metric: held-out", "metric: gsm8k", "metric gsm8k is no benchmark of evaluation.tasks"),
         ("batch_size: 16,", "batch_size: 16, steps: 3,", "training.steps: a study has `tokens` in its place"),
     ],
 )
@@ -168,6 +177,17 @@ def test_what_is_wrong_in_a_file_is_said_in_one_line(tmp_path, capsys, old, new,
     assert message in str(error.value) and "\n" not in str(error.value)
     assert main(["study", str(path), "--plan", "--slice", "v5e:1x1"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_runs_of_a_study_lie_in_its_folder(tmp_path, capsys):
+    assert main(["study", str(written(tmp_path)), "--plan", "--run.dir", "x"]) == 2
+    assert "name the folder with --out" in capsys.readouterr().err
+    assert read_study(written(tmp_path, STUDY.replace("seeds: 2", "instances: 0"))).instances == 0
+
+
+def test_a_value_at_which_all_is_lost_is_shown_as_such():
+    member = {"swept": {"1e-3": 2.0, "1e9": None}, "chosen": {"training.learning_rate": "1e-3"}}
+    assert comparison.sweep_table({"members": {"a": member}}).splitlines()[2] == "| a | **2.000** | diverged |"
 
 
 def test_members_are_given_the_costs_of_the_baseline(tmp_path):
