@@ -32,10 +32,9 @@ def check(config: RecurrenceConfig, family: Family) -> None:
     family.check_depth(slots)
     if config.least > slots:
         raise ConfigError(f"recurrence.least: {config.least} is more than the most, {slots}", "recurrence.least")
-    for key in ("scored", "differentiated", "depths_per_step"):
-        if (value := getattr(config, key)) > slots:
-            problem = f"{value} is more than the deepest pass has, {slots}"
-            raise ConfigError(f"recurrence.{key}: {problem}", f"recurrence.{key}")
+    if config.depths_per_step > slots:  # the loss of the steps would be of none
+        problem = f"{config.depths_per_step} is more than the deepest pass has, {slots}"
+        raise ConfigError(f"recurrence.depths_per_step: {problem}", "recurrence.depths_per_step")
     name, flags = family.config.family, family.flags
     key, value = _asks_for_states(config) or ("", "")
     if key and flags.weighs_depths:

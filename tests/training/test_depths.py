@@ -123,12 +123,6 @@ def test_what_cannot_be_is_refused():
         (RecurrenceConfig(draw="uniform", most=9), layered, "recurrence.most: 9 is more than the model's 3 layers"),
         (RecurrenceConfig(draw="uniform", least=7), DREAMER, "recurrence.least: 7 is more than the most, 5"),
         (
-            RecurrenceConfig(draw="uniform", scored=6),
-            DREAMER,
-            "recurrence.scored: 6 is more than the deepest pass has, 5",
-        ),
-        (RecurrenceConfig(draw="fixed", mean=3, differentiated=4), DREAMER, "recurrence.differentiated: 4 is more"),
-        (
             RecurrenceConfig(draw="uniform", steps=1, depths_per_step=6),
             DREAMER,
             "recurrence.depths_per_step: 6 is more",
