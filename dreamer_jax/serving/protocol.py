@@ -348,7 +348,7 @@ def _sampler(fields: Fields, offered: Mapping[str, Sampler]) -> Sampler:
     else:
         within = "sampler."
     if value is None or isinstance(value, str):
-        value = {"name": value or Static.name}
+        value = {"name": Static.name if value is None else value}
     settings: dict[str, Any] = dict(value)
     name = settings.pop("name", None)
     if not isinstance(name, str):

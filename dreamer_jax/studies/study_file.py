@@ -288,7 +288,7 @@ def _sweep(path: Path, node: Node) -> Sweep:
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{at(path, node)}: sweep: expected key, values and share, got {describe(node)}")
     own = {name: value for name, _, value in entries(path, node, prefix="sweep.")}
-    for name in own.keys() ^ {"key", "values", "share"}:
+    for name in sorted(own.keys() ^ {"key", "values", "share"}):
         problem = f"unknown key '{name}'; it has" if name in own else f"'{name}:' is missing; it needs"
         raise ConfigError(f"{at(path, node)}: sweep: {problem} key, values and share")
     values = own["values"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from dreamer_jax.cli import chat, generate
 from dreamer_jax.cli.main import main
 from dreamer_jax.data.tokenizers import ByteTokenizer
+from dreamer_jax.errors import UserError
 from dreamer_jax.inference import Generated, Text, Trace
 from dreamer_jax.inference.tracing import Cell
 
@@ -148,3 +150,11 @@ def test_broken_records_are_named_by_line(tmp_path, line, message, capsys):
     assert main(["generate", "runs/x", "--file", str(path)]) == 2
     error = capsys.readouterr().err
     assert "line 2" in error and message in error
+
+
+def test_a_file_of_prompts_may_be_a_pipe(tmp_path):
+    os.mkfifo(pipe := tmp_path / "pipe")
+    assert generate.prompt_file(str(pipe)) == pipe
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(UserError):
+            generate.prompt_file(str(path))

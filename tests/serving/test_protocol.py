@@ -111,6 +111,7 @@ def test_chat_fields():
         ({"prompt": "a", "temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'?"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "goes with stream: true only"),
         ({"prompt": "a", "sampler": "statc"}, "sampler 'statc': there is none of that name"),
+        ({"prompt": "a", "sampler": ""}, "sampler '': there is none of that name"),
         ({"prompt": "a", "sampler": {}}, "sampler must be a name, or an object with one"),
         ({"prompt": ["a"] * 2049}, "prompt and n ask for more than 2048 answers"),
         ({"prompt": "a", "temperature": 1e31}, "temperature 1e+31: must be from 0 to 1e+30"),

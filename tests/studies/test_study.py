@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -648,13 +649,16 @@ def test_runs_that_fail_are_said_and_the_others_made(tmp_path, stand_in):
 
 
 @pytest.fixture
-def asked_to_stop(tmp_path):
-    """As soon as seed8 is at work."""
+def asked_to_stop(tmp_path, request):
+    """As soon as seed8 is at work; by SIGTERM, or the signal of the test."""
+    end = time.monotonic() + 60
 
     def ask() -> None:
         while not (tmp_path / "ready").exists():
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
+            if time.monotonic() > end:  # the test has failed before
+                return
+            time.sleep(0.01)
+        os.kill(os.getpid(), getattr(request, "param", signal.SIGTERM))
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -662,10 +666,13 @@ def asked_to_stop(tmp_path):
     asking.join()
 
 
-@pytest.mark.usefixtures("asked_to_stop")
-def test_a_study_that_is_asked_to_stop_lets_its_runs_save(tmp_path, stand_in):
+STOPPED = [(signal.SIGTERM, 75), (signal.SIGINT, 130)]
+
+
+@pytest.mark.parametrize(("asked_to_stop", "code"), STOPPED, indirect=["asked_to_stop"])
+def test_a_study_that_is_asked_to_stop_lets_its_runs_save(asked_to_stop, code, tmp_path, stand_in):
     said: list[str] = []
-    assert jobs.run_jobs([stand_in(8), stand_in(0)], tmp_path, 1, said.append) == 75
+    assert jobs.run_jobs([stand_in(8), stand_in(0)], tmp_path, 1, said.append) == code
     assert said[-1] == "stopped; start the same command to go on" and len(notes(tmp_path)) == 1
 
 
