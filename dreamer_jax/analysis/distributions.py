@@ -80,8 +80,8 @@ def expert_numbers(counts: np.ndarray, recurrent: bool) -> dict[str, Any]:
         at each depth, at all or for 90 % of its selections.
         Of DR also: `against_la` (the same as `used`, in multiples of the experts/L a layer of LA would have) and
         `against_la_90_percent` (of 0.9 experts/L: a perfectly balanced layer's), shares of all experts: `specialised`
-        (one or two depths needed), `specialised_deep` (of these, most used in the deeper half), `generalised` (more
-        than 20 % of the depths needed), `unused`; `dedicated` [L], experts whose 90 % are at that one depth.
+        (one or two depths needed), `specialised_deep` (those of them most used in the deeper half), `generalised`
+        (more than 20 % of the depths needed), `unused`; `dedicated` [L], experts whose 90 % are at that one depth.
     """
     depths, width = counts.shape
     experts = width if recurrent else width * depths

@@ -148,7 +148,7 @@ def _expert_numbers(summary: Summary, depth: int) -> list[tuple[str, str, str]]:
                 "",
             ),
             ("experts with 90 % of their use at one or two depths", f"{experts['specialised']:.1%}", ""),
-            ("of these, in the deeper half", f"{experts['specialised_deep']:.1%}", "about 22 %"),
+            ("the same, of depths in the deeper half", f"{experts['specialised_deep']:.1%}", "about 22 %"),
             ("experts that need more than 20 % of the depths", f"{experts['generalised']:.1%}", "about 50 %"),
             ("experts never used", f"{experts['unused']:.1%}", "none"),
         ]

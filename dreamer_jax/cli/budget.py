@@ -9,7 +9,8 @@ import jax
 
 from dreamer_jax.budget.report import Report, render, report
 from dreamer_jax.cli.arguments import Parser, positive, split_overrides
-from dreamer_jax.config import Config, load_config
+from dreamer_jax.config import Config, LoadedConfig, load_config
+from dreamer_jax.config.loading import COMMAND_LINE
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import build
 from dreamer_jax.training.optimizer import trained_parameters
@@ -23,7 +24,7 @@ def run(arguments: list[str]) -> int:
     options = parser.parse_args(words)
     if options.devices and not options.program:
         raise UserError("budget: --devices goes with --program")
-    config = with_depth(load_config(options.config, overrides).config, options.depth)
+    config = with_depth(load_config(options.config, overrides), options.depth)
     jax.config.update("jax_platforms", "cpu")  # draws of depths are all that is computed: no accelerator is taken
     trained = trained_parameters(config.training, build(config.model))
     its = report(config, options.context, options.batch, work_of(config), deepest_of(config), trained)
@@ -33,10 +34,17 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def with_depth(config: Config, depth: int | None) -> Config:
-    """The configuration at another depth; None leaves it."""
+def with_depth(loaded: LoadedConfig, depth: int | None) -> Config:
+    """The configuration at another depth; None leaves it.
+
+    Raises:
+        UserError: the command line gives the depth twice.
+    """
+    config = loaded.config
     if depth is None:
         return config
+    if loaded.origins.get("model.depth") == COMMAND_LINE:
+        raise UserError("--depth and --model.depth are the same; give one of them")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, depth=depth))
 
 

@@ -8,6 +8,10 @@ from pathlib import Path
 from dreamer_jax.cli.arguments import Parser, natural, positive
 from dreamer_jax.cli.inference_options import CACHE, INT8, KNOWLEDGE, add_mesh, add_sampling, mesh_of, sampling_of
 from dreamer_jax.cli.sampler_options import add_sampler, parse
+from dreamer_jax.errors import UserError
+
+OF_PPL = {"text": "", "template": "{text}", "prompt": "", "window": None}
+"""Options that only the task ppl reads, and their defaults."""
 
 
 def run(arguments: list[str]) -> int:
@@ -19,6 +23,9 @@ def run(arguments: list[str]) -> int:
     from dreamer_jax.evaluation.runner import Settings, choose_tasks, evaluate
 
     tasks = choose_tasks(options.tasks)  # a wrong name shows before anything is loaded
+    idle = [name for name in OF_PPL if getattr(options, name) != OF_PPL[name]]
+    if idle and "ppl" not in {task.name for task in tasks}:
+        raise UserError(f"eval: --{idle[0]} is for the task ppl; leave it out, or add ppl to --tasks")
     sampling = sampling_of(options)
     from dreamer_jax.evaluation.opening import open_model
 
@@ -80,9 +87,13 @@ def _parser() -> Parser:
     add("--batch-size", type=positive, default=16, help="rows computed at once (16)")
     add("--max-tokens", type=positive, help="most tokens of an answer (gsm8k 256, math 512)")
     add("--max-length", type=positive, help="most tokens of prompt and answer (2048, or the run's row length if more)")
-    add("--text", default="", help="task ppl: a text file, or JSONL (GSM8K's solved test questions)")
-    add("--template", default="{text}", help="task ppl: what is read of a JSONL record ({text})")
-    add("--prompt", default="", help="task ppl: what of the record stands before that, encoded apart from it (nothing)")
+    add("--text", default=OF_PPL["text"], help="task ppl: a text file, or JSONL (GSM8K's solved test questions)")
+    add("--template", default=OF_PPL["template"], help="task ppl: what is read of a JSONL record ({text})")
+    add(
+        "--prompt",
+        default=OF_PPL["prompt"],
+        help="task ppl: what of the record stands before that, encoded apart from it (nothing)",
+    )
     add("--window", type=positive, help="task ppl: tokens the model sees at once (the run's row length)")
     add("--depth", type=positive, help="depths to apply, instead of the trained number")
     add("--average", type=positive, default=1, metavar="N", help="take the mean of the last N checkpoints' weights (1)")

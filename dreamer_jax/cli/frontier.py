@@ -13,6 +13,8 @@ def run(arguments: list[str]) -> int:
     """Train, evaluate, draw and print; returns the exit code."""
     words, overrides = split_overrides(arguments)
     options = _parser().parse_args(words)
+    if any(word.partition("=")[0] == "--run.dir" for word in overrides):
+        raise UserError("frontier: runs lie in the study's folder; leave --run.dir out, and name the folder with --out")
     from dreamer_jax.studies.frontier import study
     from dreamer_jax.studies.variants import variants_of
 

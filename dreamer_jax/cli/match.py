@@ -72,7 +72,7 @@ def _parser() -> Parser:
 def _single(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.config is None:
         raise UserError("match: no configuration is named; `dreamer match --help` shows the usage")
-    model = build(with_depth(load_config(options.config, overrides).config, options.depth).model)
+    model = build(with_depth(load_config(options.config, overrides), options.depth).model)
     found = matching.match(model, _target(options, model), options.context, options.granularity, options.hold)
     if options.write:
         goal = find(options.to, "configuration").name if options.to else "given budgets"
@@ -88,7 +88,7 @@ def _target(options: argparse.Namespace, model: Family) -> matching.Target:
     if options.to and given:
         raise UserError(f"match: --to and --{given[0]} both name a budget; use one of them")
     if options.to:
-        baseline = build(with_depth(load_config(options.to).config, options.depth).model)
+        baseline = build(with_depth(load_config(options.to), options.depth).model)
         return matching.target_of(baseline, model, options.context)
     if not given:
         raise UserError("match: nothing to match to; name a baseline with --to, or budgets with --params and --flops")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, get_type_hints
 
 from dreamer_jax.config.files import Line, read_file
 from dreamer_jax.config.keys import FAMILY, convert, key_types, sections, unknown_key
@@ -49,12 +49,13 @@ class Word:
         key: what stands after `--`.
         written: the value; None if there is none.
         again: whether the key is there already.
+        origin: who wrote it, as messages say.
     """
 
     key: str
     written: str | None
-    again: bool
-    origin: ClassVar[str] = COMMAND_LINE
+    again: bool = False
+    origin: str = COMMAND_LINE
 
     def lines(self, model: type[ModelConfig]) -> list[Word]:
         """Itself, as `Line` has lines."""
@@ -69,14 +70,14 @@ class Word:
         """The value, of the type `expected`.
 
         Raises:
-            ConfigError: there is none, or of another type; the message starts with "command line".
+            ConfigError: there is none, or of another type; the message starts with `origin`.
         """
         if self.written is None:
-            raise ConfigError(f"{COMMAND_LINE}: --{self.key} needs a value: --{self.key} VALUE", self.key)
+            raise ConfigError(f"{self.origin}: --{self.key} needs a value: --{self.key} VALUE", self.key)
         try:
             return convert(expected, self.key, self.written)
         except ConfigError as error:
-            raise ConfigError(f"{COMMAND_LINE}: {error}", self.key) from None
+            raise ConfigError(f"{self.origin}: {error}", self.key) from None
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:

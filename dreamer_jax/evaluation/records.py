@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,21 @@ class Records:
         identity: what must be equal for records to be used again.
         fresh: discard an existing file.
         renew: discard one with records of another evaluation, instead of refusing it.
+        meant: names in the identity -> how a message says that their value is another.
 
     Raises:
         UserError: the file holds records of another evaluation, or can't be read or written.
     """
 
-    def __init__(self, path: Path, identity: dict[str, Any], fresh: bool = False, renew: bool = False):
-        self._path = path
+    def __init__(
+        self,
+        path: Path,
+        identity: dict[str, Any],
+        fresh: bool = False,
+        renew: bool = False,
+        meant: Mapping[str, str] | None = None,
+    ):
+        self._path, self._meant = path, meant or {}
         self.done: dict[int, dict[str, Any]] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,8 +57,9 @@ class Records:
             raise UserError(f"{self._path} is not a file of records; move it away or start anew with --fresh") from None
         if header != identity and done and not renew:  # of a file without records nothing is lost
             names = sorted(name for name in {*header, *identity} if header.get(name) != identity.get(name))
+            changed = ", ".join(self._meant.get(name, f"another {name}") for name in names)
             raise UserError(
-                f"{self._path} holds {len(done)} records of another evaluation (another {', '.join(names)}); "
+                f"{self._path} holds {len(done)} records of another evaluation ({changed}); "
                 "keep both with --out DIR, or start anew with --fresh"
             )
         self.done = done if header == identity else {}

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 CHUNK = 4
 """Batches of a model between two writings of records."""
+MEANT = {"items": "other questions or texts, or another --max-tokens, --window or way of drawing tokens"}
+"""How a refusal of records says that a part of what they answer is another."""
 
 Results = dict[str, dict[str, Any]]
 """Label of a task -> `questions`, `shots`, `cut` (prompts that lost their beginning), `metrics` and `subjects`, as
@@ -79,7 +81,7 @@ def evaluate(
         label = label_of(task, settings)
         items = task.items(settings, model.tokenizer, row_length)
         identity = {**source, "task": label, "max_length": model.max_length, "items": task.identity(items, settings)}
-        records = Records(folder / f"{label}.jsonl", identity, fresh, renew)
+        records = Records(folder / f"{label}.jsonl", identity, fresh, renew, MEANT)
         wanted = items[:limit]
         cut = {i for i, item in enumerate(wanted) if task.cut(item, settings, model)}
         if cut:
@@ -92,14 +94,17 @@ def evaluate(
             del records.done[i]
         _answer(task, label, wanted, cut, records, settings, model, say)
         results[label] = _result(task, settings, [records.done[i] for i in range(len(wanted))], len(cut))
-        _write(folder / "results.json", dict(source), {label: results[label]})
+        replace = len(records.done) <= len(wanted)
+        kept = _write(folder / "results.json", dict(source), label, results[label], replace)
+        if kept:
+            say(f"{label}: results.json keeps the numbers over {kept:,} that are already there")
     return results
 
 
 def label_of(task: Task, settings: Settings) -> str:
     """How a task is called in files and tables: gsm8k, gsm8k-5shot, ppl, ppl-shakespeare (of a file of that name)."""
     if task.name == "ppl":
-        return f"ppl-{Path(settings.text).name.partition('.')[0]}" if settings.text else "ppl"
+        return f"ppl-{Path(Path(settings.text).name.removesuffix('.gz')).stem}" if settings.text else "ppl"
     return f"{task.name}-{settings.shots}shot" if settings.shots else task.name
 
 
@@ -175,13 +180,18 @@ def _numbers(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
     }
 
 
-def _write(path: Path, source: dict[str, Any], results: Results) -> None:
-    """Add results to those that the file has of the same source."""
+def _write(path: Path, source: dict[str, Any], label: str, result: dict[str, Any], replace: bool) -> int:
+    """Add a result to those that the file has of the same source. One over more questions stays, unless it is to be
+    replaced; returns how many it is over then, else 0."""
     known: Results = {}
     if path.is_file():
         content = read_results(path)
         known = content["tasks"] if content["source"] == source else {}
-    text = json.dumps({"source": source, "tasks": known | results}, indent=1) + "\n"
+    before = known.get(label, {}).get("questions", 0)
+    if before > result["questions"] and not replace:
+        return before
+    text = json.dumps({"source": source, "tasks": known | {label: result}}, indent=1) + "\n"
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+    return 0

@@ -199,6 +199,8 @@ class Family(abc.ABC):
         Raises:
             UserError: it can't.
         """
+        if not isinstance(depth, int | np.integer):
+            raise UserError(f"depth {depth}: must be a whole number")
         if depth < 1:
             raise UserError(f"depth {depth}: a model needs at least one depth")
         if not self.flags.recurrent and depth > self.depth:

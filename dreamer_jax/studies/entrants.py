@@ -135,7 +135,7 @@ def again(study: StudyFile, entrant: Entrant, words: Sequence[Word], share: floa
 
 def choosing(entrant: Entrant, sweep: Sweep, value: str) -> Entrant:
     """An entrant with a value of a sweep, for `again`."""
-    return entrant._replace(chosen=(Word(sweep.key, value, False),))
+    return entrant._replace(chosen=(Word(sweep.key, value, origin=sweep.origin),))
 
 
 def describe(entrant: Entrant) -> dict[str, Any]:

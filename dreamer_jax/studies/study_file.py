@@ -48,11 +48,13 @@ class Sweep:
         key: the setting, such as training.learning_rate.
         values: what is tried.
         share: of the tokens; 0 where nothing is tried, because the command line gives the value.
+        origin: who gives the values, as messages say.
     """
 
     key: str
     values: tuple[str, ...]
     share: float
+    origin: str = COMMAND_LINE
 
 
 @dataclass(frozen=True)
@@ -301,7 +303,8 @@ def _sweep(path: Path, node: Node) -> Sweep:
     share = scalar(path, "sweep.share", own["share"], float)
     if not 0 < share <= 1:
         raise ConfigError(f"{at(path, own['share'])}: sweep.share: {share}: must be above 0 and at most 1")
-    return Sweep(scalar(path, "sweep.key", own["key"], str), tuple(its.value for its in values.value), share)
+    key, origin = scalar(path, "sweep.key", own["key"], str), f"{at(path, own['key'])}: sweep"
+    return Sweep(key, tuple(its.value for its in values.value), share, origin)
 
 
 def quick(study: StudyFile) -> StudyFile:
@@ -339,4 +342,4 @@ def settled(study: StudyFile, words: Sequence[Word]) -> StudyFile:
     if sweep is None:
         return study
     given = [word.written for word in words if word.key == sweep.key and word.written]
-    return replace(study, sweep=replace(sweep, values=tuple(given[-1:]), share=0.0)) if given else study
+    return replace(study, sweep=Sweep(sweep.key, tuple(given[-1:]), share=0.0)) if given else study

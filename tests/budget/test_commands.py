@@ -130,6 +130,9 @@ def test_match_a_family(capsys: pytest.CaptureFixture[str], tmp_path: Path, monk
 def test_bad_words_get_one_message(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "--foo" in fail(capsys, "budget", path("la_16"), "--foo")
     assert "integer of 1 or more" in fail(capsys, "budget", path("la_16"), "--depth", "0")
+    twice = ("--depth", "4", "--model.depth", "2")
+    assert "--depth and --model.depth are the same" in fail(capsys, "budget", path("la_16"), *twice)
+    assert "--depth and --model.depth are the same" in fail(capsys, "match", "dr_16", "--to", path("la_16"), *twice)
     assert "did you mean '--model.depth'" in fail(capsys, "budget", path("la_16"), "--model.dept", "3")
     assert "no such file" in fail(capsys, "budget", path("la_17"))
     assert "no configuration" in fail(capsys, "match")

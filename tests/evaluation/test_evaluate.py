@@ -15,7 +15,7 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.evaluation import Settings, evaluate, tasks
 from dreamer_jax.evaluation.records import Records
 from dreamer_jax.evaluation.report import table
-from dreamer_jax.evaluation.runner import choose_tasks
+from dreamer_jax.evaluation.runner import choose_tasks, label_of
 from dreamer_jax.inference import Sampling
 from dreamer_jax.runs.models import load_run
 from tests.evaluation.cases import GSM8K, MATH, MATHQA, Scripted, Successor, model_of, write_benchmarks, write_jsonl
@@ -244,19 +244,26 @@ def test_resuming_computes_only_what_is_missing(data, tmp_path):
     assert result["gsm8k"]["metrics"] == whole["gsm8k"]["metrics"]
     again = answer_by_question(REPLIES)
     assert run(model_of(again), "gsm8k", data, tmp_path) == result and not again.prompts
-    # A smaller limit counts its own questions only.
-    assert run(model_of(again), "gsm8k", data, tmp_path, limit=2)["gsm8k"]["metrics"]["strict"]["value"] == 0.5
+    # A smaller limit counts its own questions only, and takes nothing away from the file.
+    said.clear()
+    fewer = run(model_of(again), "gsm8k", data, tmp_path, limit=2, said=said)
+    assert fewer["gsm8k"]["metrics"]["strict"]["value"] == 0.5
+    assert said[-1] == "gsm8k: results.json keeps the numbers over 6 that are already there"
+    assert json.loads((tmp_path / "out/results.json").read_text())["tasks"] == result
+    # Records that begin anew are all that there is.
+    fewer = run(model_of(answer_by_question(REPLIES)), "gsm8k", data, tmp_path, limit=2, fresh=True)
+    assert json.loads((tmp_path / "out/results.json").read_text())["tasks"] == fewer
 
 
 def test_records_of_another_evaluation_are_refused(data, tmp_path):
     engine = answer_by_question(REPLIES)
     run(model_of(engine), "gsm8k", data, tmp_path)
-    with pytest.raises(UserError, match=r"another items.*--fresh"):
+    with pytest.raises(UserError, match=r"another --max-tokens.*--fresh"):
         run(model_of(engine), "gsm8k", data, tmp_path, max_tokens=9)
     run(model_of(engine), "gsm8k", data, tmp_path, max_tokens=9, fresh=True)
     assert len(engine.prompts) == 12
     write_jsonl(data / "gsm8k/test.jsonl", [{"question": q, "answer": a} for q, a in GSM8K[:3]])
-    with pytest.raises(UserError, match="another items"):
+    with pytest.raises(UserError, match="other questions"):
         run(model_of(engine), "gsm8k", data, tmp_path, max_tokens=9)
 
 
@@ -274,7 +281,7 @@ def test_drawn_answers_are_those_of_their_questions(data, tmp_path):
         run(model_of(Drawing()), "gsm8k", data, tmp_path, limit, sampling=drawn)
     _, kept = records(tmp_path, "gsm8k")
     assert [kept[i]["answer"] for i in range(6)] == [f"temperature-0.2-top_p-0.95-seed-3 {i}" for i in range(6)]
-    with pytest.raises(UserError, match=r"another items.*--fresh"):
+    with pytest.raises(UserError, match=r"way of drawing.*--fresh"):
         run(model_of(Drawing()), "gsm8k", data, tmp_path, sampling=Sampling(0.3))
 
 
@@ -334,9 +341,20 @@ def test_broken_files_of_mmlu_are_named(data, tmp_path, content, message):
         run(model_of(Scripted()), "mmlu_math", data, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [("my.txt", "ppl-my"), ("my.v2.txt", "ppl-my.v2"), ("a/my.jsonl.gz", "ppl-my"), ("my", "ppl-my")],
+)
+def test_a_text_names_its_records(name, label):
+    assert label_of(tasks.TASKS["ppl"], Settings(text=name)) == label
+
+
 def test_the_command(tmp_path, data, capsys):
     directory = make_run(tmp_path / "run")
     words = ["eval", str(directory), "--data", str(data), "--batch-size", "8"]
+    for option in ("--text", "--template", "--prompt", "--window"):
+        assert main([*words, "--tasks", "mathqa", option, "8"]) == 2
+        assert f"{option} is for the task ppl; leave it out" in capsys.readouterr().err
     assert main([*words, "--tasks", "mathqa,ppl", "--limit", "4"]) == 0
     shown = capsys.readouterr().out
     assert "mathqa: 4/4 100%" in shown and "token_perplexity" in shown

@@ -146,6 +146,8 @@ def test_a_depth_that_layers_do_not_have_is_refused():
         model_of("LA", depth=4)
     with pytest.raises(UserError, match="at least one"):
         model_of("DR", depth=0)
+    with pytest.raises(UserError, match="must be a whole number"):
+        model_of("DR", depth=1.5)
 
 
 @pytest.mark.parametrize("mixing", MIXINGS)

@@ -138,6 +138,9 @@ def test_damaged_cells_are_said(accuracy: object, tmp_path: Path, monkeypatch) -
 
 def test_a_file_is_no_folder(tmp_path: Path, capsys) -> None:
     (tmp_path / "out").touch()
+    for words in (["--run.dir", "x"], ["--run.dir=x"]):
+        assert main(["frontier", "graph", "--preset", "laptop", *words]) == 2
+        assert "name the folder with --out" in capsys.readouterr().err
     assert main(["frontier", "graph", "--preset", "laptop", "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.endswith("/out: is a file; name a folder\n")
 

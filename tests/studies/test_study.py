@@ -458,6 +458,20 @@ def test_a_sweep_tries_settings_of_models_too(tmp_path, monkeypatch):
         assert tried == [dataclasses.replace(entrant.loaded.config.model, init_std=std) for std in (0.01, 0.03)]
 
 
+@pytest.mark.parametrize(
+    ("key", "values", "message"),
+    [
+        ("init_std", "0.01, much", "small.yaml:4: sweep: model.init_std: expected a number, got 'much'"),
+        ("init_stud", "0.01", "small.yaml:4: sweep: unknown option '--model.init_stud'"),
+        ("init_std", "0.01, -1", "small.yaml:4: sweep: model.init_std: -1.0 is too small"),
+    ],
+)
+def test_faults_of_a_sweep_are_named_where_it_is_written(tmp_path, capsys, key, values, message):
+    path = written(tmp_path, SWEPT.replace("KEY", key).replace("VALUES", values))
+    assert main(["study", str(path), "--plan", "--slice", "v5e:1x1"]) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("key", "values"), [("depth", "2, 4"), ("mlp_size", "16, 40")])
 def test_a_sweep_does_not_change_costs_that_are_to_be_equal(tmp_path, capsys, key, values):
     swept = SWEPT.replace("KEY", key).replace("VALUES", values)
