@@ -176,7 +176,7 @@ class _Branches:
             branch = (branch * self.gates[name]).astype(branch.dtype)
         if not self.mixture.averaged:
             return branch
-        # 1/N (arXiv:2606.18524): however many depths, together they add as much
+        # 1/N (arXiv:2606.18524, of one layer in N loops): however many depths, together they add as much
         total = self.depth.total[..., None] if self.depth.total.ndim else self.depth.total
         return (branch / total).astype(branch.dtype)
 

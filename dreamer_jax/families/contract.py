@@ -108,6 +108,7 @@ class Drawn(NamedTuple):
         groups: rows with depths of their own are sorted into so many groups of like depth, which are computed one after
             the other, each as deep as its deepest row.
         group_depths: [groups], how deep they go where that is more.
+        differentiated: of `gradient_depths` so many, a traced scalar; None for all of them.
     """
 
     depth: int | jax.Array
@@ -115,6 +116,7 @@ class Drawn(NamedTuple):
     gradient_depths: int | None = None
     groups: int = 1
     group_depths: jax.Array | None = None
+    differentiated: jax.Array | None = None
 
 
 class Pass(NamedTuple):

@@ -85,7 +85,9 @@ def forward(
         return Pass(state, (), counts, inputs, memory, context, depth)
     if kept_states:
         scan = dataclasses.replace(scan, step=_showing_states(scan.step), output_depths=kept_states)
-    state, outputs, counts, left = scan(weights, initial_state, inputs, memory, context, drawn.depth)
+    state, outputs, counts, left = scan(
+        weights, initial_state, inputs, memory, context, drawn.depth, drawn.differentiated
+    )
     passed = Pass(state, outputs, counts, inputs, memory, context, depth, left=left)
     return passed._replace(outputs=(), states=outputs) if kept_states else passed
 
@@ -155,7 +157,7 @@ def _row_by_row(family, scan, weights, state, inputs, context, drawn):
             scan, step=step, start_tape=lambda: family.start_tape(weights, shape[0] * shape[1], drawn.slots)
         )
         memory = family.fresh(*shape, drawn.slots)
-        scanned = its_scan(weights, state, inputs, memory, its_context, deepest)
+        scanned = its_scan(weights, state, inputs, memory, its_context, deepest, drawn.differentiated)
         return scanned.state, scanned.counts
 
     by_row = {name: getattr(context, name) for name in ("segment_ids", "positions", "keys", "visible", "read")}

@@ -132,14 +132,17 @@ class Huginn(Family):
 
     def draw(self, key: jax.Array, step: jax.Array, rows: jax.Array) -> Drawn:
         """r of a train step (section 3.3): 1 + Poisson(rate), rate log-normal with the configured mean and spread; or
-        1 + an exponential's whole part, whose mean is half a recurrence less. A curriculum lets the mean grow."""
+        1 + an exponential's whole part, whose mean is half a recurrence less. A curriculum lets the mean grow, and no
+        more recurrences are differentiated than it has come to (McLeish et al., 2025, their published code)."""
         c, mean = self.config, mean_depth(self.config, step)
         if c.depth_draw == "fixed":
             return Drawn(mean, c.depth, c.gradient_recurrences)
+        grown = mean if c.curriculum_steps else None
+        most, last = DEEPEST * c.depth, c.gradient_recurrences
         if c.draw_by == "step":
-            return Drawn(recurrences(c, key, mean=mean), DEEPEST * c.depth, c.gradient_recurrences)
+            return Drawn(recurrences(c, key, mean=mean), most, last, differentiated=grown)
         depths = jax.vmap(lambda key: recurrences(c, key, mean=mean))(keys_of_rows(key, rows))
-        return Drawn(depths, DEEPEST * c.depth, c.gradient_recurrences, min(c.row_groups, len(rows)))
+        return Drawn(depths, most, last, min(c.row_groups, len(rows)), differentiated=grown)
 
     def enter(self, params: Any, batch: Any, memory: Memory, context: Context) -> tuple[Any, Memory]:
         """e = P(x), what every recurrence gets."""

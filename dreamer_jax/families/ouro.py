@@ -9,7 +9,7 @@
 
 Training has two stages. The first minimises the expected cross-entropy less the entropy of p, so that all loops are
 tried (section 3.3). The second freezes the model and teaches the gate to stop where another loop improves nothing
-(section 3.4). A loop is a depth of the scan: l = t - 1, L = R.
+(section 3.4). A loop is a depth of the scan: l = t - 1, L = R. Equations are numbered as in arXiv:2510.25741v4.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Ouro(Family):
         return logit
 
     def finished(self, params: Any, state: Looped, before: Looped, depth: Depth) -> jax.Array | None:
-        """Q-exit (section 3.2, Algorithm 1): p_1 + ... + p_t = 1 - prod_{s<=t} (1 - lambda_s) has reached q.
+        """Q-exit (section 3.2): p_1 + ... + p_t = 1 - prod_{s<=t} (1 - lambda_s) has reached q.
 
         At q = 1 nothing may stop: where a lambda is rounded to 1 the sum would reach it."""
         q = self.config.exit_threshold
@@ -177,7 +177,7 @@ class Ouro(Family):
     # Training.
 
     def loss(self, params: Any, passed: Pass, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Stage 1: sum_t p_t CE_t - beta H(p), Eq. 3. Stage 2: see `gate_losses`."""
+        """Stage 1: sum_t p_t CE_t - beta H(p), Eq. 4. Stage 2: 1/R of the sum of `gate_losses`."""
         c, (x, logits) = self.config, passed.outputs  # [R, B, S, h], [R, B, S]
         if c.stage == 2:  # the model is frozen: without a gradient of its own, the loops have no backward pass
             x = jax.lax.stop_gradient(x)
@@ -199,7 +199,7 @@ class Ouro(Family):
         losses, _ = token_losses(flat, jax.lax.stop_gradient(head), targets)
         by_loop = gate_losses(logits, losses.reshape(logits.shape), c.improvement_slope, c.improvement_threshold)
         taken = jnp.arange(1, len(logits)) < passed.depth
-        mean = jnp.einsum("l,lbs->bs", taken * 1.0, by_loop) / jnp.maximum(jnp.sum(taken), 1)
+        mean = jnp.einsum("l,lbs->bs", taken * 1.0, by_loop) / passed.depth  # 1 / R sum_{t=2..R}, section 3.4
         return jnp.sum(mean * mask), logged
 
     # Counting.
@@ -253,7 +253,7 @@ def exit_distribution(logits: jax.Array, loops: jax.Array | None = None) -> jax.
 
 
 def gate_losses(logits: jax.Array, losses: jax.Array, slope: float, threshold: float) -> jax.Array:
-    """Stage 2 (section 3.4, Eq. 4 and 5): the cross-entropy of going on, 1 - lambda_t, for t = 2 .. R, [R - 1, ...].
+    """Stage 2 (section 3.4, Eq. 5 and 6): the cross-entropy of going on, 1 - lambda_t, for t = 2 .. R, [R - 1, ...].
 
     I_t = max(0, CE_{t-1} - CE_t) is what loop t improved; w_t = sigmoid(slope (I_t - threshold)) is how much one wishes
     to go on after it.

@@ -1,5 +1,5 @@
 """PonderLM: a language model that reads its own prediction before it commits to one (Zeng et al., 2025, "Pretraining
-Language Models to Ponder in Continuous Space"; section 3.1.2 of the survey of latent reasoning).
+Language Models to Ponder in Continuous Space"; section 3.1.1 of the survey of latent reasoning).
 
     x_1 = e, the embedding of the tokens
     h_t = N(layer_N(... layer_1(x_t)))              one pass of an ordinary transformer

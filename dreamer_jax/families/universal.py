@@ -2,8 +2,8 @@
 
     x_0  = embedding of the token, times sqrt(h)
     x^   = x_{t-1} + sinusoid(position) + sinusoid(t)        signals of position and step, anew at every step (Eq. 6, 7)
-    A    = LN(x^ + MHSA(x^))                                 Eq. 4: every step has the same weights
-    x_t  = LN(A + W_2 relu(W_1 A + b_1) + b_2)               Eq. 5
+    A    = LN(x^ + MHSA(x^))                                 Eq. 5: every step has the same weights
+    x_t  = LN(A + W_2 relu(W_1 A + b_1) + b_2)               Eq. 4
     p_t  = sigmoid(w x^ + b)                                 Adaptive computation time: how probable halting is
 
 Every position adds up its own p_t until they come to more than 1 - epsilon, after N steps. Then its state is copied to

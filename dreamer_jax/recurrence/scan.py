@@ -110,7 +110,14 @@ class DepthScan:
     output_depths: int | None = None
 
     def __call__(
-        self, weights: Weights, state: PyTree, inputs: PyTree, memory: PyTree, context: PyTree, depth: int | jax.Array
+        self,
+        weights: Weights,
+        state: PyTree,
+        inputs: PyTree,
+        memory: PyTree,
+        context: PyTree,
+        depth: int | jax.Array,
+        differentiated: jax.Array | None = None,
     ) -> Scanned:
         """Apply the step at depths 0 .. depth - 1.
 
@@ -121,21 +128,22 @@ class DepthScan:
             memory: empty, of `slots` depths; its gradient is the tape's business.
             context: see the module's docstring.
             depth: L. A traced scalar, at most `slots`, makes it a run-time number.
+            differentiated: where `gradient_depths` is set, a traced scalar that counts too: the lesser of both.
         """
         run = _Run(self, depth if isinstance(depth, int) else None)
 
         @jax.custom_vjp
-        def scan(weights, state, inputs, memory, context, depth):
-            return run.forward(weights, state, inputs, memory, context, depth, keep=False)[0]
+        def scan(weights, state, inputs, memory, context, ends):
+            return run.forward(weights, state, inputs, memory, context, *ends, keep=False)[0]
 
-        def forward(weights, state, inputs, memory, context, depth):
-            return run.forward(weights, state, inputs, memory, context, depth, keep=True)
+        def forward(weights, state, inputs, memory, context, ends):
+            return run.forward(weights, state, inputs, memory, context, *ends, keep=True)
 
         def backward(residuals, cotangents):
             return run.backward(residuals, cotangents)
 
         scan.defvjp(forward, backward)
-        return scan(weights, state, inputs, memory, context, jnp.asarray(depth, jnp.int32))
+        return scan(weights, state, inputs, memory, context, (jnp.asarray(depth, jnp.int32), differentiated))
 
 
 @dataclass
@@ -160,11 +168,13 @@ class _Run:
         """L, as a number where that is known."""
         return depth if self.static is None else self.static
 
-    def first(self, depth: Any) -> Any:
+    def first(self, depth: Any, differentiated: jax.Array | None) -> Any:
         """The first depth that is differentiated."""
-        k = self.how.gradient_depths
+        k: Any = self.how.gradient_depths
         if k is None:
             return 0
+        if differentiated is not None:
+            return jnp.maximum(depth - jnp.minimum(k, differentiated), 0)
         return max(depth - k, 0) if isinstance(depth, int) else jnp.maximum(depth - k, 0)
 
     def output_place(self, l: Any, depth: Any) -> Any:
@@ -172,7 +182,7 @@ class _Run:
         last = self.how.output_depths
         return l if last is None else l - (depth - last)
 
-    def forward(self, weights, state, inputs, memory, context, depth, keep):
+    def forward(self, weights, state, inputs, memory, context, depth, differentiated, keep):
         """What the scan returns and, with `keep`, the residuals."""
         how, total = self.how, jnp.asarray(depth, jnp.int32)
         depth = self.depth(depth)
@@ -193,7 +203,7 @@ class _Run:
         if not keep:
             state, memory, stacks = jax.lax.fori_loop(0, depth, plain, carry)
             return Scanned(state, stacks[0], stacks[1], memory), None
-        first = self.first(depth)
+        first = self.first(depth, differentiated)
         if how.gradient_depths is not None:
             carry = jax.lax.fori_loop(0, first, plain, carry)
         tape = how.start_tape()
@@ -211,7 +221,8 @@ class _Run:
         room = how.slots if how.gradient_depths is None else min(how.gradient_depths, how.slots)
         kept = _zeros(jax.eval_shape(keep_step, fixed, state, memory, jnp.int32(0))[1], room)
         (state, memory, stacks), _, kept = jax.lax.fori_loop(first, depth, keeping, (carry, fixed, kept))
-        return Scanned(state, stacks[0], stacks[1], memory), (weights, kept, inputs, memory, context, total)
+        residuals = weights, kept, inputs, memory, context, total, differentiated
+        return Scanned(state, stacks[0], stacks[1], memory), residuals
 
     def _store(self, stepped, stacks, l, depth):
         """The carry after depth l."""
@@ -221,10 +232,10 @@ class _Run:
         return stepped.state, stepped.memory, stacks
 
     def backward(self, residuals, cotangents):
-        """Cotangents of weights, state, inputs, memory, context and depth."""
-        weights, kept, inputs, memory, context, total = residuals
+        """Cotangents of weights, state, inputs, memory, context and the numbers of depths."""
+        weights, kept, inputs, memory, context, total, differentiated = residuals
         depth = self.depth(total)
-        first, tape = self.first(depth), self.how.start_tape()
+        first, tape = self.first(depth, differentiated), self.how.start_tape()
         copy = self.how.cast(weights)
         on_tape = tapes.gradients(tape)
         taped = tapes.part_of(copy.shared, on_tape)

@@ -96,9 +96,10 @@ def scale_by_adam_atan2(
 
     u = atan2(m, sqrt(v)) / max(1, RMS(g / sqrt(v))), with m and v the moments corrected for their bias: the arctangent
     of Everett et al. (2024), which is between -pi/2 and pi/2 and the same for a gradient of any scale, and the clipping
-    of Wortsman et al. (2023), where an array whose gradient is larger than its history takes a smaller step. The
-    published code starts the moments at the first gradient instead and still corrects them; after the warm-up both are
-    the same.
+    of Wortsman et al. (2023), where an array whose gradient is larger than its history takes a smaller step. That
+    is the paper's text; the published code differs in three ways. It starts the moments at the first gradient and still
+    corrects them; it corrects the first moment after the arctangent, not before; after the warm-up both come to the
+    same. And its clipping leaves v at 1e-12 at least, so that what has gradients far below 1e-6 hardly moves there.
 
     Args:
         beta1, beta2: decay of the moments.

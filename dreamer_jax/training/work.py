@@ -52,29 +52,34 @@ def _differentiated(recurrence: RecurrenceConfig, family: Family, depth: int) ->
 def _work(recurrence: RecurrenceConfig, model: ModelConfig, steps: int, results: int) -> tuple[Work, ...]:
     family = build(model)
     depths.check(recurrence, family)
-    drawn = Counter(_drawn(recurrence, family, steps).tolist())
+    drawn = Counter(_drawn(recurrence, family, steps))
 
-    def work(depth: int, count: int) -> Work:
+    def work(depth: int, most: int, count: int) -> Work:
         losses = min(recurrence.scored, depth)
         if results:
             losses += min(results, depth // recurrence.depths_per_step)
         beside = OF_JACOBIAN if recurrence.jacobian and depth > 1 else 0
-        return Work(count / drawn.total(), depth, _differentiated(recurrence, family, depth), losses, beside)
+        differentiated = min(_differentiated(recurrence, family, depth), most)
+        return Work(count / drawn.total(), depth, differentiated, losses, beside)
 
-    return tuple(work(depth, count) for depth, count in sorted(drawn.items()))
+    return tuple(work(*depths, count) for depths, count in sorted(drawn.items()))
 
 
-def _drawn(recurrence: RecurrenceConfig, family: Family, steps: int) -> np.ndarray:
-    """[N] depths of so many steps, or of a row of each."""
+def _drawn(recurrence: RecurrenceConfig, family: Family, steps: int) -> list[tuple[int, int]]:
+    """Depths of so many steps, or of a row of each, and the most of them that are differentiated."""
 
     if recurrence.draw == "model" and type(family).draw is Family.draw:
-        return np.array([family.depth])
+        return [(family.depth, family.depth)]
     if recurrence.draw == "fixed" and not recurrence.curriculum_steps:
-        return np.array([min(recurrence.mean or family.depth, depths.deepest(recurrence, family))])
+        depth = min(recurrence.mean or family.depth, depths.deepest(recurrence, family))
+        return [(depth, depth)]
 
-    def one(key: jax.Array, step: jax.Array) -> jax.Array:
-        return jnp.ravel(jnp.asarray(depths.draw(recurrence, family, key, step, jnp.zeros(1, jnp.int32)).depth))
+    def one(key: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        drawn = depths.draw(recurrence, family, key, step, jnp.zeros(1, jnp.int32))
+        depth = jnp.asarray(drawn.depth).reshape(())
+        return depth, depth if drawn.differentiated is None else drawn.differentiated
 
     numbers = jnp.arange(DRAWS, dtype=jnp.float32) * (steps / DRAWS)
     keys = jax.random.split(jax.random.key(0), DRAWS)
-    return np.asarray(jax.jit(jax.vmap(one))(keys, numbers.astype(jnp.int32))).reshape(-1)
+    found = jax.jit(jax.vmap(one))(keys, numbers.astype(jnp.int32))
+    return list(zip(*(np.asarray(each).tolist() for each in found), strict=True))

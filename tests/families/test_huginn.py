@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from dreamer_jax.blocks.memory import Context
 from dreamer_jax.config.models.huginn import HuginnConfig
@@ -259,6 +260,37 @@ def test_a_curriculum_lets_the_mean_grow():
         assert mean_depth(dataclasses.replace(config, curriculum_steps=0), 0) == 16
     draws = np.asarray(recurrences(dataclasses.replace(TINY, depth=32), jax.random.key(3), (20_000,), jnp.int32(8)))
     assert abs(draws.mean() - 9) < 0.1
+
+
+@pytest.mark.parametrize("draw_by", ["step", "row"])
+def test_a_curriculum_differentiates_no_more_than_its_mean(draw_by):
+    """While the mean is 3, the last three recurrences of a deeper draw: the gradient of a model that is truncated
+    there; at the end as many as are set."""
+    config = dataclasses.replace(TINY, depth=8, gradient_recurrences=6, curriculum_steps=80, draw_by=draw_by)
+    rng, rows = np.random.default_rng(8), jnp.arange(2)
+    tokens, targets = (jnp.asarray(rng.integers(0, 32, (2, 7)), jnp.int32) for _ in range(2))
+    batch = {"tokens": tokens, "targets": targets, "loss_mask": jnp.ones((2, 7), bool), "rows": rows}
+    family = build(config)
+    early, late = (family.draw(jax.random.key(0), jnp.int32(step), rows) for step in (21, 80))
+    assert (early.gradient_depths, early.differentiated, late.gradient_depths, late.differentiated) == (6, 3, 6, 8)
+    params, state = jax.jit(lambda key: nn.meta.unbox(family.init(key)))(jax.random.key(1))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradients(last, differentiated):
+        depth = jnp.asarray([9, 7] if draw_by == "row" else 9)
+
+        def loss(params):
+            drawn = early._replace(depth=depth, gradient_depths=last, differentiated=differentiated)
+            return family.loss(params, forward(family, params, state, batch, drawn), batch)[0]
+
+        return jax.tree.leaves(jax.grad(loss)(params))
+
+    def apart(one, other):
+        return max(float(jnp.abs(a - b).max()) for a, b in zip(one, other, strict=True))
+
+    assert apart(gradients(6, early.differentiated), gradients(3, None)) == 0
+    assert apart(gradients(6, late.differentiated), gradients(6, jnp.int32(6))) == 0
+    assert min(apart(gradients(6, jnp.int32(k)), gradients(6, jnp.int32(k + 1))) for k in (2, 5)) > 1e-6
 
 
 def test_initial_states():

@@ -67,6 +67,11 @@ def test_families_that_draw_their_depths() -> None:
     )
     assert mean(config(huginn)) == pytest.approx(13, rel=0.02)
     assert all(its.differentiated == min(its.depth, 8) for its in work_of(config(huginn)))
+    # A curriculum differentiates its mean at most: after three of 12 steps, which is a quarter, three.
+    growing = config(dataclasses.replace(huginn, curriculum_steps=12))
+    assert {its.differentiated for its in work_of(growing, 4)} == {1, 2, 3}
+    assert any(its.depth > 8 and its.differentiated == 3 for its in work_of(growing, 4))
+    assert max(its.differentiated for its in work_of(growing, 24)) == 8
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)

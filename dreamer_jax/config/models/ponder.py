@@ -12,7 +12,7 @@ from dreamer_jax.config.values import Implementation, require, require_positive
 class PonderConfig:
     """PonderLM: a stack of layers whose prediction is fed back to its input as a mean of embeddings.
 
-    What is computed is what section 3.1.2 of the survey of latent reasoning (Zhu et al., 2025) says of Zeng et al.
+    What is computed is what section 3.1.1 of the survey of latent reasoning (Zhu et al., 2025) says of Zeng et al.
     (2025), with the sizes of a small model by default."""
 
     family: Literal["ponder"] = "ponder"
