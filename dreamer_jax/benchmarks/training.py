@@ -192,15 +192,20 @@ def _median(blocks: Times, column: int) -> float:
 
 
 def _summary(config: Config, blocks: Times) -> Measurement:
-    """Medians over all steps: wall and CPU seconds, tokens/s, model FLOP/s, and MFU where the chip is known."""
-    seconds, steps = _median(blocks, 0), sum(len(block) for block in blocks)
-    tokens = config.training.batch_size * config.data.sequence_length
+    """Medians over all steps: wall and CPU seconds, tokens/s, model FLOP/s, and MFU where the chip is known.
+
+    Means where depths are drawn: FLOPs are those of a mean step, and draws are skewed."""
+    steps = sum(len(block) for block in blocks)
     work = work_of(config, steps)  # a curriculum of depths has come no further
+    average = statistics.median if len(work) == 1 else statistics.fmean
+    seconds, cpu = (average([step[i] for block in blocks for step in block]) for i in (0, 1))
+    tokens = config.training.batch_size * config.data.sequence_length
     flops = config.data.copies * analytic.training_flops(build(config.model), config.data.places, work)[0]
     summary = {
         "steps": steps,
+        "average": "mean" if len(work) > 1 else "median",
         "seconds": seconds,
-        "cpu_seconds": _median(blocks, 1),
+        "cpu_seconds": cpu,
         "tokens_per_second": tokens / seconds,
         "model_flops_per_second": flops * tokens / seconds,
     }

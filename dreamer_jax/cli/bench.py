@@ -132,7 +132,7 @@ def _text(found: Mapping[str, Any]) -> str:
 def _side(name: str, side: Mapping[str, Any]) -> str:
     line = (
         f"{name + ':':<8}{side['tokens_per_second']:,.0f} tokens/s; {side['seconds']:.3f} s and "
-        f"{side['cpu_seconds']:.2f} CPU seconds a step (medians of {side['steps']}); "
+        f"{side['cpu_seconds']:.2f} CPU seconds a step ({side['average']}s of {side['steps']}); "
         f"{side['model_flops_per_second'] / 1e9:,.1f} model GFLOP/s"
     )
     if "model_flop_utilisation" in side:

@@ -18,6 +18,8 @@ from dreamer_jax.planning.topology import Topology, parse_topology
 
 ROWS, CONTEXT, PAGE = 16, 4096, 16
 """Of a plan to serve, where nothing else is said."""
+COMPILED = 3
+"""Candidates of a sweep, likewise."""
 
 
 def run(arguments: list[str]) -> int:
@@ -27,11 +29,13 @@ def run(arguments: list[str]) -> int:
     options = parser.parse_args(words)
     topology = parse_topology(options.topology, options.slices)
     check_options(options)
+    if options.serve:  # there is no batch that a mesh of the configuration would have to divide
+        overrides = [*overrides, f"--training.batch_size={topology.chips}", "--training.microbatches=1"]
     loaded = load_config(options.config, overrides)
     if options.explain:
         return _explain(with_mesh(loaded, topology), topology, options.json)
     if options.sweep:
-        return _sweep(loaded.config, topology, options.compile, options.json)
+        return _sweep(loaded.config, topology, options.compile or COMPILED, options.json)
     if options.serve:
         return _serving(with_mesh(loaded, topology, serving=True), topology, options)
     return _plan(with_mesh(loaded, topology), topology, options)
@@ -50,6 +54,12 @@ def check_options(options: argparse.Namespace) -> None:
         raise UserError("--serve compiles nothing; leave --sweep and --hlo out")
     if options.explain and (options.serve or options.sweep or options.hlo is not None):
         raise UserError("--explain compiles nothing and stands alone; leave --serve, --sweep and --hlo out")
+    if options.sweep and options.hlo is not None:
+        raise UserError("--sweep compiles several programs; plan the one that it ranks first with --hlo")
+    if options.roofline and (options.sweep or options.hlo is not None):
+        raise UserError("--roofline compiles nothing; leave --sweep and --hlo out")
+    if options.compile is not None and not options.sweep:
+        raise UserError("--compile is about a sweep; give --sweep too")
 
 
 def with_mesh(loaded: LoadedConfig, topology: Topology, serving: bool = False) -> Config:
@@ -79,7 +89,7 @@ def _parser() -> Parser:
     parser.add_argument("--hlo", type=Path, help="also write the compiled program's text to this file")
     parser.add_argument("--explain", action="store_true", help="what bounds the step, and what would shorten it")
     parser.add_argument("--sweep", action="store_true", help="try meshes, microbatches and remat policies; rank them")
-    parser.add_argument("--compile", type=positive, default=3, help="candidates of a sweep to compile that fit (3)")
+    parser.add_argument("--compile", type=positive, help=f"candidates of a sweep to compile that fit ({COMPILED})")
     parser.add_argument("--serve", action="store_true", help="plan `dreamer serve` there instead of training")
     parser.add_argument("--rows", type=positive, help=f"--serve: requests that a step of each chip computes ({ROWS})")
     parser.add_argument("--context", type=positive, help=f"--serve: positions of a request ({CONTEXT})")

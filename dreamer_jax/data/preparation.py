@@ -63,7 +63,10 @@ def prepare(path: str | Path, out: str | Path, workers: int, say: Callable[[str]
         UserError: something in the mixture, its files or the directory is wrong.
     """
     mixture = load_mixture(path)
-    tokenizer = load_tokenizer(mixture.tokenizer)
+    try:
+        tokenizer = load_tokenizer(mixture.tokenizer)
+    except UserError as error:
+        raise UserError(f"{path}: tokenizer: {str(error).removeprefix('data.tokenizer: ')}") from None
     for name, spec in mixture.sources.items():
         templates(name, spec)
     for name, benchmark in mixture.decontaminate.benchmarks.items():

@@ -196,7 +196,10 @@ def read(path: Path) -> bytes:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             return file.read().removeprefix(codecs.BOM_UTF8)
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist; --data names the folder of the benchmarks, --text a file") from None
+        raise UserError(
+            f"{path} does not exist; --data (while training --evaluation.data) names the folder of the benchmarks, "
+            "--text a file of the task ppl"
+        ) from None
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"can't read {path}: {error}") from None
 

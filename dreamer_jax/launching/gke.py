@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_settings(parser)
     options = vars(parser.parse_args(words))
     try:
-        settings = read_settings(options.pop("settings"), options | {"options": rest})
+        settings = read_settings(options.pop("settings"), options | {"options": rest or None})
         check_configuration(ROOT, settings.config)
         manifest = jobset(settings)
     except UserError as error:

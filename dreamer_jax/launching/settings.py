@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,8 @@ def check_name(name: str) -> None:
 
 
 def read_settings(path: Path | None, given: dict[str, Any]) -> Settings:
-    """Settings from a TOML file, with those of the command line in place of its own.
+    """Settings from a TOML file, with those of the command line in place of its own; words for `dreamer train` come
+    behind the file's, of which those of the same key are left out.
 
     Args:
         path: TOML file with the fields of `Settings` as keys, or None.
@@ -106,8 +108,22 @@ def read_settings(path: Path | None, given: dict[str, Any]) -> Settings:
             raise UserError(f"can't read the settings {path}: {error.strerror}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is not TOML: {error}") from None
+    written = values.get("options")
     values |= {key: value for key, value in given.items() if value is not None}
+    if given.get("options") and isinstance(written, list):
+        values["options"] = [*_others([str(word) for word in written], given["options"]), *given["options"]]
     return settings_from(values, str(path) if path else "the command line")
+
+
+def _others(words: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Of words `--key value` or `--key=value` those of keys that aren't given."""
+    keys = {word.partition("=")[0] for word in given if word.startswith("--")}
+    kept, keeps = [], True
+    for word in words:
+        if word.startswith("--"):
+            keeps = word.partition("=")[0] not in keys
+        kept += [word] if keeps else []
+    return kept
 
 
 def settings_from(values: dict[str, Any], where: str) -> Settings:

@@ -7,10 +7,11 @@ and copied, because a bucket can't append to a file.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,6 +84,27 @@ class RunFolder:
     def remote(self) -> bool:
         """Whether the run lies on a bucket."""
         return "://" in os.fspath(self.place)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While this process trains the run, so that no other one on a disk does: each would remove what the other has
+        begun to save. The lock ends with the process, whose children don't have it.
+
+        Raises:
+            UserError: another process is at it.
+        """
+        with contextlib.ExitStack() as held:
+            if is_primary() and not self.remote:
+                with contextlib.suppress(OSError):  # a disk without locks; one that can't be written is said elsewhere
+                    lock = held.enter_context((self.local / ".lock").open("w"))
+                    try:
+                        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except (BlockingIOError, PermissionError):
+                        raise UserError(
+                            f"another process is training {self.place}; wait for it, or name another directory "
+                            "with --run.dir"
+                        ) from None
+            yield
 
     def publish(self) -> None:
         """Copy the small files to the bucket, if the run lies on one. Raises what the bucket raises."""

@@ -16,7 +16,8 @@ def draw_figures(directory: Path) -> list[Path]:
     records = read_metrics(directory)
     folder = directory / "figures"
     folder.mkdir(exist_ok=True)
-    loss = {"training": "loss", "held-out": "heldout/loss"}
+    own = "last_loss" if any("last_loss" in record for record in records) else "loss"  # without what is added to it
+    loss = {"training": own, "held-out": "heldout/loss"}
     accuracy = {"held-out": "heldout/exact_match", "harder than trained": "harder/exact_match"}
     drawn = []
     for keys, label, name in ((loss, "loss (nats per token)", "loss"), (accuracy, "exact match", "accuracy")):

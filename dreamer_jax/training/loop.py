@@ -19,7 +19,7 @@ from dreamer_jax.data import Data, Record, open_data
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import KNOWLEDGE, build
 from dreamer_jax.parallel import batch_spec, make_mesh
-from dreamer_jax.parallel.distributed import is_primary, others_than_the_first, place_rows, rows_of_devices
+from dreamer_jax.parallel.distributed import is_primary, largest, others_than_the_first, place_rows, rows_of_devices
 from dreamer_jax.runs.checkpoints import Checkpoints
 from dreamer_jax.runs.folders import RunFolder, open_run, save_configuration, write_atomically
 from dreamer_jax.runs.metrics import MetricsWriter, newest_values, read_metrics
@@ -34,7 +34,7 @@ from dreamer_jax.training.memory import check_memory
 from dreamer_jax.training.preemption import StopRequest
 from dreamer_jax.training.recovery import Recovery, RunCounters, recorded_config
 from dreamer_jax.training.stability import SkipCounter, Unstable
-from dreamer_jax.training.state import check_beginning
+from dreamer_jax.training.state import check_beginning, check_settings
 from dreamer_jax.training.train_step import make_evaluation_step, make_train_step
 
 EXAMPLES = 3
@@ -90,37 +90,37 @@ def train(loaded: LoadedConfig, extras: Extras = Extras()) -> int:
     with StopRequest(console.say) as stop_request, Heartbeat(config.safety.stuck_seconds) as heartbeat:
         with heartbeat.suspended():
             mesh = make_mesh(config.mesh)
+            check_settings(config)
             check_memory(config, mesh)
             data = open_data(config)
             _check_alike(data)
             folder = open_run(loaded, recorded_config, check_beginning)
-        console.say(f"run {folder.place}: {build(config.model).headline()}; {data.summary}")
-        if mesh.size < jax.device_count():
-            console.say(
-                f"one of {jax.device_count()} devices is used; --mesh.data {jax.device_count()} takes all of them"
-            )
-        recovery = Recovery(loaded, data, mesh, console.say)
-        stopped = False
-        try:
-            with heartbeat.suspended():
-                state, counters = recovery.resume()
-            if is_primary():
-                save_configuration(loaded, folder)
-            start = int(state.step)
-            if start >= config.training.steps:
-                console.say(f"the run is complete: {start} steps of {config.training.steps}")
-            else:
+        with folder.alone():
+            console.say(f"run {folder.place}: {build(config.model).headline()}; {data.summary}")
+            if mesh.size < jax.device_count():
+                console.say(
+                    f"one of {jax.device_count()} devices is used; --mesh.data {jax.device_count()} takes all of them"
+                )
+            recovery = Recovery(loaded, data, mesh, console.say)
+            try:
+                with heartbeat.suspended():
+                    state, counters = recovery.resume()
+                if is_primary():
+                    save_configuration(loaded, folder)
                 loop = _Loop(config, console, mesh, data, folder, recovery, heartbeat, stop_request, extras)
-                state = loop.run(state, counters)
-                stopped = loop.stopped
-        except BaseException:  # perhaps of this process alone: the others can't be asked anything
-            recovery.checkpoints.abandon()
-            raise
-        recovery.checkpoints.close()
-        if stopped:
-            return stop_request.exit_code
-        with heartbeat.suspended():
-            _finish(config, console, folder, state, data, extras)
+                if int(state.step) >= config.training.steps:
+                    console.say(f"the run is complete: {int(state.step)} steps of {config.training.steps}")
+                    loop.end_here(state, counters)
+                else:
+                    state = loop.run(state, counters)
+            except BaseException:  # perhaps of this process alone: the others can't be asked anything
+                recovery.checkpoints.abandon()
+                raise
+            recovery.checkpoints.close()
+            if loop.stopped:
+                return stop_request.exit_code
+            with heartbeat.suspended():
+                _finish(config, console, folder, state, data, extras)
     return 0
 
 
@@ -183,6 +183,27 @@ class _Loop:
                         state, counters = self.recovery.roll_back(failure.step, self._here())
                     if self.writer:
                         self.writer.rewind(int(state.step))
+        finally:
+            if self.writer:
+                self.writer.close()
+            self._publish()
+
+    def end_here(self, state: TrainState, counters: RunCounters) -> None:
+        """Of a run that has all its steps: where `training.steps` was lowered to those of an earlier checkpoint, what
+        was recorded of later ones goes, and the last step is evaluated as ever."""
+        step = int(state.step)
+        newest = max((int(record["step"]) for record in read_metrics(self.folder.local)), default=0)
+        if largest(newest) <= step:
+            return
+        self.counter = SkipCounter(self.config.safety.skipped_in_a_row, counters.skipped, counters.streak)
+        if is_primary():
+            self.writer = MetricsWriter(self.folder.local, step, self.console.say)
+        try:
+            self.console.say(f"records of the steps after {step} are removed; evaluating step {step} ...")
+            with self.heartbeat.suspended():
+                self._evaluate(step, state)
+                if self.benchmarks:
+                    self._write(step, dict(self.benchmarks(step, state.params, state.model_state)))
         finally:
             if self.writer:
                 self.writer.close()

@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 
 from dreamer_jax.benchmarks import qwen3, training
+from dreamer_jax.budget import analytic
 from dreamer_jax.cli import bench
 from dreamer_jax.cli.main import main
 from dreamer_jax.config import load_config, to_yaml
+from dreamer_jax.families import build
+from dreamer_jax.training.work import work_of
 from tests.training.cases import tiny_config
 
 
@@ -36,6 +39,19 @@ def test_measures_the_real_step(files, capsys):
     assert "model_flop_utilisation" not in ours  # a CPU's peak isn't known
     text = bench._text(found).splitlines()
     assert text[2].startswith("ours:") and "medians of 5" in text[2]
+
+
+def test_where_depths_are_drawn_means_count():
+    """Two quick steps and a slow one: twelve rows of 8 tokens take a second each on average."""
+    times = [[(0.5, 1.0), (0.5, 1.0)], [(2.0, 4.0)]]
+    fixed = training._summary(tiny_config(), times)
+    assert (fixed["average"], fixed["seconds"], fixed["cpu_seconds"]) == ("median", 0.5, 1.0)
+    drawn = tiny_config(model__variant="DR", recurrence__draw="uniform", recurrence__most=4)
+    found = training._summary(drawn, times)
+    assert (found["average"], found["seconds"], found["cpu_seconds"]) == ("mean", 1.0, 2.0)
+    assert found["tokens_per_second"] == 8 * 12
+    flops = analytic.training_flops(build(drawn.model), 12, work_of(drawn, 3))[0]
+    assert found["model_flops_per_second"] == pytest.approx(8 * 12 * flops)
 
 
 def test_a_file_takes_no_trace(files, capsys):

@@ -223,6 +223,14 @@ def test_other_settings_or_inputs_are_refused(corpus: Path, tmp_path: Path) -> N
     assert (tmp_path / "full" / "thesis.txt").read_text() == "mine"
 
 
+def test_a_missing_tokenizer_is_named_by_its_file(corpus: Path, tmp_path: Path) -> None:
+    lines = [line for line in corpus.read_text().splitlines() if not line.startswith("tokenizer:")]
+    for name in ("none.model", "none.json"):
+        corpus.write_text("\n".join([f"tokenizer: {tmp_path / name}", *lines]))
+        with pytest.raises(UserError, match=rf"^{corpus}: tokenizer: .*{name}"):
+            run(corpus, tmp_path / "out")
+
+
 def test_two_at_once_are_refused(corpus: Path, tmp_path: Path) -> None:
     with preparation._locked(tmp_path / "out"), pytest.raises(UserError, match="another process is preparing"):
         run(corpus, tmp_path / "out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -190,6 +191,21 @@ def test_the_command_line_goes_before_the_file(tmp_path):
     settings = read_settings(tmp_path / "demo.toml", {"tpu": "v4-32", "spot": False, "zone": None})
     assert (settings.tpu, settings.spot, settings.zone) == ("v4-32", False, "us-west4-a")
     assert settings.training_words()[-2:] == ["--training.steps", "40"]
+
+
+def test_words_for_training_come_behind_those_of_the_file(tmp_path):
+    """Of a key that both have, those given count; what is given nothing for stays."""
+    lines = [line for line in SETTINGS.splitlines() if not line.startswith("options")]
+    written = ["--mesh.data", "2,2", "--training.steps=40", "--model.depth", "4"]
+    (tmp_path / "demo.toml").write_text("\n".join([*lines, f"options = {json.dumps(written)}"]))
+
+    def words(*given):
+        return list(read_settings(tmp_path / "demo.toml", {"options": given or None}).options)
+
+    assert words() == written
+    assert words("--training.steps", "9") == ["--mesh.data", "2,2", "--model.depth", "4", "--training.steps", "9"]
+    assert words("--mesh.data=4") == ["--training.steps=40", "--model.depth", "4", "--mesh.data=4"]
+    assert words("--run.seed", "1") == [*written, "--run.seed", "1"]
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,9 @@ def test_roofline_alone_needs_no_compiler(capsys):
 
 def test_serving_asks_nothing_of_the_training_batch(capsys):
     """Which 64 chips don't divide."""
-    assert main(["plan", "quickstart", "--topology", "v5p:4x4x4", "--serve"]) == 0
-    assert "It fits." in capsys.readouterr().out
+    for mesh in ([], ["--mesh.data", "8,4", "--mesh.expert", "2"]):
+        assert main(["plan", "quickstart", "--topology", "v5e:8x8", "--serve", *mesh]) == 0
+        assert "It fits." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,10 @@ def test_serving_asks_nothing_of_the_training_batch(capsys):
         ),
         (["--topology", "v5p:2x2x2", "--mesh.expert", "8", "--model.num_experts", "4"], "can't divide the 4 experts"),
         (["--topology", "v5p:4x4x4", "--slices", "0"], "not an integer of 1 or more"),
+        (["--topology", "v5p:4x4x4", "--sweep", "--roofline"], "--roofline compiles nothing; leave --sweep"),
+        (["--topology", "v5p:4x4x4", "--roofline", "--hlo", "a.txt"], "--roofline compiles nothing; leave"),
+        (["--topology", "v5p:4x4x4", "--sweep", "--hlo", "a.txt"], "--sweep compiles several programs"),
+        (["--topology", "v5p:4x4x4", "--roofline", "--compile", "3"], "--compile is about a sweep"),
         ([], "--topology"),
     ],
 )

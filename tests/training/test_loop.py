@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +18,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dreamer_jax.config import Config, LoadedConfig
+from dreamer_jax.config.recurrence import RecurrenceConfig
 from dreamer_jax.config.sections import (
     AnalysisConfig,
     CheckpointConfig,
@@ -343,6 +348,48 @@ def test_an_error_of_one_process_asks_the_others_nothing(train, monkeypatch):
         train(every=4, log_every=100)
     monkeypatch.undo()
     assert began
+
+
+def test_fewer_steps_end_a_run_at_an_earlier_checkpoint(train, monkeypatch, tmp_path, capsys):
+    """The records and the summary are those of its last step, which is evaluated though none was due there; once."""
+    train(steps=18, every=4)
+    shutil.rmtree(tmp_path / "run/checkpoints/18")
+    evaluated = []
+
+    def evaluate(step, place, state, data):
+        evaluated.append(int(state.step))
+        return Evaluation({"heldout/loss": 0.5}, {})
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    seen, _, records = train(steps=16, every=4)
+    assert seen.tolist() == list(range(16)) and evaluated == [16]
+    assert [record["step"] for record in records] == [*range(1, 17), 16] and records[-1]["heldout/loss"] == 0.5
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["step"], summary["loss"], summary["heldout/loss"]) == (16, 15, 0.5)
+    assert "records of the steps after 16 are removed" in capsys.readouterr().out
+    assert train(steps=16, every=4)[2] == records and evaluated == [16]
+
+
+def test_a_run_is_trained_by_one_process(train, tmp_path):
+    """Whoever comes second is told, and disturbs nothing; a killed one leaves no lock."""
+    train(steps=4)
+    holding = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+    words = [sys.executable, "-c", holding, str(tmp_path / "run/.lock")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout and other.stdout.readline()
+        before = read_metrics(tmp_path / "run")
+        with pytest.raises(UserError, match=r"another process is training .*run; wait for it, or name another"):
+            train(steps=8)
+        assert read_metrics(tmp_path / "run") == before and saved(tmp_path) == [4]
+        other.kill()
+    assert train(steps=8)[0].tolist() == list(range(8))
+
+
+def test_settings_are_looked_at_when_a_run_goes_on_too(train):
+    train(steps=4)
+    rows = {"recurrence": RecurrenceConfig(draw="uniform", by="row", groups=4)}
+    with pytest.raises(UserError, match="groups: the 2 rows that a device computes at once"):
+        train(steps=8, sections=rows)
 
 
 def test_the_summary_mixes_no_evaluations(tmp_path):
