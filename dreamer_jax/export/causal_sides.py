@@ -74,7 +74,7 @@ def torch_trace(model: Any, tokens: np.ndarray) -> Trace:
     """The states after every depth, and the logits."""
     import torch
 
-    out = model(torch.tensor(tokens), output_hidden_states=True)
+    out = model(torch.tensor(tokens), output_hidden_states=True, use_cache=False)
     parts = [(f"depth {l}", x.float().numpy()) for l, x in enumerate(out.hidden_states[:-1])]
     return Trace(parts, out.logits.numpy(), np.ones(tokens.shape, bool))
 

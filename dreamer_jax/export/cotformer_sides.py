@@ -61,7 +61,7 @@ def torch_trace(model: Any, tokens: np.ndarray) -> Trace:
     """One forward pass."""
     import torch
 
-    out = model(torch.tensor(tokens), decide="threshold", output_hidden_states=True)
+    out = model(torch.tensor(tokens), decide="threshold", output_hidden_states=True, use_cache=False)
     states = list(out.hidden_states[:-1])
     parts = [(f"repeat {r}", x.float().numpy()) for r, x in enumerate(states, 1)]
     return Trace(parts, out.logits.numpy(), np.ones(tokens.shape, bool))

@@ -83,5 +83,8 @@ def read_description(folder: Path) -> Description:
     for form in FORMS.values():
         if content.get("model_type") == form.model_type:
             return form.read(folder, content)
-    known = " nor a ".join(form.model_type for form in FORMS.values())
-    raise UserError(f"{path} describes a model of type {content.get('model_type')!r}, not a {known}")
+    known = ", ".join(form.model_type for form in FORMS.values())
+    raise UserError(
+        f"{path} describes a model of type {content.get('model_type')!r}; those that can be read are {known}. Of "
+        "Llama, Qwen3 and OLMo 2 `dreamer convert` makes models of recurrent depth"
+    )

@@ -263,7 +263,8 @@ def read_training_run(path: Path, content: Mapping[str, Any]) -> tuple[dict[str,
 
 
 def dtype_of(folder: Path, tensors: Mapping[str, Stored], *names: str) -> str:
-    """The dtype of a folder's matrices: that of the first of these tensors that is there.
+    """The dtype that a folder's matrices are computed in: that of the first of these tensors that is there, and for
+    float16, which bfloat16 would round, float32.
 
     Raises:
         UserError: none is.
@@ -271,7 +272,7 @@ def dtype_of(folder: Path, tensors: Mapping[str, Stored], *names: str) -> str:
     table = next((tensors[name] for name in names if name in tensors), None)
     if table is None:
         raise UserError(f"{folder}: the tensor {names[0]} is missing")
-    return next(dtype for dtype, code in CODES.items() if code == table.dtype)
+    return next((dtype for dtype, code in CODES.items() if code == table.dtype), "float32")
 
 
 def without_run(folder: Path, length: int, dtype: str) -> tuple[dict[str, Any], dict[str, str]]:

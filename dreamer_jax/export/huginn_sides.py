@@ -130,7 +130,7 @@ def _trace(model: Any, tokens: np.ndarray, states: Any, depth: int) -> Trace:
     import torch
 
     own = states[:, : tokens.shape[1]].expand(len(tokens), -1, -1)
-    out = model(torch.tensor(tokens), num_steps=depth, input_states=own, output_hidden_states=True)
+    out = model(torch.tensor(tokens), num_steps=depth, input_states=own, output_hidden_states=True, use_cache=False)
     names = ["prelude", *(f"recurrence {l}" for l in range(len(out.hidden_states) - 2)), "coda"]
     parts = [(name, x.float().numpy()) for name, x in zip(names, out.hidden_states, strict=True)]
     return Trace(parts, out.logits.numpy(), np.ones(tokens.shape, bool))

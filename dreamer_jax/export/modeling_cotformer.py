@@ -27,6 +27,7 @@ class CotformerConfig(PretrainedConfig):
     """Sizes and switches under the names of the run's configuration."""
 
     model_type = "cotformer"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
     attribute_map = {"num_attention_heads": "heads", "num_hidden_layers": "depth"}  # noqa: RUF012
 
     def __init__(
@@ -178,6 +179,33 @@ class Layer(nn.Module):
         return x + self.outward(F.gelu(self.inward(self.mlp_norm(x))))
 
 
+PASSED = ("num_items_in_batch", "cache_position", "token_type_ids")
+"""Options that trainers and `generate` pass to every model."""
+
+
+def agreed(model, tokens, mask, cache, labels, use_cache, hidden, depth, options) -> tuple[bool, bool]:
+    """(whether to keep a cache, whether to return hidden states), by the configuration where a call doesn't say.
+
+    Raises:
+        TypeError, ValueError: for what would be passed over, or end in numbers that mean nothing: an option that
+            the model hasn't, a mask or a depth that can't be, weights that were offloaded.
+    """
+    for name, value in options.items():
+        if name not in PASSED and value is not None and value is not False:
+            raise TypeError(f"{type(model).__name__} has no option {name!r}")
+    if depth is not None and depth < 1:
+        raise ValueError(f"depth {depth}: it has to be 1 or more")
+    rows, places = len(tokens), tokens.shape[1] + (0 if cache is None else cache.get_seq_length())
+    if mask is not None and (mask.dim() != 2 or mask.shape[1] != places or len(mask) not in (1, rows)):
+        raise ValueError(f"attention_mask is {list(mask.shape)}; with what the cache holds it is [{rows}, {places}]")
+    devices = {weight.device for weight in model.parameters()}
+    if len(devices) > 1 or (tokens.device.type != "meta" and any(its.type == "meta" for its in devices)):
+        raise ValueError("weights are offloaded or on several devices; load the model onto one: device_map={'': 0}")
+    keeps = getattr(model.config, "use_cache", True) and not model.training and labels is None
+    shows = getattr(model.config, "output_hidden_states", False) if hidden is None else hidden
+    return bool(keeps if use_cache is None else use_cache), bool(shows)
+
+
 class CotformerForCausalLM(PreTrainedModel, GenerationMixin):
     """The whole model: tokens to logits.
 
@@ -242,7 +270,8 @@ class CotformerForCausalLM(PreTrainedModel, GenerationMixin):
         """The tokens that the cache doesn't hold yet; they decide by the threshold, also without a cache."""
         cache = cache or past_key_values or (Cache() if kwargs.get("use_cache", True) else None)
         fed = cache.further(input_ids, attention_mask) if cache else input_ids
-        kept = {"past_key_values": cache, "attention_mask": attention_mask, "depth": kwargs.get("depth")}
+        kept = {"past_key_values": cache, "use_cache": cache is not None, "attention_mask": attention_mask}
+        kept |= {name: kwargs.get(name) for name in ("depth", "output_hidden_states")}
         return {"input_ids": fed, **kept, "decide": "threshold"}
 
     def forward(
@@ -256,7 +285,8 @@ class CotformerForCausalLM(PreTrainedModel, GenerationMixin):
         decide: str | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
         cache: Cache | None = None,  # as transformers calls `past_key_values` from 5.24 on
         **kwargs,
     ):
@@ -271,9 +301,14 @@ class CotformerForCausalLM(PreTrainedModel, GenerationMixin):
             decide: how an adaptive model decides in evaluation, "threshold" or "capacity"; None for the first with a
                 cache, else for what the configuration says.
             output_hidden_states: return also the state after every repeat, and what the head gets.
-            logits_to_keep: compute the logits of that many last tokens only; 0: of all.
+            logits_to_keep: compute the logits of that many last tokens only; 0: of all. Or of these places.
         """
         cache = past_key_values if cache is None else cache
+        if use_cache is None and self.config.adaptive:
+            use_cache = False  # with one it would decide by the threshold
+        use_cache, output_hidden_states = agreed(
+            self, input_ids, attention_mask, cache, labels, use_cache, output_hidden_states, depth, kwargs
+        )
         keep = use_cache or cache is not None
         cache = Cache() if cache is None else cache
         segments, positions, visible = self.places(input_ids, attention_mask, cache)
@@ -289,13 +324,15 @@ class CotformerForCausalLM(PreTrainedModel, GenerationMixin):
         for number, layer in enumerate(self.end):
             x = layer(x, ("end", number), seen)
         x = self.final_norm(x)
-        logits, loss = F.linear(x[:, -logits_to_keep:], self.embedding.weight.to(x.dtype)).float(), None
+        last = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
+        logits, loss = F.linear(x[:, last], self.embedding.weight.to(x.dtype)).float(), None
         if labels is not None:
             targets, count = labels[:, 1:].flatten(), kwargs.get("num_items_in_batch")
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="sum")
             loss = loss / ((targets != -100).sum() if count is None else count)
         shown = (*states, x) if output_hidden_states else None
-        return CausalLMOutputWithPast(loss, logits, cache if keep else None, shown)  # type: ignore
+        said = CausalLMOutputWithPast(loss, logits, cache if keep else None, shown)  # type: ignore
+        return said.to_tuple() if return_dict is False else said
 
     def repeated(self, x: Tensor, seen: Seen, segments: Tensor, how: str, depth: int) -> tuple[Tensor, list[Tensor]]:
         """x_0 [B, S, h] -> x_R, and the states after all repeats."""

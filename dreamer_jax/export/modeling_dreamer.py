@@ -57,6 +57,7 @@ class DreamerConfig(PretrainedConfig):
     """Sizes and variant; the names are those of `model:` in the training configuration."""
 
     model_type = "dreamer"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
     attribute_map = {  # noqa: RUF012
         "num_hidden_layers": "depth",
         "num_attention_heads": "sa_heads",
@@ -827,6 +828,20 @@ class DecodingLayer(Weights):
         return x + (F.silu(gate) * up) @ self.out.to(x.dtype)
 
 
+class Head(nn.Linear):
+    """[..., h] -> [..., V] float32: bfloat16 factors, but the sum isn't rounded to bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product; of bfloat16 in two, the second of which computes what the first's rounding lost."""
+        weight = self.weight.to(x.dtype)
+        if x.dtype == torch.float32:
+            return F.linear(x, weight)
+        flat = x.flatten(0, -2)
+        rounded = F.linear(flat, weight).detach()
+        lost = torch.addmm(rounded, flat, weight.T, beta=-1)
+        return (rounded.float() + lost).view(*x.shape[:-1], -1)
+
+
 class Dreamer(nn.Module):
     """The whole model: tokens to logits.
 
@@ -841,7 +856,7 @@ class Dreamer(nn.Module):
         self.compute_dtype: torch.dtype | None = None
         self.gradient_checkpointing = False
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head = Head(config.hidden_size, config.vocab_size, bias=False)
         for module in (self.embedding, self.head):
             nn.init.normal_(module.weight, std=input_deviation(config))
         size = config.pa_embedding_size
@@ -896,10 +911,10 @@ class Dreamer(nn.Module):
         Returns:
             [B, S or last, V].
         """
-        return self.logits(self.trunk(tokens, segment_ids, positions, depth, cache)[:, -last:])
+        return self.head(self.trunk(tokens, segment_ids, positions, depth, cache)[:, -last:])
 
-    def trunk(self, tokens, segment_ids=None, positions=None, depth=None, cache=None) -> Tensor:
-        """Everything before the head: [B, S] -> [B, S, h]."""
+    def trunk(self, tokens, segment_ids=None, positions=None, depth=None, cache=None, kept=None) -> Tensor:
+        """Everything before the head: [B, S] -> [B, S, h]; a list that is `kept` gets the states on the way."""
         total = self.config.depth if depth is None else depth
         if total < 1 or (not self.config.recurrent and total > self.config.depth):
             raise ValueError(f"this {self.config.variant} model of {self.config.depth} depths can't run at {total}")
@@ -927,6 +942,8 @@ class Dreamer(nn.Module):
                 router_rotation=(router[0][l], router[1][l]),
                 earlier=earlier,
             )
+            if kept is not None:
+                kept.append(x)
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
                 x, row, counts = checkpoint(layer, x, step, use_reentrant=False)
             else:
@@ -941,6 +958,8 @@ class Dreamer(nn.Module):
             if self.training:  # here, not in the router: a checkpointed layer runs twice
                 for name in counts.keys() & layer.routers().keys():
                     layer.routers()[name].count(counts[name], step)
+        if kept is not None:
+            kept.append(x)
         return self.final_norm(self.decoding(x))
 
     def step(self, tokens, segment_ids, positions, cache) -> Step:
@@ -961,17 +980,6 @@ class Dreamer(nn.Module):
             positions = (place - starts)[:, held:]
         cos, sin = rotation(positions, self.config.sa_head_size, self.config.sa_rope_base)
         return Step(0, 0, (cos[:, :, None], sin[:, :, None]), (), (), mask, real, cache, [], starts, 1.0, 0.0, (), None)
-
-    def logits(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., V] float32: bfloat16 factors, but the sum isn't rounded to bfloat16."""
-        weight = self.head.weight.to(x.dtype)
-        if x.dtype == torch.float32:
-            return F.linear(x, weight)
-        # A bfloat16 product is summed in float32 and rounded once; a second one computes what the rounding lost.
-        flat = x.flatten(0, -2)
-        rounded = F.linear(flat, weight).detach()
-        lost = torch.addmm(rounded, flat, weight.T, beta=-1)
-        return (rounded.float() + lost).view(*x.shape[:-1], -1)
 
     def update_balancing(self) -> None:
         """Move the routers' biases by what training passes have selected since the last call: after every step."""
@@ -1020,6 +1028,32 @@ class Dreamer(nn.Module):
 
 
 if PreTrainedModel is not None:
+    PASSED = ("num_items_in_batch", "cache_position", "token_type_ids")
+    """Options that trainers and `generate` pass to every model."""
+
+    def agreed(model, tokens, mask, cache, labels, use_cache, hidden, depth, options) -> tuple[bool, bool]:
+        """(whether to keep a cache, whether to return hidden states), by the configuration where a call doesn't say.
+
+        Raises:
+            TypeError, ValueError: for what would be passed over, or end in numbers that mean nothing: an option
+                that the model hasn't, a mask or a depth that can't be, weights that were offloaded.
+        """
+        for name, value in options.items():
+            if name not in PASSED and value is not None and value is not False:
+                raise TypeError(f"{type(model).__name__} has no option {name!r}")
+        if depth is not None and depth < 1:
+            raise ValueError(f"depth {depth}: it has to be 1 or more")
+        rows, places = len(tokens), tokens.shape[1] + (0 if cache is None else cache.get_seq_length())
+        if mask is not None and (mask.dim() != 2 or mask.shape[1] != places or len(mask) not in (1, rows)):
+            raise ValueError(
+                f"attention_mask is {list(mask.shape)}; with what the cache holds it is [{rows}, {places}]"
+            )
+        devices = {weight.device for weight in model.parameters()}
+        if len(devices) > 1 or (tokens.device.type != "meta" and any(its.type == "meta" for its in devices)):
+            raise ValueError("weights are offloaded or on several devices; load the model onto one: device_map={'': 0}")
+        keeps = getattr(model.config, "use_cache", True) and not model.training and labels is None
+        shows = getattr(model.config, "output_hidden_states", False) if hidden is None else hidden
+        return bool(keeps if use_cache is None else use_cache), bool(shows)
 
     class DreamerForCausalLM(PreTrainedModel, GenerationMixin):
         """The same model behind the interface of transformers; its `model` is the `Dreamer`."""
@@ -1076,8 +1110,8 @@ if PreTrainedModel is not None:
             return self.model.head
 
         def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-            """Another head, perhaps of more tokens."""
-            self.model.head = new_embeddings
+            """The matrix of another head, perhaps of more tokens."""
+            self.model.head.weight, self.model.head.out_features = new_embeddings.weight, new_embeddings.out_features
 
         def prepare_inputs_for_generation(
             self, input_ids, past_key_values=None, attention_mask=None, cache=None, **kwargs
@@ -1088,8 +1122,10 @@ if PreTrainedModel is not None:
             return {
                 "input_ids": fed,
                 "past_key_values": cache,
+                "use_cache": cache is not None,
                 "attention_mask": attention_mask,
                 "depth": kwargs.get("depth"),
+                "output_hidden_states": kwargs.get("output_hidden_states"),
             }
 
         def forward(
@@ -1101,20 +1137,32 @@ if PreTrainedModel is not None:
             labels: Tensor | None = None,
             use_cache: bool | None = None,
             depth: int | None = None,
-            logits_to_keep: int = 0,
-            return_dict: bool = True,
+            output_hidden_states: bool | None = None,
+            logits_to_keep: int | Tensor = 0,
+            return_dict: bool | None = None,
             cache: Cache | None = None,  # as transformers calls `past_key_values` from 5.24 on
             **kwargs,
         ):
-            """As every causal language model of transformers; `attention_mask` may number packed documents."""
+            """As every causal language model of transformers; `attention_mask` may number packed documents.
+
+            `output_hidden_states` returns the embeddings, the state after every depth, and what the head is applied to;
+            `logits_to_keep` computes the logits of that many last tokens only, 0 of all; or of these places.
+            """
             cache = past_key_values if cache is None else cache
-            if cache is None and use_cache and not torch.is_grad_enabled():
-                cache = Cache()
-            logits = self.model(input_ids, attention_mask, position_ids, depth, cache, logits_to_keep)
+            use_cache, output_hidden_states = agreed(
+                self, input_ids, attention_mask, cache, labels, use_cache, output_hidden_states, depth, kwargs
+            )
+            cache = Cache() if cache is None and use_cache else cache
+            states = [] if output_hidden_states else None
+            x = self.model.trunk(input_ids, attention_mask, position_ids, depth, cache, states)
+            last = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
+            logits = self.model.head(x[:, last])
             loss = None
             if labels is not None:
                 flat, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
                 count = kwargs.get("num_items_in_batch")
                 loss = F.cross_entropy(flat, targets, reduction="mean" if count is None else "sum")
                 loss = loss if count is None else loss / count
-            return CausalLMOutputWithPast(loss, logits, cache)  # type: ignore
+            seen = None if states is None else (*states, x)
+            said = CausalLMOutputWithPast(loss, logits, cache, seen)  # type: ignore
+            return said.to_tuple() if return_dict is False else said

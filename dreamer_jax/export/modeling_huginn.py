@@ -27,6 +27,7 @@ class HuginnConfig(PretrainedConfig):
     """Sizes under their published names."""
 
     model_type = "huginn_raven"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
     attribute_map = {  # noqa: RUF012
         "hidden_size": "n_embd",
         "num_attention_heads": "n_heads",
@@ -256,6 +257,33 @@ class Transformer(nn.Module):
         return x
 
 
+PASSED = ("num_items_in_batch", "cache_position", "token_type_ids")
+"""Options that trainers and `generate` pass to every model."""
+
+
+def agreed(model, tokens, mask, cache, labels, use_cache, hidden, depth, options) -> tuple[bool, bool]:
+    """(whether to keep a cache, whether to return hidden states), by the configuration where a call doesn't say.
+
+    Raises:
+        TypeError, ValueError: for what would be passed over, or end in numbers that mean nothing: an option that
+            the model hasn't, a mask or a depth that can't be, weights that were offloaded.
+    """
+    for name, value in options.items():
+        if name not in PASSED and value is not None and value is not False:
+            raise TypeError(f"{type(model).__name__} has no option {name!r}")
+    if depth is not None and depth < 1:
+        raise ValueError(f"depth {depth}: it has to be 1 or more")
+    rows, places = len(tokens), tokens.shape[1] + (0 if cache is None else cache.get_seq_length())
+    if mask is not None and (mask.dim() != 2 or mask.shape[1] != places or len(mask) not in (1, rows)):
+        raise ValueError(f"attention_mask is {list(mask.shape)}; with what the cache holds it is [{rows}, {places}]")
+    devices = {weight.device for weight in model.parameters()}
+    if len(devices) > 1 or (tokens.device.type != "meta" and any(its.type == "meta" for its in devices)):
+        raise ValueError("weights are offloaded or on several devices; load the model onto one: device_map={'': 0}")
+    keeps = getattr(model.config, "use_cache", True) and not model.training and labels is None
+    shows = getattr(model.config, "output_hidden_states", False) if hidden is None else hidden
+    return bool(keeps if use_cache is None else use_cache), bool(shows)
+
+
 class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
     """The whole model: tokens to logits.
 
@@ -313,6 +341,8 @@ class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
             "input_ids": fed,
             "past_key_values": cache,
             "attention_mask": attention_mask,
+            "use_cache": cache is not None,
+            "output_hidden_states": kwargs.get("output_hidden_states"),
             "num_steps": kwargs.get("num_steps"),
             "input_states": None if states is None else states[:, held : held + fed.shape[1]],
         }
@@ -328,7 +358,8 @@ class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
         input_states: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
         cache: Cache | None = None,  # as transformers calls `past_key_values` from 5.24 on
         **kwargs,
     ):
@@ -344,9 +375,12 @@ class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
             input_states: [B, S, h], the initial state; in `generate` also of the positions to come. None draws it: in
                 training anew, otherwise by position, so that a token starts the same however it is batched or cached.
             output_hidden_states: return also P(x), the state after every recurrence, and what the head is applied to.
-            logits_to_keep: compute the logits of that many last tokens only; 0: of all.
+            logits_to_keep: compute the logits of that many last tokens only; 0: of all. Or of these places.
         """
         cache = past_key_values if cache is None else cache
+        use_cache, output_hidden_states = agreed(
+            self, input_ids, attention_mask, cache, labels, use_cache, output_hidden_states, None, kwargs
+        )
         cache = Cache() if cache is None and use_cache else cache
         positions, mask = self.places(input_ids, attention_mask, cache)
         positions = positions if position_ids is None else position_ids
@@ -358,16 +392,20 @@ class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
         state = self.initial_state(positions) if input_states is None else input_states
         state = state.to(e.device, e.dtype).expand_as(e)
         steps = self.draw() if num_steps is None else num_steps
-        steps = steps if isinstance(steps, tuple) else (0, int(steps))
+        steps = tuple(map(int, steps)) if isinstance(steps, (tuple, list)) else (0, int(steps))
+        if len(steps) != 2 or min(steps) < 0:
+            raise ValueError(f"num_steps {num_steps}: give a number of 0 or more, or a pair of them")
         x, states = self.transformer(e, state, steps, step, bool(output_hidden_states))
         head = self.transformer.wte if self.lm_head is None else self.lm_head
-        logits, loss = F.linear(x[:, -logits_to_keep:], head.weight.to(x.dtype)).float(), None
+        last = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
+        logits, loss = F.linear(x[:, last], head.weight.to(x.dtype)).float(), None
         if labels is not None:
             targets, count = labels[:, 1:].flatten(), kwargs.get("num_items_in_batch")
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="sum")
             loss = loss / ((targets != -100).sum() if count is None else count)
         seen = (*states, x) if output_hidden_states else None
-        return CausalLMOutputWithPast(loss, logits, cache, seen)  # type: ignore
+        said = CausalLMOutputWithPast(loss, logits, cache, seen)  # type: ignore
+        return said.to_tuple() if return_dict is False else said
 
     def places(self, tokens: Tensor, segments: Tensor | None, cache: Cache | None) -> tuple[Tensor, Tensor | None]:
         """(positions [B or 1, S] within the documents, mask as `Step` has it)."""

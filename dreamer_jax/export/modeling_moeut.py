@@ -22,6 +22,7 @@ class MoeutConfig(PretrainedConfig):
     """Sizes and switches under the names of the run's configuration."""
 
     model_type = "moeut"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
     attribute_map = {"num_attention_heads": "heads", "num_hidden_layers": "layers"}  # noqa: RUF012
 
     def __init__(
@@ -226,6 +227,33 @@ class Group(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
 
 
+PASSED = ("num_items_in_batch", "cache_position", "token_type_ids")
+"""Options that trainers and `generate` pass to every model."""
+
+
+def agreed(model, tokens, mask, cache, labels, use_cache, hidden, depth, options) -> tuple[bool, bool]:
+    """(whether to keep a cache, whether to return hidden states), by the configuration where a call doesn't say.
+
+    Raises:
+        TypeError, ValueError: for what would be passed over, or end in numbers that mean nothing: an option that
+            the model hasn't, a mask or a depth that can't be, weights that were offloaded.
+    """
+    for name, value in options.items():
+        if name not in PASSED and value is not None and value is not False:
+            raise TypeError(f"{type(model).__name__} has no option {name!r}")
+    if depth is not None and depth < 1:
+        raise ValueError(f"depth {depth}: it has to be 1 or more")
+    rows, places = len(tokens), tokens.shape[1] + (0 if cache is None else cache.get_seq_length())
+    if mask is not None and (mask.dim() != 2 or mask.shape[1] != places or len(mask) not in (1, rows)):
+        raise ValueError(f"attention_mask is {list(mask.shape)}; with what the cache holds it is [{rows}, {places}]")
+    devices = {weight.device for weight in model.parameters()}
+    if len(devices) > 1 or (tokens.device.type != "meta" and any(its.type == "meta" for its in devices)):
+        raise ValueError("weights are offloaded or on several devices; load the model onto one: device_map={'': 0}")
+    keeps = getattr(model.config, "use_cache", True) and not model.training and labels is None
+    shows = getattr(model.config, "output_hidden_states", False) if hidden is None else hidden
+    return bool(keeps if use_cache is None else use_cache), bool(shows)
+
+
 class MoeutForCausalLM(PreTrainedModel, GenerationMixin):
     """The whole model: tokens to logits.
 
@@ -284,7 +312,8 @@ class MoeutForCausalLM(PreTrainedModel, GenerationMixin):
         """The tokens that the cache doesn't hold yet."""
         cache = cache or past_key_values or (Cache() if kwargs.get("use_cache", True) else None)
         fed = cache.further(input_ids, attention_mask) if cache else input_ids
-        kept = {"past_key_values": cache, "attention_mask": attention_mask, "depth": kwargs.get("depth")}
+        kept = {"past_key_values": cache, "use_cache": cache is not None, "attention_mask": attention_mask}
+        kept |= {name: kwargs.get(name) for name in ("depth", "output_hidden_states")}
         return {"input_ids": fed, **kept}
 
     def forward(
@@ -297,7 +326,8 @@ class MoeutForCausalLM(PreTrainedModel, GenerationMixin):
         depth: int | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
         cache: Cache | None = None,  # as transformers calls `past_key_values` from 5.24 on
         **kwargs,
     ):
@@ -311,9 +341,12 @@ class MoeutForCausalLM(PreTrainedModel, GenerationMixin):
                 the regularisers of the routers.
             depth: how often the group is applied; None takes the trained number.
             output_hidden_states: return also the state after every repeat, and what the head gets.
-            logits_to_keep: compute the logits of that many last tokens only; 0: of all.
+            logits_to_keep: compute the logits of that many last tokens only; 0: of all. Or of these places.
         """
         cache = past_key_values if cache is None else cache
+        use_cache, output_hidden_states = agreed(
+            self, input_ids, attention_mask, cache, labels, use_cache, output_hidden_states, depth, kwargs
+        )
         cache = Cache() if cache is None and use_cache else cache
         positions, mask = self.places(input_ids, attention_mask, cache)
         positions = positions if position_ids is None else position_ids
@@ -329,7 +362,8 @@ class MoeutForCausalLM(PreTrainedModel, GenerationMixin):
                 said += [*((logits, False) for logits in attention), (experts, True)]
             states.append(x)
             routers.append(said)
-        out = self.out_norm(x[:, -logits_to_keep:])
+        last = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
+        out = self.out_norm(x[:, last])
         logits, loss = self.lm_head(out).float(), None
         if labels is not None:
             counted = labels[:, 1:] != -100
@@ -340,7 +374,8 @@ class MoeutForCausalLM(PreTrainedModel, GenerationMixin):
             count = kwargs.get("num_items_in_batch")
             loss = loss / (counted.sum() if count is None else count)
         seen = (*states, out) if output_hidden_states else None
-        return CausalLMOutputWithPast(loss, logits, cache, seen)  # type: ignore
+        said = CausalLMOutputWithPast(loss, logits, cache, seen)  # type: ignore
+        return said.to_tuple() if return_dict is False else said
 
     def regularisers(self, routers: list[list[tuple[Tensor, bool]]], real: Tensor) -> Tensor:
         """-H of the mean probabilities of each row, over its tokens and all repeats; weighted and summed, [B]."""

@@ -26,6 +26,7 @@ class OuroConfig(PretrainedConfig):
     """Sizes under their published names."""
 
     model_type = "ouro"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     def __init__(
         self,
@@ -202,6 +203,33 @@ class Model(nn.Module):
         return after, F.linear(after.float(), gate.weight.float(), gate.bias.float())[..., 0]
 
 
+PASSED = ("num_items_in_batch", "cache_position", "token_type_ids")
+"""Options that trainers and `generate` pass to every model."""
+
+
+def agreed(model, tokens, mask, cache, labels, use_cache, hidden, depth, options) -> tuple[bool, bool]:
+    """(whether to keep a cache, whether to return hidden states), by the configuration where a call doesn't say.
+
+    Raises:
+        TypeError, ValueError: for what would be passed over, or end in numbers that mean nothing: an option that
+            the model hasn't, a mask or a depth that can't be, weights that were offloaded.
+    """
+    for name, value in options.items():
+        if name not in PASSED and value is not None and value is not False:
+            raise TypeError(f"{type(model).__name__} has no option {name!r}")
+    if depth is not None and depth < 1:
+        raise ValueError(f"depth {depth}: it has to be 1 or more")
+    rows, places = len(tokens), tokens.shape[1] + (0 if cache is None else cache.get_seq_length())
+    if mask is not None and (mask.dim() != 2 or mask.shape[1] != places or len(mask) not in (1, rows)):
+        raise ValueError(f"attention_mask is {list(mask.shape)}; with what the cache holds it is [{rows}, {places}]")
+    devices = {weight.device for weight in model.parameters()}
+    if len(devices) > 1 or (tokens.device.type != "meta" and any(its.type == "meta" for its in devices)):
+        raise ValueError("weights are offloaded or on several devices; load the model onto one: device_map={'': 0}")
+    keeps = getattr(model.config, "use_cache", True) and not model.training and labels is None
+    shows = getattr(model.config, "output_hidden_states", False) if hidden is None else hidden
+    return bool(keeps if use_cache is None else use_cache), bool(shows)
+
+
 class OuroForCausalLM(PreTrainedModel, GenerationMixin):
     """The whole model: tokens to logits.
 
@@ -251,6 +279,8 @@ class OuroForCausalLM(PreTrainedModel, GenerationMixin):
             "input_ids": cache.further(input_ids, attention_mask) if cache else input_ids,
             "past_key_values": cache,
             "attention_mask": attention_mask,
+            "use_cache": cache is not None,
+            "output_hidden_states": kwargs.get("output_hidden_states"),
             **{name: kwargs[name] for name in options if name in kwargs},
         }
 
@@ -265,7 +295,8 @@ class OuroForCausalLM(PreTrainedModel, GenerationMixin):
         exit_threshold: float | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
         cache: Cache | None = None,  # as transformers calls `past_key_values` from 5.24 on
         **kwargs,
     ):
@@ -282,9 +313,12 @@ class OuroForCausalLM(PreTrainedModel, GenerationMixin):
                 probability; None for the configuration's `early_exit_threshold`, 1 for the last loop always. All loops
                 are computed.
             output_hidden_states: return also the embeddings, and the normed states after every loop.
-            logits_to_keep: compute the logits of that many last tokens only; 0: of all.
+            logits_to_keep: compute the logits of that many last tokens only; 0: of all. Or of these places.
         """
         cache = past_key_values if cache is None else cache
+        use_cache, output_hidden_states = agreed(
+            self, input_ids, attention_mask, cache, labels, use_cache, output_hidden_states, total_ut_steps, kwargs
+        )
         cache = Cache() if cache is None and use_cache else cache
         positions, mask = self.places(input_ids, attention_mask, cache)
         positions = positions if position_ids is None else position_ids
@@ -295,13 +329,17 @@ class OuroForCausalLM(PreTrainedModel, GenerationMixin):
         its = Pass(self.rotation(positions), mask, cache)
         states, gates = self.model(e, its, self.config.total_ut_steps if total_ut_steps is None else total_ut_steps)
         threshold = self.config.early_exit_threshold if exit_threshold is None else exit_threshold
+        if not 0 <= threshold <= 1:
+            raise ValueError(f"exit_threshold {threshold}: a probability is between 0 and 1")
         x = chosen(states, gates, threshold)
-        logits, loss = self.lm_head(x[:, -logits_to_keep:]).float(), None
+        last = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
+        logits, loss = self.lm_head(x[:, last]).float(), None
         if labels is not None:
             total, count = self.expected_loss(states, gates, labels), kwargs.get("num_items_in_batch")
             loss = total / ((labels[:, 1:] != -100).sum() if count is None else count)
         seen = (e, *states) if output_hidden_states else None
-        return CausalLMOutputWithPast(loss, logits, cache, seen)  # type: ignore
+        said = CausalLMOutputWithPast(loss, logits, cache, seen)  # type: ignore
+        return said.to_tuple() if return_dict is False else said
 
     def expected_loss(self, states: Tensor, gates: Tensor, labels: Tensor) -> Tensor:
         """sum_t p_t CE_t - entropy_weight H(p), summed over the tokens that count."""

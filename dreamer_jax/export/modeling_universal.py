@@ -25,6 +25,7 @@ class UniversalConfig(PretrainedConfig):
     """Sizes and switches under the names of the run's configuration."""
 
     model_type = "universal"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
     attribute_map = {"num_attention_heads": "heads", "num_hidden_layers": "depth"}  # noqa: RUF012
 
     def __init__(
@@ -165,6 +166,33 @@ def sinusoid(number: Tensor, size: int) -> Tensor:
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)
 
 
+PASSED = ("num_items_in_batch", "cache_position", "token_type_ids")
+"""Options that trainers and `generate` pass to every model."""
+
+
+def agreed(model, tokens, mask, cache, labels, use_cache, hidden, depth, options) -> tuple[bool, bool]:
+    """(whether to keep a cache, whether to return hidden states), by the configuration where a call doesn't say.
+
+    Raises:
+        TypeError, ValueError: for what would be passed over, or end in numbers that mean nothing: an option that
+            the model hasn't, a mask or a depth that can't be, weights that were offloaded.
+    """
+    for name, value in options.items():
+        if name not in PASSED and value is not None and value is not False:
+            raise TypeError(f"{type(model).__name__} has no option {name!r}")
+    if depth is not None and depth < 1:
+        raise ValueError(f"depth {depth}: it has to be 1 or more")
+    rows, places = len(tokens), tokens.shape[1] + (0 if cache is None else cache.get_seq_length())
+    if mask is not None and (mask.dim() != 2 or mask.shape[1] != places or len(mask) not in (1, rows)):
+        raise ValueError(f"attention_mask is {list(mask.shape)}; with what the cache holds it is [{rows}, {places}]")
+    devices = {weight.device for weight in model.parameters()}
+    if len(devices) > 1 or (tokens.device.type != "meta" and any(its.type == "meta" for its in devices)):
+        raise ValueError("weights are offloaded or on several devices; load the model onto one: device_map={'': 0}")
+    keeps = getattr(model.config, "use_cache", True) and not model.training and labels is None
+    shows = getattr(model.config, "output_hidden_states", False) if hidden is None else hidden
+    return bool(keeps if use_cache is None else use_cache), bool(shows)
+
+
 class UniversalForCausalLM(PreTrainedModel, GenerationMixin):
     """The whole model: tokens to logits.
 
@@ -215,7 +243,8 @@ class UniversalForCausalLM(PreTrainedModel, GenerationMixin):
         """The tokens that the cache doesn't hold yet."""
         cache = cache or past_key_values or (Cache() if kwargs.get("use_cache", True) else None)
         fed = cache.further(input_ids, attention_mask) if cache else input_ids
-        kept = {"past_key_values": cache, "attention_mask": attention_mask, "depth": kwargs.get("depth")}
+        kept = {"past_key_values": cache, "use_cache": cache is not None, "attention_mask": attention_mask}
+        kept |= {name: kwargs.get(name) for name in ("depth", "output_hidden_states")}
         return {"input_ids": fed, **kept}
 
     def forward(
@@ -228,7 +257,8 @@ class UniversalForCausalLM(PreTrainedModel, GenerationMixin):
         depth: int | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
         cache: Cache | None = None,  # as transformers calls `past_key_values` from 5.24 on
         **kwargs,
     ):
@@ -241,9 +271,12 @@ class UniversalForCausalLM(PreTrainedModel, GenerationMixin):
             labels: [B, S], the tokens themselves: they are shifted here; -100 is ignored. The loss has the ponder cost.
             depth: most steps; None takes the trained number.
             output_hidden_states: return also the state after every step that was taken, and what the head gets.
-            logits_to_keep: compute the logits of that many last tokens only; 0: of all.
+            logits_to_keep: compute the logits of that many last tokens only; 0: of all. Or of these places.
         """
         cache = past_key_values if cache is None else cache
+        use_cache, output_hidden_states = agreed(
+            self, input_ids, attention_mask, cache, labels, use_cache, output_hidden_states, depth, kwargs
+        )
         cache = Cache() if cache is None and use_cache else cache
         positions, mask = self.places(input_ids, attention_mask, cache)
         positions = positions if position_ids is None else position_ids
@@ -252,7 +285,8 @@ class UniversalForCausalLM(PreTrainedModel, GenerationMixin):
         x = self.embedding(input_ids)
         x = x.to(self.compute_dtype or x.dtype) * self.config.hidden_size**0.5
         out, pondered, states = self.think(x, positions, mask, cache, depth or self.config.depth)
-        logits, loss = F.linear(out[:, -logits_to_keep:], self.embedding.weight.to(out.dtype)).float(), None
+        last = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
+        logits, loss = F.linear(out[:, last], self.embedding.weight.to(out.dtype)).float(), None
         if labels is not None:
             targets, count = labels[:, 1:].flatten(), kwargs.get("num_items_in_batch")
             counted, loss = targets != -100, F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="sum")
@@ -261,7 +295,8 @@ class UniversalForCausalLM(PreTrainedModel, GenerationMixin):
                 loss = loss + self.config.ponder_weight * (cost * counted).sum()
             loss = loss / (counted.sum() if count is None else count)
         seen = (*states, out) if output_hidden_states else None
-        return CausalLMOutputWithPast(loss, logits, cache, seen)  # type: ignore
+        said = CausalLMOutputWithPast(loss, logits, cache, seen)  # type: ignore
+        return said.to_tuple() if return_dict is False else said
 
     def think(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None, steps: int):
         """x_0 [B, S, h] -> what the head is applied to, Pondered or None, and the states after the steps."""

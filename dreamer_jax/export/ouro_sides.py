@@ -70,6 +70,6 @@ def torch_side(folder: Path, tokens: np.ndarray, prompt: int, new: int, bfloat16
 def _trace(model: Any, tokens: np.ndarray) -> Trace:
     import torch
 
-    out = model(torch.tensor(tokens), exit_threshold=1.0, output_hidden_states=True)
+    out = model(torch.tensor(tokens), exit_threshold=1.0, output_hidden_states=True, use_cache=False)
     parts = [(f"loop {t}", x.float().numpy()) for t, x in enumerate(out.hidden_states[1:], 1)]
     return Trace(parts, out.logits.numpy(), np.ones(tokens.shape, bool))

@@ -104,9 +104,16 @@ def checked_tensors(folder: Path, description: Description) -> dict[str, Stored]
 
 
 def to_jax(tensors: dict[str, Stored], description: Description) -> tuple[Any, dict[str, Any]]:
-    """(params, model state) in float32, read tensor by tensor; folded shared experts become zeros."""
+    """(params, model state) in float32, read tensor by tensor; folded shared experts become zeros.
+
+    Raises:
+        UserError: a number isn't finite.
+    """
     trees = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), abstract(description.model))
     for leaf in form_of(description.config).leaves(tensors, description):
+        if not np.isfinite(leaf.values).all():
+            folder = next(iter(tensors.values())).path.parent
+            raise UserError(f"{folder}: {leaf.path} holds numbers that aren't finite, as training leaves that diverged")
         target = at(trees[leaf.item], leaf.path)
         (target if leaf.layer is None else target[leaf.layer])[...] = leaf.values
     return trees.pop("params"), trees

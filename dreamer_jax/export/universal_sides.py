@@ -62,7 +62,7 @@ def torch_trace(model: Any, tokens: np.ndarray) -> Trace:
     """One forward pass."""
     import torch
 
-    out = model(torch.tensor(tokens), output_hidden_states=True)
+    out = model(torch.tensor(tokens), output_hidden_states=True, use_cache=False)
     states = list(out.hidden_states[:-1])
     states += states[-1:] * (model.config.depth - len(states))  # all have halted: what follows is copied
     parts = [(f"step {t}", x.float().numpy()) for t, x in enumerate(states, 1)]

@@ -28,7 +28,7 @@ SHARD_BYTES = 5_000_000_000
 PIECE_BYTES = 1 << 25
 ALIGNMENT = 64
 LARGEST_HEADER = 100_000_000
-DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16)}
+DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Tensor:
 
     Attributes:
         name: its name in the file.
-        dtype: "F32" or "BF16".
+        dtype: "F32", "BF16" or "F16".
         shape: its shape.
         read: (start, stop) -> rows start..stop-1 of the leading axis, in any float dtype.
     """
@@ -199,7 +199,7 @@ def _tensors_of(path: Path, header: Any, start: int, size: int) -> dict[str, Sto
         except (TypeError, KeyError, ValueError):
             raise broken from None
         if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise UserError(f"{path}: {name} has dtype {dtype}; only F32 and BF16 can be read")
+            raise UserError(f"{path}: {name} has dtype {dtype}; only F32, BF16 and F16 can be read")
         if not whole or end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
             raise broken
         found[name] = Stored(path, dtype, tuple(shape), start + begin, start + end)

@@ -297,8 +297,8 @@ def nonsense(header: dict) -> None:
         (swap_offsets, "contradicts itself"),
         (overlap, "truncated or altered"),
         (other_shape, "has shape .* where config.json asks for"),
-        (other_dtype, "only F32 and BF16"),
-        (listed_dtype, "only F32 and BF16"),
+        (other_dtype, "only F32, BF16 and F16"),
+        (listed_dtype, "only F32, BF16 and F16"),
         (negative, "contradicts itself"),
         (rename, "model.embedding.weight is missing"),
         (nonsense, "contradicts itself"),
@@ -307,6 +307,28 @@ def nonsense(header: dict) -> None:
 def test_altered_headers_are_refused(copy: Path, tmp_path: Path, change, message: str) -> None:
     rewrite(copy / "model.safetensors", change)
     with pytest.raises(UserError, match=message):
+        import_run(copy, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_float16_is_widened(copy: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = {name: its.half() for name, its in load_file(copy / "model.safetensors").items()}
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    import_run(copy, tmp_path / "back")
+    embedding = load_run(tmp_path / "back").params["embedding"]
+    np.testing.assert_array_equal(embedding, tensors["model.embedding.weight"].float().numpy())
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_refused(copy: Path, tmp_path: Path, number: float) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.embedding.weight"][3, 1] = number
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=f"{copy}: embedding holds numbers that aren't finite"):
         import_run(copy, tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
@@ -332,7 +354,7 @@ def test_an_index_names_files_of_its_folder(copy: Path, tmp_path: Path, name: st
     [
         ({"format_version": 2}, "newer than this version"),
         ({"format_version": None}, "must be a number"),
-        ({"model_type": "llama"}, "not a dreamer"),
+        ({"model_type": "llama"}, "those that can be read are dreamer, huginn_raven.*dreamer convert"),
         ({"dtype": "float16"}, "dtype must be bfloat16 or float32"),
         ({"depth": 4}, "has shape"),
         ({"depth": -1}, "too small"),

@@ -204,6 +204,14 @@ def test_folders_of_transformers_itself(tmp_path, capsys, kind, sharing):
     found = dreamer_jax.load(tmp_path / "run")
     np.testing.assert_allclose(found.logits(tokens), wanted, atol=1e-4)
     assert found.config.data.sequence_length == 64
+    # As many older ones are: float16, computed in float32, which rounds nothing.
+    model.half().save_pretrained(tmp_path / "half")
+    assert main(["convert", str(tmp_path / "half"), str(tmp_path / "of_half"), *words[3:]]) == 0
+    found = dreamer_jax.load(tmp_path / "of_half")
+    with torch.no_grad():
+        rounded = model.float()(torch.tensor(tokens).long()).logits.numpy()
+    np.testing.assert_allclose(found.logits(tokens), rounded, atol=1e-5)
+    assert found.config.model.dtype == "float32" and np.abs(rounded - wanted).max() > 1e-4
 
 
 # What is refused.

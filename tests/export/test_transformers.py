@@ -150,20 +150,93 @@ def test_more_tokens(family: str, sizes: dict, tmp_path: Path) -> None:
 RECURSIVE = {"hidden_size": 32, "heads": 4, "kv_heads": 2, "head_size": 8, "mlp_size": 48}
 
 
-@pytest.mark.parametrize(
-    ("family", "sizes"),
-    [
-        *((family, {"hidden_size": 32}) for family in ("algoformer", "cotformer", "dreamer", "moeut", "ponder")),
-        *(("universal", {"hidden_size": 32}), ("ouro", OURO), ("huginn", HUGINN), ("recursive", RECURSIVE)),
-    ],
-)
-def test_generation_goes_on_from_a_cache(family: str, sizes: dict) -> None:
-    """What one call of `generate` has left is taken by the next, with more tokens behind it, also padded rows; or
-    these tokens alone, with the mask of all."""
+EVERY = [
+    *((family, {"hidden_size": 32}) for family in ("algoformer", "cotformer", "dreamer", "moeut", "ponder")),
+    *(("universal", {"hidden_size": 32}), ("ouro", OURO), ("huginn", HUGINN), ("recursive", RECURSIVE)),
+]
+
+
+def small(family: str, sizes: dict):
+    """A fresh model of a family, for evaluation."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     code, name = importlib.import_module(f"dreamer_jax.export.modeling_{family}"), family.capitalize()
-    model = getattr(code, f"{name}ForCausalLM")(getattr(code, f"{name}Config")(vocab_size=40, **sizes)).eval()
+    return getattr(code, f"{name}ForCausalLM")(getattr(code, f"{name}Config")(vocab_size=40, **sizes)).eval()
+
+
+@pytest.mark.parametrize(("family", "sizes"), EVERY)
+def test_calls_are_as_of_other_models(family: str, sizes: dict) -> None:
+    """A cache comes without being asked for, with gradients too, and going on from it is exact; hidden states come out
+    of `forward` and of `generate`; the last of them is what the head gets."""
+    model, tokens = small(family, sizes), torch.tensor([[1, 2, 3, 4, 5]])
+    whole = model(tokens, use_cache=False, output_hidden_states=True)
+    assert whole.past_key_values is None and whole.logits.requires_grad
+    out = model(tokens[:, :3])
+    assert torch.allclose(out.logits, whole.logits[:, :3], atol=1e-5)
+    out = model(tokens[:, 3:], past_key_values=out.past_key_values)
+    assert torch.allclose(out.logits, whole.logits[:, 3:], atol=1e-5)
+    assert model(tokens, labels=tokens).past_key_values is None  # a loss needs none
+    assert model.train()(tokens).past_key_values is None
+    model.eval()
+    model.config.use_cache, model.config.output_hidden_states = False, True
+    with torch.no_grad():
+        out = model(tokens)
+    assert out.past_key_values is None and len(out.hidden_states) == len(whole.hidden_states) > 2
+    for ours, its in zip(out.hidden_states, whole.hidden_states, strict=True):
+        assert torch.equal(ours, its) and ours.shape == (1, 5, 32)
+    model.config.use_cache, model.config.output_hidden_states = True, False
+    if family == "recursive":
+        matrix = model.embedding if model.head is None else model.head
+    else:
+        matrix = (model.get_output_embeddings() or model.get_input_embeddings()).weight
+    logits = whole.hidden_states[-1] @ matrix.T
+    assert family == "moeut" or torch.allclose(logits, whole.logits, atol=1e-5)
+    assert torch.equal(model(tokens, logits_to_keep=torch.tensor([1, 3])).logits, model(tokens).logits[:, [1, 3]])
+    loss, logits, *_ = model(tokens, labels=tokens, return_dict=False)
+    assert loss.ndim == 0 and torch.equal(logits, model(tokens).logits)
+    options = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    said = model.generate(tokens, return_dict_in_generate=True, output_hidden_states=True, **options)
+    assert [its[-1].shape for its in said.hidden_states] == [(1, 5, 32), (1, 1, 32)]
+
+
+@pytest.mark.parametrize(("family", "sizes"), EVERY)
+def test_what_would_be_passed_over_is_refused(family: str, sizes: dict) -> None:
+    """Options of other families and typing errors, masks and depths that can't be, and weights that aren't there."""
+    model, tokens = small(family, sizes), torch.tensor([[1, 2, 3, 4]])
+    own = {"ouro": "total_ut_steps", "huginn": "num_steps", "recursive": None}.get(family, "depth")
+    for name in {"depth", "num_steps", "total_ut_steps", "detph", "output_attentions"} - {own}:
+        with pytest.raises(TypeError, match=f"ForCausalLM has no option '{name}'"):
+            model(tokens, **{name: 2})
+        model(tokens, **{name: None})
+    if own:
+        assert not torch.equal(model(tokens, **{own: 1}).logits, model(tokens, **{own: 2}).logits)
+        with pytest.raises(ValueError, match="-2"):
+            model(tokens, **{own: -2})
+    cache = model(tokens).past_key_values
+    for mask in (torch.ones(1, 1, 4, 4), torch.ones(1, 3), torch.ones(3, 4)):
+        with pytest.raises(ValueError, match=r"attention_mask is .*; with what the cache holds it is \[1, 4\]"):
+            model(tokens, attention_mask=mask)
+    with pytest.raises(ValueError, match=r"it is \[1, 8\]"):
+        model(tokens, attention_mask=torch.ones(1, 4), past_key_values=cache)
+    owner, name = (model, "embedding") if family == "recursive" else (model.get_input_embeddings(), "weight")
+    setattr(owner, name, torch.nn.Parameter(getattr(owner, name).to("meta")))
+    with pytest.raises(ValueError, match="weights are offloaded or on several devices"):
+        model(tokens)
+
+
+def test_a_hook_on_the_head_is_called() -> None:
+    """So adapters (PEFT) on it do what they are there for."""
+    model, seen = small("dreamer", {"hidden_size": 32}), []
+    model.get_output_embeddings().register_forward_hook(lambda _, its, out: seen.append(out) or out + 1)
+    plain = model(torch.tensor([[1, 2]])).logits
+    assert torch.equal(plain, seen[0] + 1) and torch.equal(model.model(torch.tensor([[1, 2]])), plain)
+
+
+@pytest.mark.parametrize(("family", "sizes"), EVERY)
+def test_generation_goes_on_from_a_cache(family: str, sizes: dict) -> None:
+    """What one call of `generate` has left is taken by the next, with more tokens behind it, also padded rows; or
+    these tokens alone, with the mask of all."""
+    model = small(family, sizes)
     options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     mask = torch.tensor([[1, 1, 1], [0, 0, 1]])
     fed: list[int] = []

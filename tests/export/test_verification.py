@@ -159,8 +159,8 @@ def test_a_wrong_rotation_shows_at_the_depth_it_matters(
 
 def test_a_wrong_head_and_a_wrong_cache_are_found(folder: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        logits = modeling_dreamer.Dreamer.logits
-        patch.setattr(modeling_dreamer.Dreamer, "logits", lambda self, x: logits(self, x) * 1.001)
+        logits = modeling_dreamer.Head.forward
+        patch.setattr(modeling_dreamer.Head, "forward", lambda self, x: logits(self, x) * 1.001)
         with pytest.raises(UserError, match="first in the head"):
             compare(folder, run)
     update = modeling_dreamer.Cache.update
