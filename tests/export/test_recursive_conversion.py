@@ -210,8 +210,8 @@ def test_folders_of_transformers_itself(tmp_path, capsys, kind, sharing):
     found = dreamer_jax.load(tmp_path / "of_half")
     with torch.no_grad():
         rounded = model.float()(torch.tensor(tokens).long()).logits.numpy()
-    np.testing.assert_allclose(found.logits(tokens), rounded, atol=1e-5)
-    assert found.config.model.dtype == "float32" and np.abs(rounded - wanted).max() > 1e-4
+    np.testing.assert_allclose(found.logits(tokens), rounded, atol=1e-4)
+    assert found.config.model.dtype == "float32" and np.abs(rounded - wanted).max() > 5e-4
 
 
 # What is refused.
