@@ -34,6 +34,7 @@ def run(arguments: list[str]) -> int:
 
     description = import_run(folder, out)
     print(f"imported {folder}: {build(description.model).headline()}, step {description.step}")
+    print(f"tokenizer: {description.config.data.tokenizer}")
     training, place = description.config.training, shlex.quote(str(out))
     command = f"dreamer train {shlex.quote(str(out / 'config.yaml'))}"
     if not description.meta.get("data"):  # of no run, whose data it could go on with
