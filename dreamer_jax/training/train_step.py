@@ -134,7 +134,7 @@ def make_loss_and_gradient(
             alike, targets = likeness(family, params, config.training.looping_layers), jnp.sum(batch["loss_mask"])
             loss, logged = (
                 loss + config.training.looping * targets * (1 - alike),
-                {**logged, "likeness": targets * alike},
+                {"last_loss": loss, **logged, "likeness": targets * alike},
             )
         return loss, (passed.counts, logged)
 

@@ -201,6 +201,7 @@ def test_training_makes_layers_alike():
 
     plain, asked = run(0.0), run(2.0)
     assert asked[0]["loss"] == pytest.approx(plain[0]["loss"] + 2 * (1 - asked[0]["likeness"]), rel=1e-5)
+    assert asked[0]["last_loss"] == pytest.approx(plain[0]["loss"], rel=1e-5)
     assert asked[-1]["likeness"] > asked[0]["likeness"] + 0.05
     assert run(2.0, 2)[0]["loss"] == pytest.approx(asked[0]["loss"], rel=1e-5)
     for changes, line in (
