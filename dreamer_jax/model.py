@@ -129,7 +129,7 @@ class Model:
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: Sequence[str] | str = (),
         depth: int | None = None,
         sampler: Sampler | None = None,
         batch_size: int = 16,
@@ -147,7 +147,8 @@ class Model:
         """
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
         wanted = [prompts] if isinstance(prompts, str) else prompts
-        return self.texts(depth, sampler, batch_size).generate(wanted, max_tokens, sampling, stop)
+        ends = [stop] if isinstance(stop, str) else stop
+        return self.texts(depth, sampler, batch_size).generate(wanted, max_tokens, sampling, ends)
 
     def score(self, rows: Sequence[Prompt] | str, depth: int | None = None, batch_size: int = 16) -> list[Scores]:
         """Log-probabilities of every token of each row but its first, which for a text is begin-of-text.
@@ -163,7 +164,7 @@ class Model:
         wanted = [rows] if isinstance(rows, str) else rows
         return self.texts(depth, batch_size=batch_size).score(wanted)
 
-    def embed(self, texts: Sequence[str], depth: int | None = None, batch_size: int = 16) -> np.ndarray:
+    def embed(self, texts: Sequence[str] | str, depth: int | None = None, batch_size: int = 16) -> np.ndarray:
         """Embeddings [N, h] float32 of texts: the mean of the last states over the tokens of each, with a mean square
         of 1. A text is cut off where a row of training ends.
 
@@ -175,7 +176,8 @@ class Model:
         if not self.family.flags.generates:
             raise UserError(f"models of the family {self.config.model.family} read puzzles, not texts")
         check_generates(self.config)
-        rows = [self.encode(text)[: self.config.data.sequence_length] for text in texts]
+        wanted = [texts] if isinstance(texts, str) else texts
+        rows = [self.encode(text)[: self.config.data.sequence_length] for text in wanted]
         if not rows or min(map(len, rows)) < 2:
             raise UserError("embed: there is no text, or an empty one")
         return embed(self.family, self.params, self.model_state, rows, self._depth(depth), batch_size)

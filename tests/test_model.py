@@ -16,12 +16,14 @@ import dreamer_jax
 from dreamer_jax.cli.main import main
 from dreamer_jax.data.tokenizers import ByteTokenizer
 from dreamer_jax.errors import UserError
+from dreamer_jax.families import forward
 from dreamer_jax.inference import Engine, fold
 from dreamer_jax.runs.models import load_run
 from tests.export.cases import make_run
 
 BYTES = ByteTokenizer()
 TEXTS = ["1 & 0", "a longer one"]
+BATCH = {"tokens": jax.numpy.asarray([[1, 2, 3, 4]])}
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +97,39 @@ def test_generates_from_texts_and_tokens(run, model):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+@pytest.mark.parametrize(("kind", "more"), [(np.int64, 3), (jax.numpy.int32, -1)])
+def test_depths_of_numpy_and_jax_count_as_pythons(model, kind, more):
+    """Above and below the trained depth, whichever comes first."""
+    tokens, depth = [model.encode(TEXTS[0])], model.family.depth + more
+    number = kind(depth)
+    jax.clear_caches()  # which know no difference between the two
+    logits, states = model.logits(tokens, number), model.states(tokens, number)
+    state = forward(model.family, model.params, model.model_state, BATCH, number).state
+    jax.clear_caches()
+    np.testing.assert_array_equal(logits, model.logits(tokens, depth))
+    assert states.shape == (depth + 1, 1, len(tokens[0]), model.config.model.hidden_size)
+    np.testing.assert_array_equal(state, forward(model.family, model.params, model.model_state, BATCH, depth).state)
+    with pytest.raises(UserError, match="at least one depth"):
+        forward(model.family, model.params, model.model_state, BATCH, kind(0))
+
+
+def test_a_string_stands_for_a_list_of_one(model):
+    long = model.generate(TEXTS, 12, temperature=3.0, seed=4)
+    stop = long[0].text[2:4]
+    assert model.generate(TEXTS, 12, temperature=3.0, seed=4, stop=stop) == model.generate(
+        TEXTS, 12, temperature=3.0, seed=4, stop=[stop]
+    )
+    np.testing.assert_array_equal(model.embed(TEXTS[0]), model.embed(TEXTS[:1]))
+
+
+def test_a_mesh_as_jax_makes_it(run, model):
+    """Whose axes are explicit by default."""
+    shared = dreamer_jax.load(run, mesh=jax.make_mesh((2,), ("data",)))
+    assert [text.tokens for text in shared.generate(TEXTS, 6)] == [text.tokens for text in model.generate(TEXTS, 6)]
+    with pytest.raises(UserError, match=r"mesh: 2 is none; make one, such as jax\.make_mesh"):
+        dreamer_jax.load(run, mesh=2).generate(TEXTS, 6)
+
+
 def test_a_checkpoint_and_a_precision(run, model):
     step = dreamer_jax.load(run / "checkpoints" / "7", dtype="bfloat16")
     assert step.step == 7 and model.step == 7
@@ -138,6 +173,9 @@ def test_what_can_not_be_asked(model, run):
         model.states([[259]])
     with pytest.raises(UserError, match="at least one depth"):
         model.logits([[1]], 0)
+    for dtype in ("float16", "float64", "f32"):
+        with pytest.raises(UserError, match=f"dtype: .*{dtype}"):
+            dreamer_jax.load(run, dtype=dtype)
     with pytest.raises(UserError, match="cache: models of the family dreamer have one rule"):
         dreamer_jax.load(run, cache="latest")
     with pytest.raises(UserError, match="not a run directory"):

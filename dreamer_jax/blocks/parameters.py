@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import flax.linen as nn
 import flax.struct
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dreamer_jax.blocks.counting import Counted
+from dreamer_jax.errors import UserError
 
 Role = Literal["matrix", "embedding", "norm", "bias", "gate", "router_key", "injection"]
 """What a parameter is for. Compute precision, weight decay and export follow it; its name says nothing.
@@ -116,8 +117,19 @@ def is_box(leaf: Any) -> bool:
 
 
 def roles_of(boxed: PyTree) -> PyTree:
-    """The tree of roles of a boxed tree of parameters."""
-    return jax.tree.map(lambda box: box.role, boxed, is_leaf=is_box)
+    """The tree of roles of a boxed tree of parameters.
+
+    Raises:
+        UserError: a leaf isn't boxed, or its role isn't known: it would be cast and decayed as nobody meant it.
+    """
+
+    def role(path: Any, box: Any) -> Role:
+        if not is_box(box) or box.role not in get_args(Role):
+            found = f"role '{box.role}'" if is_box(box) else f"a {type(box).__name__} that isn't boxed (`Parameter`)"
+            raise UserError(f"parameter {jax.tree_util.keystr(path)}: {found}; roles are {', '.join(get_args(Role))}")
+        return box.role
+
+    return jax.tree_util.tree_map_with_path(role, boxed, is_leaf=is_box)
 
 
 def compute_copy(params: PyTree, roles: PyTree, dtype: Any) -> PyTree:

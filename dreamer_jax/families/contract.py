@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -196,13 +197,17 @@ class Family(abc.ABC):
         return self.depth
 
     def check_depth(self, depth: int) -> int:
-        """The depth, if the model can be applied at it.
+        """The depth as an int, if the model can be applied at it.
 
         Raises:
             UserError: it can't.
         """
-        if not isinstance(depth, int | np.integer):
-            raise UserError(f"depth {depth}: must be a whole number")
+        try:
+            depth = operator.index(
+                depth
+            )  # those of NumPy too, whose hash is an int's while static places tell them apart
+        except TypeError:
+            raise UserError(f"depth {depth}: must be a whole number") from None
         if depth < 1:
             raise UserError(f"depth {depth}: a model needs at least one depth")
         if not self.flags.recurrent and depth > self.depth:

@@ -180,7 +180,10 @@ def _keys(key: jax.Array, batch: Batch, rows: int) -> jax.Array:
 def _drawn(family: Family, depth: int | jax.Array | None) -> Drawn:
     if depth is None:
         return Drawn(family.depth, family.depth)
-    return Drawn(depth, family.check_depth(depth) if isinstance(depth, int) else family.depth)
+    if isinstance(depth, jax.core.Tracer):
+        return Drawn(depth, family.depth)
+    known = family.check_depth(depth)  # type: ignore[arg-type]
+    return Drawn(known, known)
 
 
 def initialise(family: Family, key: jax.Array) -> tuple[Any, dict[str, Any]]:

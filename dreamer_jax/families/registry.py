@@ -7,6 +7,7 @@ import importlib
 from dreamer_jax.blocks.operations import Operations
 from dreamer_jax.config.models import find
 from dreamer_jax.config.values import ModelConfig
+from dreamer_jax.errors import UserError
 from dreamer_jax.families.contract import Family
 
 
@@ -16,6 +17,14 @@ def build(config: ModelConfig, operations: Operations | None = None, observe: bo
     Args:
         config: the dataclass of its family (dreamer_jax/config/models).
         operations, observe: see `Family`.
+
+    Raises:
+        UserError: its class isn't whole.
     """
-    module = importlib.import_module(find(config.family).core)
-    return module.CORE(config, operations, observe)
+    core = importlib.import_module(find(config.family).core).CORE
+    if lacking := sorted(getattr(core, "__abstractmethods__", ())):
+        raise UserError(f"family {config.family}: its class {core.__name__} lacks {', '.join(lacking)}")
+    family = core(config, operations, observe)
+    if family.flags.halts and type(family).finished is Family.finished:
+        raise UserError(f"family {config.family}: its flags say halts=True, and `finished` isn't there to say when")
+    return family

@@ -59,7 +59,7 @@ class Engine:
         self.exits_early = self.sampler.early or model.family.flags.halts
         """Whether a token may stop before the last depth."""
         model, sharding = (by_rows(model), None) if mesh is None else shard(model, mesh)
-        self.model, self.mesh = model, mesh
+        self.model, self.mesh = model, sharding and sharding.mesh
         self._programs = programs_for(sharding)
         self._row_shards = 1 if sharding is None else sharding.row_shards
         # One program hardly uses more than one core of a CPU: its steps are small and wait for each other.

@@ -79,10 +79,13 @@ def shard(model: FoldedModel, mesh: Mesh, apart: bool = False) -> tuple[FoldedMo
             call the model equally often (`FoldedModel.anywhere`).
 
     Raises:
-        UserError: the mesh reaches over several processes.
+        UserError: it is no mesh, or reaches over several processes.
     """
     if jax.process_count() > 1:
         raise UserError("generation runs in one process; start it on one host, with that host's devices")
+    if not isinstance(mesh, Mesh):
+        raise UserError(f"mesh: {mesh!r} is none; make one, such as jax.make_mesh((2,), ('data',))")
+    mesh = Mesh(mesh.devices, mesh.axis_names)  # jax.make_mesh makes axes explicit: types of arrays then name them
     model, sharding = divided(model, mesh, apart)
     return jax.device_put(model, sharding.named(sharding.model)), sharding
 

@@ -116,8 +116,8 @@ def changed(
     """The model in another compute precision, with another rule of its cache, or with other texts to attend to.
 
     Raises:
-        UserError: its family has no such rules, or none of this name; it attends to no texts, or the file of their
-            embeddings doesn't fit.
+        UserError: there is no such precision; its family has no such rules, or none of this name; it attends to no
+            texts, or the file of their embeddings doesn't fit.
     """
     model, own = trained.config.model, trained.model_state
     if knowledge is not None:
@@ -126,7 +126,7 @@ def changed(
     if cache is not None:
         model = with_cache(model, cache)
     if dtype is not None:
-        model = dataclasses.replace(model, dtype=dtype)
+        model = dataclasses.replace(model, dtype=convert(get_type_hints(type(model))["dtype"], "dtype", dtype))
     return dataclasses.replace(trained, config=dataclasses.replace(trained.config, model=model), model_state=own)
 
 

@@ -60,11 +60,10 @@ def advantage(curve: Curve, baseline: Curve) -> float | None:
     Where the curve gets as far as the baseline's best, that is Table 2's data efficiency: tokens of the baseline's best
     over tokens at which the curve reaches it. Where it doesn't, the same is asked from the other side: tokens at which
     the baseline reaches the curve's best, over the curve's; it is below 1 then, but for a curve that was there sooner
-    and got no further. None of empty curves, and where the baseline's best is an accuracy of 0, which every curve has
-    reached.
+    and got no further. None of empty curves, and where one's best is an accuracy of 0, which every curve has reached.
     """
     top, own = best(baseline), best(curve)
-    if top is None or own is None or not top[1]:
+    if top is None or own is None or not top[1] or not own[1]:
         return None
     reached = tokens_to_reach(curve, top[1])
     if reached is not None:

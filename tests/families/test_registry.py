@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,7 +16,8 @@ from dreamer_jax.blocks.operations import operations_of
 from dreamer_jax.config import models
 from dreamer_jax.config.sections import CheckpointConfig, Config, MeshConfig
 from dreamer_jax.config.values import experts_of
-from dreamer_jax.families import build
+from dreamer_jax.errors import UserError
+from dreamer_jax.families import Family, Flags, build, registry
 from dreamer_jax.parallel import batch_spec, make_mesh
 from dreamer_jax.runs.checkpoints import Checkpoints
 from dreamer_jax.training.state import abstract_state, create_state
@@ -43,6 +45,24 @@ def test_shapes_are_traced_once_for_all_models_of_one_size(family):
     assert jax.tree.all(jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), own, other.shapes))
     wider = dataclasses.replace(config, vocab_size=config.vocab_size + 1)
     assert build(wider).shapes is not other.shapes
+
+
+def test_a_class_that_is_not_whole_is_refused(monkeypatch):
+    """By what it lacks, where it is built: a method of the contract, or the one that its flags promise."""
+    huginn = type(build(TINY_MODELS["huginn"]))
+
+    class Unfinished(Family):
+        pass
+
+    class Halting(huginn):
+        flags = Flags(halts=True)
+        finished = Family.finished
+
+    for core, said in ((Unfinished, "Unfinished lacks .*enter, .*step, weights"), (Halting, "say halts=True, and")):
+        module = SimpleNamespace(import_module=lambda _, core=core: SimpleNamespace(CORE=core))
+        monkeypatch.setattr(registry, "importlib", module)
+        with pytest.raises(UserError, match=f"family huginn: .*{said}"):
+            build(TINY_MODELS["huginn"])
 
 
 def on_devices(family: str, devices: int, dtype: str = "float32") -> Config:

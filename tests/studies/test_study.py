@@ -345,6 +345,9 @@ WORSE = [(10.0, 0.05), (20.0, 0.1), (30.0, 0.2)]
 def test_an_advantage_is_the_papers_data_efficiency_where_there_is_one():
     assert comparison.advantage(FASTER, BASELINE) == data_efficiency(FASTER, BASELINE) == 3.0
     assert comparison.advantage(BASELINE, BASELINE) == 1.0
+    # Where nothing was learnt there is none, on either side.
+    nothing = [(10, 0.0), (20, 0.0)]
+    assert comparison.advantage(nothing, BASELINE) is None and comparison.advantage(BASELINE, nothing) is None
 
 
 def test_an_advantage_below_one_is_the_others_advantage_turned_round():

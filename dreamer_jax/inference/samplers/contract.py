@@ -384,7 +384,8 @@ class Sampler:
     def _require(self, condition: bool, key: str, problem: str) -> None:
         """Refuse a setting unless the condition holds."""
         if not condition:
-            raise UserError(f"sampler.{key} {getattr(self, key):g}: {problem}")
+            value = getattr(self, key)
+            raise UserError(f"sampler.{key} {value if isinstance(value, str) else format(value, 'g')}: {problem}")
 
 
 def of_rows(flags: jax.Array, like: Any) -> jax.Array:
