@@ -30,7 +30,9 @@ def run(arguments: list[str]) -> int:
     topology = parse_topology(options.topology, options.slices)
     check_options(options)
     if options.serve:  # there is no batch that a mesh of the configuration would have to divide
-        overrides = [*overrides, f"--training.batch_size={topology.chips}", "--training.microbatches=1"]
+        given = {word.partition("=")[0] for word in overrides}
+        rows = {"--training.batch_size": topology.chips, "--training.microbatches": 1}
+        overrides = [*overrides, *(f"{key}={count}" for key, count in rows.items() if key not in given)]
     loaded = load_config(options.config, overrides)
     if options.explain:
         return _explain(with_mesh(loaded, topology), topology, options.json)

@@ -203,9 +203,7 @@ class Family(abc.ABC):
             UserError: it can't.
         """
         try:
-            depth = operator.index(
-                depth
-            )  # those of NumPy too, whose hash is an int's while static places tell them apart
+            depth = operator.index(depth)  # NumPy's and jax's too: jit's cache knows no difference
         except TypeError:
             raise UserError(f"depth {depth}: must be a whole number") from None
         if depth < 1:
