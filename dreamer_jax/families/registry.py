@@ -25,6 +25,6 @@ def build(config: ModelConfig, operations: Operations | None = None, observe: bo
     if lacking := sorted(getattr(core, "__abstractmethods__", ())):
         raise UserError(f"family {config.family}: its class {core.__name__} lacks {', '.join(lacking)}")
     family = core(config, operations, observe)
-    if family.flags.halts and type(family).finished is Family.finished:
+    if isinstance(family, Family) and family.flags.halts and type(family).finished is Family.finished:
         raise UserError(f"family {config.family}: its flags say halts=True, and `finished` isn't there to say when")
     return family
