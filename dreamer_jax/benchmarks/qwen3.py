@@ -64,6 +64,9 @@ def check_comparable(config: Config) -> None:
         ),
         f"training.microbatches {config.training.microbatches}: use 1": config.training.microbatches != 1,
         f"{config.mesh.size} devices in the mesh: use 1": config.mesh.size != 1,
+        f"recurrence.draw {config.recurrence.draw}: Qwen3-MoE goes through all its layers": (
+            config.recurrence.draw != "model"
+        ),
     }
     for problem, wrong in problems.items():
         if wrong:

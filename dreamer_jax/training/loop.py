@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -220,7 +221,7 @@ class _Loop:
             first = next(batches)
             self._compile_all(state, first[1])
             self.clock.start(start)
-            for position, batch in _chain(first, batches):
+            for position, batch in itertools.chain([first], batches):
                 state, step_metrics = self.train_step(state, self._place(batch))
                 done = position + 1 - offset
                 self.counter.add(done, step_metrics.pop("skipped"))
@@ -375,11 +376,6 @@ class _Loop:
             self.folder.publish()
         except Exception as error:  # whatever a bucket raises; the next attempt copies everything
             self.console.say(f"the metrics can't be copied to {self.folder.place}: {error}; trying again later")
-
-
-def _chain(first, rest) -> Iterator:
-    yield first
-    yield from rest
 
 
 def _finish(config: Config, console: Console, folder: RunFolder, state: TrainState, data: Data, extras: Extras) -> None:

@@ -63,13 +63,12 @@ def draw_state(config: Config, mesh: Mesh) -> TrainState:
 
 
 def check_beginning(config: Config) -> None:
-    """Look for what a new run begins from, and at its settings, before anything is made: a directory with settings
-    that can't be trained would refuse those that can.
+    """Look for what a new run begins from, before anything is made: a directory with settings that can't be trained
+    would refuse those that can.
 
     Raises:
-        UserError: it isn't there, or doesn't fit; or as `check_settings` does.
+        UserError: it isn't there, or doesn't fit.
     """
-    check_settings(config)
     _texts(config)
     if config.training.initial_weights:
         _located(config.training.initial_weights)

@@ -121,6 +121,7 @@ def test_a_model_that_is_shown_its_steps_and_a_puzzle_can_be_timed():
         (["train", "--config", "LA", "--model.depht", "2"], "did you mean '--model.depth'?"),
         (["train", "--config", "DR+DA", "--against", "transformers"], "model.variant DR+DA: Qwen3-MoE has distinct"),
         (["train", "--config", "LA", "--against=transformers", "--model.dtype=bfloat16"], "model.dtype bfloat16"),
+        (["train", "--config", "LA", "--against=transformers", "--recurrence.draw=uniform"], "all its layers"),
     ],
 )
 def test_mistakes(words, message, files, capsys):
