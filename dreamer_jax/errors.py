@@ -1,6 +1,8 @@
 """The error a person causes and can mend: one clear message, exit code 2, never a traceback."""
 
+import operator
 from pathlib import Path
+from typing import Any
 
 INTERRUPTED_EXIT_CODE = 130
 """Exit code after Ctrl-C, as of a process that died of it."""
@@ -33,3 +35,18 @@ class ConfigError(UserError):
     def __init__(self, message: str, key: str | None = None):
         super().__init__(message)
         self.key = key
+
+
+def whole(number: Any, name: str, least: int | None = None) -> int:
+    """A whole number, NumPy's and jax's too, as an int: jit's cache knows no difference between them.
+
+    Raises:
+        UserError: it isn't one, or it is less than `least`.
+    """
+    try:
+        found = operator.index(number)
+    except TypeError:
+        raise UserError(f"{name} {number}: must be a whole number") from None
+    if least is not None and found < least:
+        raise UserError(f"{name} {found}: must be {least} or more")
+    return found

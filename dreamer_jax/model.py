@@ -28,7 +28,7 @@ from dreamer_jax.config import Config
 from dreamer_jax.config.models import VARIABLE
 from dreamer_jax.config.models import family_module as usable
 from dreamer_jax.data.tokenizers import Tokenizer, load_tokenizer
-from dreamer_jax.errors import UserError
+from dreamer_jax.errors import UserError, whole
 from dreamer_jax.families import Family, forward
 from dreamer_jax.inference import (
     Engine,
@@ -180,7 +180,8 @@ class Model:
         rows = [self.encode(text)[: self.config.data.sequence_length] for text in wanted]
         if not rows or min(map(len, rows)) < 2:
             raise UserError("embed: there is no text, or an empty one")
-        return embed(self.family, self.params, self.model_state, rows, self._depth(depth), batch_size)
+        size = whole(batch_size, "batch_size", 1)
+        return embed(self.family, self.params, self.model_state, rows, self._depth(depth), size)
 
     def texts(self, depth: int | None = None, sampler: Sampler | None = None, batch_size: int = 16) -> LanguageModel:
         """What `generate` and `score` use, which can also show texts while they grow (`stream`)."""
@@ -209,8 +210,10 @@ class Model:
         if not self.family.flags.random:
             raise UserError(f"{self.config.model.family} starts from the embedding and takes no initial_state")
         array, wanted = np.asarray(state), (*tokens.shape, self.config.model.hidden_size)
-        if array.shape not in ((), wanted) or not np.issubdtype(array.dtype, np.number):
-            raise UserError(f"initial_state must be a number or [B, S, h] = {list(wanted)}, not {list(array.shape)}")
+        real = np.issubdtype(array.dtype, np.number) and not np.issubdtype(array.dtype, np.complexfloating)
+        if array.shape not in ((), wanted) or not real or not np.isfinite(array).all():
+            found = f"not {list(array.shape)} {array.dtype}" if real else f"not {array.dtype}"
+            raise UserError(f"initial_state must be a finite number or [B, S, h] = {list(wanted)}, {found}")
         if array.ndim:
             return {"initial_state": jnp.asarray(array, self.config.model.dtype)}
         return {"state_scale": jnp.asarray(array, jnp.float32)}

@@ -14,12 +14,15 @@ import pytest
 
 import dreamer_jax
 from dreamer_jax.cli.main import main
+from dreamer_jax.config import Config
 from dreamer_jax.data.tokenizers import ByteTokenizer
 from dreamer_jax.errors import UserError
-from dreamer_jax.families import forward
+from dreamer_jax.families import build, forward, initialise
 from dreamer_jax.inference import Engine, fold
-from dreamer_jax.runs.models import load_run
+from dreamer_jax.model import Model
+from dreamer_jax.runs.models import TrainedModel, load_run
 from tests.export.cases import make_run
+from tests.families.cases import TINY_MODELS
 
 BYTES = ByteTokenizer()
 TEXTS = ["1 & 0", "a longer one"]
@@ -109,7 +112,7 @@ def test_depths_of_numpy_and_jax_count_as_pythons(model, kind, more):
     np.testing.assert_array_equal(logits, model.logits(tokens, depth))
     assert states.shape == (depth + 1, 1, len(tokens[0]), model.config.model.hidden_size)
     np.testing.assert_array_equal(state, forward(model.family, model.params, model.model_state, BATCH, depth).state)
-    with pytest.raises(UserError, match="at least one depth"):
+    with pytest.raises(UserError, match="depth 0: must be 1 or more"):
         forward(model.family, model.params, model.model_state, BATCH, kind(0))
 
 
@@ -171,17 +174,48 @@ def test_tokens_are_rows_of_one_length(model, tokens):
 def test_what_can_not_be_asked(model, run):
     with pytest.raises(UserError, match="outside the model's vocabulary of 259"):
         model.states([[259]])
-    with pytest.raises(UserError, match="at least one depth"):
+    with pytest.raises(UserError, match="depth 0: must be 1 or more"):
         model.logits([[1]], 0)
     for dtype in ("float16", "float64", "f32"):
         with pytest.raises(UserError, match=f"dtype: .*{dtype}"):
             dreamer_jax.load(run, dtype=dtype)
     with pytest.raises(UserError, match="cache: models of the family dreamer have one rule"):
         dreamer_jax.load(run, cache="latest")
+    for said, words in (
+        ("max_tokens 1.5: must be a whole number", {"max_tokens": 1.5}),
+        ("max_tokens 0: must be 1 or more", {"max_tokens": 0}),
+        ("batch_size 0: must be 1 or more", {"batch_size": 0}),
+    ):
+        with pytest.raises(UserError, match=said):
+            model.generate(["a"], **words)
+    for asked in (model.score, model.embed):
+        with pytest.raises(UserError, match="batch_size -1: must be 1 or more"):
+            asked(["some text"], batch_size=-1)
+    for rows in ([1, 2, 3], [[1, 2.5]]):
+        for asked in (model.score, model.generate):
+            with pytest.raises(UserError, match="is neither a text nor a list of tokens; one prompt of tokens goes in"):
+                asked(rows)
     with pytest.raises(UserError, match="not a run directory"):
         dreamer_jax.load(run / "nothing")
     with pytest.raises(UserError, match="no checkpoint of step 8"):
         dreamer_jax.load(run, step=8)
+
+
+def test_states_to_start_from():
+    """A number multiplies the model's own draw, an array takes its place; the dreamer of the run has no draw."""
+    config = Config(TINY_MODELS["huginn"])
+    params, model_state = initialise(build(config.model), jax.random.key(0))
+    model = Model(TrainedModel(config, 0, params, model_state, {}), ByteTokenizer)
+    tokens = [[5, 7, 9]]
+    shape = (1, 3, config.model.hidden_size)
+    np.testing.assert_array_equal(model.logits(tokens, initial_state=1), model.logits(tokens))
+    zeros = model.logits(tokens, initial_state=0)
+    assert np.abs(zeros - model.logits(tokens)).max() > 1e-3
+    np.testing.assert_array_equal(model.logits(tokens, initial_state=np.zeros(shape)), zeros)
+    np.testing.assert_array_equal(model.states(tokens, initial_state=np.full(shape, 2.0))[0], np.full(shape, 2.0))
+    for state in (1j, float("nan"), np.full(shape, np.inf), np.zeros(shape[1:]), "zeros"):
+        with pytest.raises(UserError, match=r"must be a finite number or \[B, S, h\] = \[1, 3, "):
+            model.logits(tokens, initial_state=state)
 
 
 def test_a_model_without_its_tokenizer_still_computes(tmp_path):

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -36,7 +35,7 @@ from dreamer_jax.blocks.memory import Context, Memory
 from dreamer_jax.blocks.operations import Operations, operations_of
 from dreamer_jax.blocks.parameters import compute_copy, roles_of
 from dreamer_jax.blocks.positions import Depth
-from dreamer_jax.errors import UserError
+from dreamer_jax.errors import UserError, whole
 from dreamer_jax.recurrence import Stepped, Weights
 
 PyTree = Any
@@ -202,12 +201,7 @@ class Family(abc.ABC):
         Raises:
             UserError: it can't.
         """
-        try:
-            depth = operator.index(depth)  # NumPy's and jax's too: jit's cache knows no difference
-        except TypeError:
-            raise UserError(f"depth {depth}: must be a whole number") from None
-        if depth < 1:
-            raise UserError(f"depth {depth}: a model needs at least one depth")
+        depth = whole(depth, "depth", 1)
         if not self.flags.recurrent and depth > self.depth:
             raise UserError(f"this model has {self.depth} layers and can't be applied at depth {depth}")
         return depth

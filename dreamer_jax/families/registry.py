@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 
 from dreamer_jax.blocks.operations import Operations
-from dreamer_jax.config.models import find
+from dreamer_jax.config.models import BUILT_IN, find
 from dreamer_jax.config.values import ModelConfig
 from dreamer_jax.errors import UserError
+from dreamer_jax.families.checking import check
 from dreamer_jax.families.contract import Family
 
 
@@ -19,12 +20,14 @@ def build(config: ModelConfig, operations: Operations | None = None, observe: bo
         operations, observe: see `Family`.
 
     Raises:
-        UserError: its class isn't whole.
+        UserError: its class isn't whole, or one from outside of the package doesn't keep the contract.
     """
-    core = importlib.import_module(find(config.family).core).CORE
+    registered = find(config.family)
+    core = importlib.import_module(registered.core).CORE
+    if not (isinstance(core, type) and issubclass(core, Family)):
+        raise UserError(f"family {config.family}: CORE must be a class derived from dreamer_jax.families.Family")
     if lacking := sorted(getattr(core, "__abstractmethods__", ())):
         raise UserError(f"family {config.family}: its class {core.__name__} lacks {', '.join(lacking)}")
-    family = core(config, operations, observe)
-    if isinstance(family, Family) and family.flags.halts and type(family).finished is Family.finished:
-        raise UserError(f"family {config.family}: its flags say halts=True, and `finished` isn't there to say when")
-    return family
+    if registered.origin != BUILT_IN:
+        check(core(config))  # as it is trained: `observe` puts other things in the place of counts
+    return core(config, operations, observe)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dreamer_jax.errors import UserError
+from dreamer_jax.errors import UserError, whole
 from dreamer_jax.inference.batches import Finished, Generated, RowBatch, bucket, chunk, fetch, padded
 from dreamer_jax.inference.model import FoldedModel, check_generates, fold
 from dreamer_jax.inference.programs import Kinds, programs_for
@@ -101,6 +101,7 @@ class Engine:
             batch_size: rows computed at once.
             numbers: of the rows, which the draws depend on; by default 0, 1, ...
         """
+        batch_size = whole(batch_size, "batch_size", 1)
         numbers = range(len(prompts)) if numbers is None else numbers
         results: list[Generated | None] = [None] * len(prompts)
         order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
@@ -133,8 +134,7 @@ class Engine:
             numbers: of the rows, which the draws depend on; by default 0, 1, ...
         """
         _check(prompts, self.model.config.vocab_size)
-        if max_tokens < 1:
-            raise UserError(f"max_tokens {max_tokens}: must be 1 or more")
+        max_tokens = whole(max_tokens, "max_tokens", 1)
         shares, size = self._shares(len(prompts))
         numbers = range(len(prompts)) if numbers is None else numbers
         settings = max_tokens, sampling or Sampling(), stop_ids, self.sampler
@@ -155,6 +155,7 @@ class Engine:
     def score(self, rows: Sequence[Sequence[int]], batch_size: int = 16) -> list[Scores]:
         """Log-probability of every token of each row but the first, given those before it; similar lengths together."""
         _check(rows, self.model.config.vocab_size)
+        batch_size = whole(batch_size, "batch_size", 1)
         results: list[Scores | None] = [None] * len(rows)
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
         for first in range(0, len(order), batch_size):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -181,7 +182,12 @@ class LanguageModel:
         """The tokens of a prompt."""
         if isinstance(prompt, str):
             return [self.tokenizer.bos, *self.tokenizer.encode(prompt)]
-        return [int(token) for token in prompt]
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError:
+            raise UserError(
+                f"{prompt!r} is neither a text nor a list of tokens; one prompt of tokens goes in as [[1, 2, 3]]"
+            ) from None
 
     def _rows(self, prompts: Sequence[Prompt], max_tokens: int) -> list[list[int]]:
         """Prompts that leave room for `max_tokens`, see `_shortened`."""

@@ -107,14 +107,6 @@ def test_a_family_from_a_module(module) -> None:
     assert found.config is importlib.import_module("tests.config.toy_family").CONFIG
 
 
-def test_the_model_of_an_outside_family_is_built(toy: type) -> None:
-    from dreamer_jax.families.registry import build
-
-    config = toy(laps=2)
-    built = build(config)
-    assert type(built).__name__ == "Toy" and built.config is config
-
-
 def test_two_files_of_one_name(tmp_path: Path, module) -> None:
     (tmp_path / "other").mkdir()
     for folder, laps in (("", 4), ("other", 9)):

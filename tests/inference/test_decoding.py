@@ -144,7 +144,7 @@ def test_another_depth_at_run_time_equals_the_full_forward_at_that_depth(variant
 def test_a_depth_that_layers_do_not_have_is_refused():
     with pytest.raises(UserError, match="3 layers"):
         model_of("LA", depth=4)
-    with pytest.raises(UserError, match="at least one"):
+    with pytest.raises(UserError, match="depth 0: must be 1 or more"):
         model_of("DR", depth=0)
     with pytest.raises(UserError, match="must be a whole number"):
         model_of("DR", depth=1.5)

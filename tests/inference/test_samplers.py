@@ -17,7 +17,17 @@ from scipy.stats import chi2
 
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import build
-from dreamer_jax.inference import Engine, FoldedModel, Lossless, Sampling, Speculative, engine, fold
+from dreamer_jax.inference import (
+    Adaptive,
+    DiffusionForcing,
+    Engine,
+    FoldedModel,
+    Lossless,
+    Sampling,
+    Speculative,
+    engine,
+    fold,
+)
 from dreamer_jax.inference.model import through_depths
 from dreamer_jax.inference.programs import programs_for
 from dreamer_jax.inference.samplers.contract import Asked, Choosing, Progress
@@ -328,6 +338,12 @@ def test_settings_that_are_refused():
         (Speculative, {"lookahead": 0}),
         (Speculative, {"threshold": 1.5}),
         (Lossless, {"wavefront": -1}),
+        (Lossless, {"guess_depth": 2.5}),
+        (Adaptive, {"every": 1.5}),
+        (Adaptive, {"criterion": "entropy"}),
+        (DiffusionForcing, {"headway": "1"}),
+        (DiffusionForcing, {"exit": "never"}),
+        (DiffusionForcing, {"noise_schedule": "cosine"}),
     ):
         with pytest.raises(UserError, match=f"sampler.{next(iter(changes))} .*must be"):
             kind(**changes)

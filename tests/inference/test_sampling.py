@@ -110,6 +110,8 @@ def test_temperature_zero_takes_the_likeliest():
         ({"top_p": 0.0}, "top_p"),
         ({"min_p": 1.5}, "min_p"),
         ({"seed": -1}, "seed"),
+        ({"seed": 1.0}, "seed 1.0: must be a whole number"),
+        ({"top_k": 2.5}, "top_k 2.5: must be a whole number"),
     ],
 )
 def test_impossible_settings_are_refused(wrong, message):

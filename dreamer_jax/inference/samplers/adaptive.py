@@ -33,7 +33,7 @@ class Adaptive(Sampler):
     """Depths between two checks."""
 
     def __post_init__(self) -> None:
-        self._require(self.criterion in CRITERIA, "criterion", f"must be one of {', '.join(CRITERIA)}")
+        super().__post_init__()
         self._require(self.threshold >= 0, "threshold", "must be 0 (that of the published code) or more")
         for key in ("min_depth", "every"):
             self._require(1 <= getattr(self, key) < 2**31, key, "must be from 1 to 2^31 - 1")

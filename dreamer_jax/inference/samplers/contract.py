@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from dreamer_jax.blocks.memory import pages_like, pages_of_rows
-from dreamer_jax.errors import UserError
+from dreamer_jax.errors import UserError, whole
 from dreamer_jax.families import Family
 from dreamer_jax.inference.model import FoldedModel, PyTree
 from dreamer_jax.inference.sampling import SamplingNumbers, choose
@@ -322,6 +323,16 @@ class Sampler:
     rows_apart: ClassVar[bool] = False
     """Whether rows don't wait for each other, so that some can go through the model while others wait; see
     `Asked.at_once`."""
+
+    def __post_init__(self) -> None:
+        """Refuses settings that aren't whole numbers where those are wanted, or are outside of a list of words."""
+        for key, kind in typing.get_type_hints(type(self)).items():
+            value = getattr(self, key)
+            if kind is int:
+                object.__setattr__(self, key, whole(value, f"sampler.{key}"))
+            elif typing.get_origin(kind) is typing.Literal:
+                words = typing.get_args(kind)
+                self._require(value in words, key, f"must be one of {', '.join(words)}")
 
     def refusal(self, family: Family) -> str | None:
         """What the family lacks for it; None if nothing."""

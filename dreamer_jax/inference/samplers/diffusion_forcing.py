@@ -92,6 +92,7 @@ class DiffusionForcing(Sampler):
     """Do as the published code does where that differs from the paper, for comparison (docs/samplers.md)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for key in ("inner_recurrences", "wavefront", "headway"):
             self._require(getattr(self, key) >= 1, key, "must be 1 or more")
         self._require(self.threshold >= 0, "threshold", "must be 0 (the exit's own) or more")

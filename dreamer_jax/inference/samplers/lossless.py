@@ -73,6 +73,7 @@ class Lossless(Sampler):
     """Most positions in flight at once; 1 is plain decoding. 0: as many as there can be."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._require(self.guess_depth >= 0, "guess_depth", "must be 0 (a quarter of all depths) or more")
         self._require(self.wavefront >= 0, "wavefront", "must be 0 (as many as there can be) or more")
 

@@ -61,6 +61,7 @@ class Speculative(Sampler):
     the published code; the text is another one then."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._require(self.lookahead >= 1, "lookahead", "must be 1 or more")
         self._require(self.draft_depth >= 0, "draft_depth", "must be 0 (an eighth of all depths) or more")
         self._require(0 < self.threshold <= 1, "threshold", "must be more than 0, and at most 1 (exact)")
