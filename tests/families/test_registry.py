@@ -8,11 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
 from dreamer_jax.blocks.operations import operations_of
+from dreamer_jax.budget.memory import caches
 from dreamer_jax.config import models
 from dreamer_jax.config.sections import CheckpointConfig, Config, MeshConfig
 from dreamer_jax.config.values import experts_of
@@ -22,7 +24,7 @@ from dreamer_jax.parallel import batch_spec, make_mesh
 from dreamer_jax.runs.checkpoints import Checkpoints
 from dreamer_jax.training.state import abstract_state, create_state
 from dreamer_jax.training.train_step import make_train_step
-from tests.families.cases import TINY_MODELS
+from tests.families.cases import TINY_MODELS, small_config
 from tests.families.puzzle_cases import puzzles
 from tests.training.cases import random_batch, tiny_config
 
@@ -59,6 +61,28 @@ def test_a_class_that_is_not_whole_is_refused(monkeypatch):
         monkeypatch.setattr(registry, "importlib", module)
         with pytest.raises(UserError, match=f"family huginn: .*{said}"):
             build(TINY_MODELS["huginn"])
+
+
+KEPT = {
+    **{name: config for name, config in TINY_MODELS.items() if build(config).flags.generates},
+    **{f"huginn {cache}": dataclasses.replace(TINY_MODELS["huginn"], cache=cache) for cache in ("full", "compress-s2")},
+    "ouro last": dataclasses.replace(TINY_MODELS["ouro"], cache="last"),
+    **{variant: small_config(variant) for variant in ("DR+DA", "LA+DA")},
+    "DR+DA of a window": small_config("DR+DA", da_window=2),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_decoding_keeps_what_budgets_count(name):
+    """Keys and values of one more position, and what is kept of the newest: allocated, and counted by blocks."""
+    model = build(KEPT[name])
+
+    def kept(positions: int) -> int:
+        made = jax.eval_shape(lambda: (model.slots(1, positions, model.depth), model.flight(1, 1, model.depth)))
+        return sum(leaf.size for leaf in jax.tree.leaves(made) if jnp.issubdtype(leaf.dtype, jnp.floating))
+
+    counted = {positions: sum(caches(model, positions).values()) // 2 for positions in (32, 64)}  # two bytes each
+    assert {positions: kept(positions) for positions in counted} == counted
 
 
 def on_devices(family: str, devices: int, dtype: str = "float32") -> Config:
