@@ -100,7 +100,7 @@ def test_generates_from_texts_and_tokens(run, model):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-@pytest.mark.parametrize(("kind", "more"), [(np.int64, 3), (jax.numpy.int32, -1)])
+@pytest.mark.parametrize(("kind", "more"), [(np.int64, 3), pytest.param(jax.numpy.int32, -1, marks=pytest.mark.slow)])
 def test_depths_of_numpy_and_jax_count_as_pythons(model, kind, more):
     """Above and below the trained depth, whichever comes first."""
     tokens, depth = [model.encode(TEXTS[0])], model.family.depth + more

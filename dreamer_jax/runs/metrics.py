@@ -160,8 +160,9 @@ def _without_torch() -> Iterator[None]:
 
 
 def read_metrics(directory: Path) -> list[dict[str, float]]:
-    """The records of a run's metrics.jsonl, in order; a line cut short by a kill is left out."""
-    return list(read_lines(directory / "metrics.jsonl"))
+    """The records of a run's metrics.jsonl, in order; a line cut short by a kill is left out, and what isn't of a
+    step."""
+    return [record for record in read_lines(directory / "metrics.jsonl") if isinstance(record.get("step"), int)]
 
 
 def newest_values(records: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -49,6 +49,10 @@ def conduct(
         UserError: the folder holds another study; or runs failed, when all others have been made. In a sweep, and of
             several seeds that are begun, a run that diverges is only the worst.
     """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} can't be made: {error.strerror or error}; name another folder with --out") from None
     every = entrants(study, words)
     for line in warnings(every, study.baseline):
         say(line)

@@ -52,7 +52,8 @@ def analysed(runs) -> Path:
     return runs["DR+DA"] / "analysis"
 
 
-@pytest.mark.parametrize("variant", ["DR", pytest.param("LA", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("variant", ["DR", "LA"])
+@pytest.mark.slow
 def test_every_variant_gets_the_figures_that_apply(runs, variant, tmp_path, capsys, monkeypatch):
     draw_without_files(monkeypatch)
     assert main(["analyze", str(runs[variant]), "--out", str(tmp_path), "--sequences", "9"]) == 0

@@ -126,6 +126,7 @@ def test_depths_without_an_attention_have_no_numbers_of_it():
             assert sorted(len(line.get_xdata()) for line in canvas.axes[0].lines) == [2, 3, 5]
 
 
+@pytest.mark.slow
 def test_model_is_not_changed_by_being_observed():
     config = small_config()
     params, bias = random_weights(config)
@@ -161,6 +162,7 @@ def test_a_model_forced_to_look_at_depth_0_has_a_map_of_one_column():
     np.testing.assert_allclose(depth_map(np.array(scores)), expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_eight_devices_equal_one():
     config = small_config()
     params, bias = random_weights(config)

@@ -22,7 +22,7 @@ from dreamer_jax.analysis.trajectories import (
 )
 from dreamer_jax.cli.main import main
 from dreamer_jax.data import load_tokenizer
-from dreamer_jax.families import build, forward, initialise
+from dreamer_jax.families import Drawn, build, forward, initialise
 from tests.analysis.cases import HUGINN, draw_without_files, make_run
 from tests.analysis.test_convergence import TINY
 from tests.analysis.test_observation import make_batch
@@ -108,7 +108,8 @@ def test_equal_to_numpy():
     found = trajectories(family, params, {}, batch, load_tokenizer("bytes"))
     documents, rows, columns = choose_tokens(batch["segment_ids"])
     assert found["depth"] == 4 * TINY.depth and len(found["tokens"]) == len(rows)
-    deep = [np.asarray(forward(family, params, {}, batch, depth).state) for depth in range(1, found["depth"] + 1)]
+    state = jax.jit(lambda depth: forward(family, params, {}, batch, Drawn(depth, found["depth"])).state)
+    deep = [np.asarray(state(depth)) for depth in range(1, found["depth"] + 1)]
     for number, token in enumerate(found["tokens"]):
         row, column = rows[number], columns[number]
         path = np.stack([states[row, column] for states in deep]).astype(np.float64)

@@ -95,6 +95,7 @@ def test_batches_are_random_text_shifted_by_one():
     assert not np.array_equal(tokens, training.random_batch(config, 4)[0])
 
 
+@pytest.mark.slow
 def test_a_model_that_is_shown_its_steps_and_a_puzzle_can_be_timed():
     """Their batches hold more than tokens; a token that stands twice has two places."""
     task = {"data__source": "task", "data__task": "arithmetic", "data__difficulty": 2}

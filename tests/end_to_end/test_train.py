@@ -244,6 +244,7 @@ def test_changes_that_are_allowed_by_name(config, tmp_path, capsys, without_endi
     assert (before.step, after.step) == (3, 6)
 
 
+@pytest.mark.slow
 def test_layers_are_stacked(config, tmp_path, capsys):
     """A model of two layers goes on with three; five, or one, it can't become."""
     words = ["--run.dir", str(tmp_path / "run"), "--model.variant=LA"]

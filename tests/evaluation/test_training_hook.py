@@ -63,6 +63,7 @@ def test_benchmarks_during_training(tmp_path, capsys):
         assert record["logprobs"] == pytest.approx(again[record["index"]]["logprobs"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_records_of_weights_that_a_run_went_back_from(tmp_path, capsys):
     """It comes to the same step again with other ones; where it repeats what it did, records are used again."""
     directory, data = tmp_path / "run", write_benchmarks(tmp_path / "data")

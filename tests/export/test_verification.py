@@ -52,7 +52,9 @@ def test_a_checkpoint_that_is_removed_meanwhile(run: Path, folder: Path, tmp_pat
 @pytest.mark.parametrize(
     "settings",
     [
-        {"decoding_size": 10, "sa_every": 2, "da_every": 2, "injection": "diagonal"},
+        pytest.param(
+            {"decoding_size": 10, "sa_every": 2, "da_every": 2, "injection": "diagonal"}, marks=pytest.mark.slow
+        ),
         {"da_form": "gated_delta", "da_every": 2, "pa_slots": 3, "pa_head_size": 8, "pa_every": 2},
     ],
 )

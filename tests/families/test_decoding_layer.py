@@ -74,7 +74,7 @@ def test_equal_to_numpy(name):
         assert relative_error(np.asarray(found.logits)[REAL], expected.logits[REAL]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param("normalised", marks=pytest.mark.slow), "a plain sum"])
 def test_gradients_are_those_of_an_unrolled_loop(name):
     assert_same(static_depth_gradient(CASES[name], "full"), unrolled_gradient(CASES[name]))
 

@@ -114,6 +114,7 @@ def test_counting_up_a_pass_is_the_beginning_of_a_deeper_one():
         np.testing.assert_array_equal(two[router], three[router][:2])
 
 
+@pytest.mark.slow
 def test_learned_depths_start_as_none_and_learn():
     """Zeros at first, so that the model is the one that is told nothing; every row of a table gets a gradient."""
     config, plain = (small_config("DR+DA", depth_counters=counters) for counters in ("learned", "none"))

@@ -72,7 +72,7 @@ def unrolled_loss(params, bias, config):
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("remat", ["full", *(pytest.param(r, marks=pytest.mark.slow) for r in ("attention", "none"))])
+@pytest.mark.parametrize("remat", ["attention", *(pytest.param(r, marks=pytest.mark.slow) for r in ("full", "none"))])
 def test_gradients_are_those_of_an_unrolled_loop(name, remat):
     config = FORMS[name]
     loss = functools.partial(model_loss, config=config, remat=remat)

@@ -64,13 +64,14 @@ def gradient(config, remat="full"):
     return jax.jit(jax.value_and_grad(loss))(*random_weights(config))
 
 
+@pytest.mark.slow
 def test_a_window_of_all_depths_changes_no_bit():
     """Of the loss and of every gradient."""
     plain, all_of_them = (small_config("DR+DA", **SMALL, da_window=window) for window in (0, 5))
     jax.tree.map(np.testing.assert_array_equal, gradient(all_of_them), gradient(plain))
 
 
-@pytest.mark.parametrize("remat", ["full", "attention", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("remat", ["attention", *(pytest.param(r, marks=pytest.mark.slow) for r in ("full", "none"))])
 def test_gradients_are_those_of_an_unrolled_loop(remat):
     """By plain autodiff of the definition, which masks a cache of all depths."""
     assert_same(gradient(BOTH, remat), unrolled_gradient(BOTH))

@@ -67,7 +67,7 @@ def test_equal_to_numpy(name):
 @pytest.mark.parametrize(
     ("name", "remat"),
     [
-        ("two of three", "full"),
+        pytest.param("two of three", "full", marks=pytest.mark.slow),
         ("one of two layered", "attention"),
         pytest.param("with slots", "none", marks=pytest.mark.slow),
         pytest.param("a state of depths", "full", marks=pytest.mark.slow),
@@ -102,7 +102,7 @@ def test_a_router_learns_by_the_gates_of_what_is_taken():
     assert found == pytest.approx((loss(step) - loss(-step)) / (2 * step), rel=1e-3)
 
 
-@pytest.mark.parametrize("variant", ["DR+DA", "LA"])
+@pytest.mark.parametrize("variant", [pytest.param("DR+DA", marks=pytest.mark.slow), "LA"])
 def test_who_takes_all_with_a_router_that_prefers_none_has_the_model_without_it(variant):
     """Loss and the gradients of everything else, to the bit but for the order of additions."""
     plain = small_config(variant, **SMALL)
@@ -125,7 +125,7 @@ def test_who_takes_all_with_a_router_that_prefers_none_has_the_model_without_it(
 
 
 @ALL
-@pytest.mark.parametrize("depth", [None, 5])
+@pytest.mark.parametrize("depth", [None, pytest.param(5, marks=pytest.mark.slow)])
 def test_decoding_is_the_whole_pass(name, depth):
     """Every position at a depth of its own; one that doesn't attend leaves keys for later ones all the same."""
     config = CASES[name]

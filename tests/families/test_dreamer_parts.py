@@ -95,6 +95,7 @@ def test_what_is_left_out_is_not_a_parameter():
     assert set(random_weights(WITHOUT["attention_experts"])[1]) == {"expert_attention"}
 
 
+@pytest.mark.slow
 def test_no_shared_expert_is_a_shared_expert_of_zeros():
     """Logits, and the gradients of all that both have, scores' included."""
     without, whole = WITHOUT["shared_expert"], small_config("DR+DA")
@@ -197,6 +198,7 @@ def test_gradients_with_injection_and_scale_are_those_of_an_unrolled_loop(name):
     assert_same(static_depth_gradient(config, "full"), unrolled_gradient(config))
 
 
+@pytest.mark.slow
 def test_injection_starts_as_a_known_step():
     """exp(-dt) is 1/sqrt(5), B the identity; weight decay leaves all of it alone, and it is said."""
     family = build(WITH["injected"])

@@ -110,7 +110,7 @@ def test_equal_to_numpy(config):
 
 
 @BOTH
-@pytest.mark.parametrize("remat", ["full", pytest.param("attention", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("remat", [pytest.param("full", marks=pytest.mark.slow), "attention"])
 def test_gradients_are_those_of_an_unrolled_loop(config, remat):
     gradient = jax.jit(jax.value_and_grad(functools.partial(model_loss, config=config, remat=remat)))
     assert_same(gradient(*random_weights(config)), unrolled_gradient(config))

@@ -103,7 +103,7 @@ def test_linear_memory_scan_equals_unrolled_loop(variant):
     assert_same(static_depth_gradient(config, "full"), unrolled_gradient(config))
 
 
-@pytest.mark.parametrize("variant", ["LA+DA", "DR+DA"])
+@pytest.mark.parametrize("variant", [pytest.param("LA+DA", marks=pytest.mark.slow), "DR+DA"])
 def test_plain_scan_equals_unrolled_loop(variant):
     """remat none."""
     config = small_config(variant)
@@ -156,7 +156,7 @@ def test_totals_of_the_attention_moes_on_the_tape(remat):
 
 
 @pytest.mark.parametrize("remat", ["full", *(pytest.param(r, marks=pytest.mark.slow) for r in ("attention", "none"))])
-@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("depth", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_run_time_depth_gives_the_same_gradient(depth, remat):
     """A traced depth, the trained one and a smaller one, by one compiled program for each remat policy."""
     config = small_config("DR+DA")

@@ -262,7 +262,7 @@ def test_a_curriculum_lets_the_mean_grow():
     assert abs(draws.mean() - 9) < 0.1
 
 
-@pytest.mark.parametrize("draw_by", ["step", "row"])
+@pytest.mark.parametrize("draw_by", [pytest.param("step", marks=pytest.mark.slow), "row"])
 def test_a_curriculum_differentiates_no_more_than_its_mean(draw_by):
     """While the mean is 3, the last three recurrences of a deeper draw: the gradient of a model that is truncated
     there; at the end as many as are set."""

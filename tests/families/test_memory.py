@@ -74,6 +74,7 @@ def growth(depths, naive=False):
     return [(b - a) / (m - n) for n, m, a, b in zip(depths, depths[1:], sizes, sizes[1:], strict=False)]
 
 
+@pytest.mark.slow
 def test_depth_attention_costs_little_memory():
     """At L = 32; and the states of all depths are a good part of it, so that the ratio means something."""
     plain = temporary("DR", 32)

@@ -135,13 +135,10 @@ def assert_close(found: Any, wanted: Any, tolerance: float) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(np.abs(b).max(), 1e-3))
 
 
-# One code lays out the weights and states of all families: four stand for the others when there is no time for all.
+# One code lays out the weights and states of all families: two stand for the others when there is no time for all.
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(name, marks=[] if name in ("dreamer", "huginn", "ouro", "universal") else [pytest.mark.slow])
-        for name in TINY_MODELS
-    ],
+    [pytest.param(name, marks=[] if name in ("dreamer", "huginn") else [pytest.mark.slow]) for name in TINY_MODELS],
 )
 def test_eight_devices_and_going_on(family, tmp_path):
     """Eight devices train as one does; who goes on from a checkpoint comes to the same."""
@@ -158,7 +155,7 @@ def test_eight_devices_and_going_on(family, tmp_path):
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(name, marks=[] if name in ("dreamer", "huginn") else [pytest.mark.slow]) for name in TINY_MODELS],
+    [pytest.param(name, marks=[] if name == "dreamer" else [pytest.mark.slow]) for name in TINY_MODELS],
 )
 def test_bfloat16_on_eight_devices(family):
     """Losses of three steps are nearly those in float32."""

@@ -68,12 +68,13 @@ def gradient(config, remat="full"):
     return jax.jit(jax.value_and_grad(loss))(*random_weights(config))
 
 
-@pytest.mark.parametrize("remat", ["full", "attention", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("remat", ["attention", *(pytest.param(r, marks=pytest.mark.slow) for r in ("full", "none"))])
 def test_gradients_are_those_of_an_unrolled_loop(remat):
     assert_same(gradient(BOTH, remat), unrolled_gradient(BOTH))
 
 
-@pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["full", "none"])
 def test_gradients_of_slots_are_those_of_a_choice_after_the_fact(monkeypatch, remat):
     """Plain autodiff of a loop in which they are always read, and taken at the depths that act."""
     found = gradient(SLOTS, remat)
@@ -100,7 +101,8 @@ def test_acting_at_every_depth_changes_no_bit():
     jax.tree.map(np.testing.assert_array_equal, gradient(small_config("DR+DA", **SMALL, sa_every=1)), gradient(plain))
 
 
-@pytest.mark.parametrize("remat", [pytest.param("attention", marks=pytest.mark.slow), "none"])
+@pytest.mark.parametrize("remat", ["attention", "none"])
+@pytest.mark.slow
 def test_what_is_kept_is_no_more_than_without(remat):
     """Of a compiled gradient, by the compiler: no weights and no memory are kept once a depth."""
 
@@ -113,7 +115,7 @@ def test_what_is_kept_is_no_more_than_without(remat):
 
 
 @pytest.mark.parametrize("changes", CASES, ids=str)
-@pytest.mark.parametrize("depth", [None, 7])
+@pytest.mark.parametrize("depth", [pytest.param(None, marks=pytest.mark.slow), 7])
 def test_decoding_keeps_only_depths_that_act(changes, depth):
     """Every position at its own depth, against a full pass."""
     config = small_config("DR+DA", **SMALL, **changes)

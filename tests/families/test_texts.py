@@ -63,7 +63,7 @@ def test_the_model_agrees_with_numpy(name: str) -> None:
         assert relative_error(np.asarray(found)[REAL], expected.logits[REAL]) < 1e-5
 
 
-@pytest.mark.parametrize("variant", ["LA", "DR+DA"])
+@pytest.mark.parametrize("variant", [pytest.param("LA", marks=pytest.mark.slow), "DR+DA"])
 def test_the_gradient_of_the_maps_is_that_of_an_unrolled_loop(variant: str) -> None:
     """In which the same model has learned slots, and they are what the maps make of the texts."""
     config, latents = small_config(variant, **OF_TEXTS), small_config(variant, **SLOTS)
@@ -118,6 +118,7 @@ def test_other_texts_than_trained_and_another_number_of_them() -> None:
     assert relative_error(run(config, params, bias, tokens), run(config, params, bias, tokens, one)) > 1e-3
 
 
+@pytest.mark.slow
 def test_texts_are_state_that_nothing_updates() -> None:
     family = build(CONFIGS["DR+DA"])
     params, state = family.init(jax.random.key(0))

@@ -179,7 +179,7 @@ def test_positions_at_different_depths_in_one_batch_give_what_each_gives_alone(v
     assert relative_error(slots.values, alone_slots.values) < 1e-6
 
 
-@pytest.mark.parametrize("variant", ["DR+DA", "LA+DA"])
+@pytest.mark.parametrize("variant", ["DR+DA", pytest.param("LA+DA", marks=pytest.mark.slow)])
 def test_weights_that_are_not_arranged_for_a_cpu_equal_the_full_forward(variant, monkeypatch):
     """As elsewhere: the experts' operations of training, given the layers' weights where they lie."""
     monkeypatch.setattr("pallas_kernels.backend.on_cpu", lambda: False)

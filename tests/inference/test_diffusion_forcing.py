@@ -247,7 +247,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(n, marks=[pytest.mark.slow] * (n == "noise")) for n in CASES])
 def test_the_algorithm(case):
     """Texts, recurrences and iterations of three rows, of random models whose texts vary."""
     config = SILENT if case == "noise" else SMALL

@@ -168,7 +168,9 @@ def statistic(counts: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
     return float(((counts[there] - wanted) ** 2 / wanted).sum()), float(chi2.isf(1e-3, there.sum() - 1))
 
 
-@pytest.mark.parametrize("sampler", [Speculative(2, 1), Lossless(1)], ids=["speculative", "lossless"])
+@pytest.mark.parametrize(
+    "sampler", [Speculative(2, 1), pytest.param(Lossless(1), marks=pytest.mark.slow)], ids=["speculative", "lossless"]
+)
 def test_drawn_tokens_have_the_distribution_of_full_depth(sampler):
     """20,000 rows; those of the drafts' depth would be told apart."""
     tokens = sampled(sampler)

@@ -81,7 +81,9 @@ def test_a_preempted_run_from_the_shell(terminal):
     assert world.left == [] and world.data["made"] == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGTERM, signal.SIGHUP))]
+)
 def test_an_interrupted_launcher_says_what_is_left(terminal, number):
     launch, path = terminal
     World(path, hosts=1, target=10**6).save()

@@ -76,6 +76,7 @@ def test_a_notebook_is_well_formed_and_without_output(path):
             assert set(cell) == {"cell_type", "id", "metadata", "source"} and cell["cell_type"] == "markdown"
 
 
+@pytest.mark.slow
 def test_pod_planning():
     printed = execute("pod_planning", DREAMER_NOTEBOOK_COMPILE="0", DREAMER_NOTEBOOK_CONFIG="dr_da_32")
     for name in ("v5litepod-256", "v4-128", "v5p-512"):

@@ -122,7 +122,9 @@ def close(found, wanted, tolerance=1e-5):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale), found, wanted)
 
 
-@pytest.mark.parametrize("how", ["last 2", "last 3", "run time 4", "rows"])
+@pytest.mark.parametrize(
+    "how", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("last 2", "last 3")), "run time 4", "rows"]
+)
 def test_gradients_against_a_masked_cache(how, monkeypatch):
     batch = setting()[-1]
     count = len(batch["tokens"])

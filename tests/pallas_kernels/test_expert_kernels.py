@@ -123,7 +123,7 @@ def test_tape(depths, group, settled):
     assert_close(tape.gradients()["down"], sums[1])
 
 
-@pytest.mark.parametrize("depths", [1, 2])
+@pytest.mark.parametrize("depths", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_gate_and_up_computed_again(depths):
     """Bit for bit what is kept gives: gradients without a tape, and on one that adds at once or keeps aside."""
     again = ExpertMLP("pallas", depths, recompute=True)

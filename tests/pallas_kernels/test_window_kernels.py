@@ -48,7 +48,8 @@ def only_kernels(monkeypatch):
 
 SLOW = pytest.mark.slow
 CASES = [
-    ((7, 256, 1, 1, 128), Window(3, 2)),  # every number of slots below and above; two blocks of tokens
+    # every number of slots below and above; two blocks of tokens
+    pytest.param((7, 256, 1, 1, 128), Window(3, 2), marks=SLOW),
     ((6, 128, 4, 2, 128), Window(2)),  # groups, several key heads
     pytest.param((5, 384, 1, 1, 64), Window(0, 2), marks=SLOW),  # dilation alone; a small head; an odd number of blocks
     ((8, 128, 1, 1, 128), Window(7)),  # more slots than are worked on at once, and a rest of them

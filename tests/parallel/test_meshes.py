@@ -109,7 +109,7 @@ def slow(*values):
     [
         ("DR+DA", "expert"),
         ("DR+DA", "mixed"),
-        ("LA", "mixed"),
+        slow("LA", "mixed"),
         slow("DR+DA", "torus"),  # families without experts train on it in tests/families/test_registry.py
         slow("DR+DA", "data"),
         slow("DR+DA", "slices"),
@@ -148,6 +148,7 @@ def test_texts_are_the_same_on_every_device(tmp_path):
     assert_close(loss_and_gradients(config, state, MESHES["mixed"]), wanted)
 
 
+@pytest.mark.slow
 def test_experts_of_a_depth_are_on_several_devices():
     """Six of eleven experts at each of two depths; with a choice of dimensions beside."""
     config = tiny_config(model__expert_subset="sliding", model__num_experts=11, model__dimensions_per_token=2)
@@ -184,7 +185,8 @@ def three_steps(mesh_config: MeshConfig) -> Any:
     return jax.device_get((state, metrics))
 
 
-@pytest.mark.parametrize("mesh", ["mixed", slow("torus"), slow("slices"), slow("expert")])
+@pytest.mark.parametrize("mesh", ["mixed", "torus", "slices", "expert"])
+@pytest.mark.slow
 def test_three_steps_give_the_same_weights(mesh):
     assert_close(three_steps(MESHES[mesh]), three_steps(MeshConfig()), 2e-5)
 

@@ -195,6 +195,7 @@ def test_the_token_that_ends_a_scored_text_comes_too(dreamer):
         assert (taken.wait().tokens, taken.finish) == (text[: count + more], "stop")
 
 
+@pytest.mark.slow
 def test_prompts_that_begin_anew_come_once_with_all_logarithms(dreamer, monkeypatch):
     """Ten at once, for which there are too few pages."""
     again, rng, taken = begun_anew(dreamer, monkeypatch), np.random.default_rng(1), [Taken() for _ in range(10)]

@@ -69,9 +69,8 @@ def folded(name: str) -> FoldedModel:
     return fold(config, drawn_params(MODELS[name]), state)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "huginn" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_a_family_generates_alike_with_its_heads_side_by_side(name, monkeypatch):
     """As on a TPU: the same tokens at the same depths, also where positions stop early."""
     model, prompts = folded(name), [list(range(2 + 9 * n)) for n in range(2)]

@@ -274,6 +274,7 @@ def test_a_file_of_lengths(tmp_path):
             read_lengths(path)
 
 
+@pytest.mark.slow
 def test_replayed_depths_on_the_engine_itself():
     """Recorded depths of 1 and 3 in turn: the first token comes of the prompt, through all depths, the next ones take
     those of their positions. The weights are fixed to a device, as those of a checkpoint are: nothing is compiled once

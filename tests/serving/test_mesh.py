@@ -78,6 +78,7 @@ def test_requests_get_what_they_get_alone(dreamer, monkeypatch):
     print(f"{len(again)} began anew, {dreamer.view().shared_tokens} tokens of prompts were shared")
 
 
+@pytest.mark.slow
 def test_prompts_come_with_their_logarithms(dreamer):
     """One of each device, at once."""
     rng, taken = np.random.default_rng(2), [Taken() for _ in range(8)]

@@ -147,6 +147,7 @@ def test_a_key_is_asked_for_once_and_kept(tmp_path):
         assert page.run("document.getElementById('key-part').hidden")
 
 
+@pytest.mark.slow
 def test_another_server_at_the_same_address(tmp_path):
     first = FakeEngine()
     with tab(tmp_path / "profile") as page:

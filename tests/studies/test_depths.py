@@ -77,7 +77,7 @@ def test_a_depth_at_run_time_gives_what_one_that_is_compiled_in_gives(name):
 # The use of experts.
 
 
-@pytest.mark.parametrize("recurrent", [True, False])
+@pytest.mark.parametrize("recurrent", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_experts_are_counted_over_several_batches_of_training(recurrent, tmp_path, monkeypatch, capsys):
     """Against the counts that training's own forward pass of each batch gives, and Gini's definition: half of the mean
     difference of two experts over their mean."""

@@ -259,7 +259,7 @@ def test_other_families_have_as_many_parameters(model: str) -> None:
     assert (theirs.model.vocab_size, theirs.model.readout, theirs.model.positions) == (3, "pair", "none")
 
 
-@pytest.mark.parametrize("model", ["dr", "dreamer"])
+@pytest.mark.parametrize("model", [pytest.param("dr", marks=pytest.mark.slow), "dreamer"])
 def test_a_long_pass_answers_as_short_ones_do(model: str) -> None:
     """What makes one pass enough for all numbers of steps: nothing in it knows how long it will be."""
     _, other = variants.variants_of("graph", "paper", False, [model], [])

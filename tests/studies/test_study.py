@@ -186,6 +186,13 @@ def test_runs_of_a_study_lie_in_its_folder(tmp_path, capsys):
     assert read_study(written(tmp_path, STUDY.replace("seeds: 2", "instances: 0"))).instances == 0
 
 
+def test_a_folder_that_can_not_be_made_is_said(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert main(["study", str(written(tmp_path)), "--out", str(folder)]) == 2
+        assert f"{folder} can't be made: " in capsys.readouterr().err
+
+
 def test_a_value_at_which_all_is_lost_is_shown_as_such():
     member = {"swept": {"1e-3": 2.0, "1e9": None}, "chosen": {"training.learning_rate": "1e-3"}}
     assert comparison.sweep_table({"members": {"a": member}}).splitlines()[2] == "| a | **2.000** | diverged |"

@@ -248,7 +248,7 @@ def test_losses_at_several_depths():
         assert_close(gradients, expected, 1e-5)
 
 
-@pytest.mark.parametrize("each", [1, 2])
+@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_loss_on_the_results_of_steps(each):
     """NumPy: step n's results by the state after n (or 2 n) depths, mean over the steps that a pass has depths for."""
     config = small_config("DR", depth=5)
@@ -306,6 +306,7 @@ def test_the_results_of_steps_reach_the_gradient():
     assert float(jnp.abs(gradients["layer"]["expert_attention"]["down"]).max()) > 0
 
 
+@pytest.mark.slow
 def test_a_settling_loss():
     """The last depth's change relative to its stream, over the targets; of one depth there is none. Its gradient leaves
     the size of the stream alone, or a model would learn to grow."""

@@ -69,7 +69,9 @@ def test_an_estimate_of_the_whole_matrix():
     assert not penalties.jacobian(family, params, alone, many[0]).any()
 
 
-@pytest.mark.parametrize("name", ["dreamer", "huginn", pytest.param("universal", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["dreamer", *(pytest.param(n, marks=pytest.mark.slow) for n in ("huginn", "universal"))]
+)
 def test_its_gradient_against_finite_differences(name):
     """In a random direction of the weights, with the state before the last depth and the memory held."""
     config = CONFIG if name == "dreamer" else TINY_MODELS[name]
@@ -95,6 +97,7 @@ def test_its_gradient_against_finite_differences(name):
     assert abs(slope) > 1e-3
 
 
+@pytest.mark.slow
 def test_the_last_step_of_a_model_that_attends_to_texts():
     """Is that of the same model with learned slots, which are what its maps make of the texts; and so is the gradient
     of the maps."""
@@ -133,6 +136,7 @@ def test_what_is_added_to_the_loss():
     np.testing.assert_allclose(found, logged["last_loss"] + 0.5 * size, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_in_a_train_step():
     """The same over microbatches as at once: each row has a vector of its own. Rows with depths of their own keep no
     states, so it is refused there."""
@@ -185,6 +189,7 @@ def test_layers_that_are_alike():
     np.testing.assert_allclose(slope, (moved(0.01) - moved(-0.01)) / 0.02, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_training_makes_layers_alike():
     """The loss has it whatever the number of targets and of microbatches; and who has no such layers is told."""
 

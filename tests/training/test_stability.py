@@ -121,7 +121,7 @@ def test_a_notice_that_was_there_before_stops_nothing(metadata):
         assert not eventually(request.reached, 0.3)
 
 
-@pytest.mark.parametrize(("silence", "code"), [(0.2, 0), (20, RESTART_EXIT_CODE)])
+@pytest.mark.parametrize(("silence", "code"), [pytest.param(0.2, 0, marks=pytest.mark.slow), (20, RESTART_EXIT_CODE)])
 def test_a_process_that_was_stopped_goes_on(silence, code):
     """After Ctrl-Z and `fg` the time in between doesn't count, however long; a standstill after it does."""
     words = [sys.executable, "-c", WATCHED.replace("{silence}", str(silence))]

@@ -74,7 +74,7 @@ def test_families_that_draw_their_depths() -> None:
     assert max(its.differentiated for its in work_of(growing, 24)) == 8
 
 
-@pytest.mark.parametrize("name", TINY_MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "huginn")) for n in TINY_MODELS])
 def test_what_is_not_drawn_is_counted_as_ever(name: str) -> None:
     model = TINY_MODELS[name]
     family, work = build(model), work_of(config(model))
