@@ -130,29 +130,55 @@ def _text_record(where: str, lines: list[bytes]) -> Item:
 
 
 class _CsvLines:
-    """The lines of a CSV file, with the quotes of the record that is being read."""
+    """The lines of a CSV file, with those of the record that is being read."""
 
     def __init__(self, file: TextIO):
         self._file = file
+        self._record: list[str] = []
         self._quotes = self.number = 0
+        self._first, self._ended = 1, False
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        line = next(self._file)
+        line = self._line()
+        self._record.append(line)
+        return line
+
+    def _line(self) -> str:
+        try:
+            line = next(self._file)
+        except StopIteration:
+            self._ended = True
+            raise
         self.number += 1
         self._quotes += line.count('"')
         return line
 
     def begin_record(self) -> None:
         """The next line begins a record."""
-        self._quotes = 0
+        self._record, self._quotes, self._first = [], 0, self.number + 1
+
+    def check_end(self, file: str) -> None:
+        """Refuse a record with a quoted field that goes on to the end of the file: the records in it would be lost.
+
+        An odd number of quotes alone isn't wrong: in a field without quotes around it they are letters."""
+        if not self._ended or self._quotes % 2 == 0:
+            return
+        try:
+            list(csv.reader(self._record, strict=True))
+        except csv.Error:
+            raise UserError(
+                f"{file}: line {self._first} begins a record with a quote that isn't closed, so that all behind it is "
+                "one field; close it, or double it where it is a letter of the text"
+            ) from None
 
     def end_record(self) -> None:
         """Pass over what is left of a record that csv gave up: the lines up to the end of its quoted field."""
-        while self._quotes % 2 and next(self, None) is not None:
-            pass
+        with contextlib.suppress(StopIteration):
+            while self._quotes % 2:
+                self._line()
 
 
 def read_csv(spec: Spec, unit: Unit, limit: int) -> Iterator[Item]:
@@ -176,11 +202,13 @@ def read_csv(spec: Spec, unit: Unit, limit: int) -> Iterator[Item]:
                 return
             except csv.Error as error:
                 lines.end_record()
+                lines.check_end(unit.file)
                 over = "field limit" in str(error)
                 yield Item(
                     f"line {lines.number}", too_long(limit) if over else Broken("not CSV", f"is not CSV: {error}")
                 )
                 continue
+            lines.check_end(unit.file)
             if not row:  # an empty line
                 continue
             if len(row) != len(names):

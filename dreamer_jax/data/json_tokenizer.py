@@ -58,6 +58,8 @@ class JsonTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # "encode them as text"
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise UserError(f"{path}: holds no tokens")
         self._text_ids = max(vocabulary.values()) + 1
         self.vocab_size = self._text_ids
         special = {}

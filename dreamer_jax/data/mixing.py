@@ -111,7 +111,11 @@ class PreparedSource:
         data = config.data
         self._batch_size = config.training.batch_size
         self._data = PreparedData(Path(data.path), tokenizer, "data.path")
-        train, self.heldout = self._split(config, tokenizer)
+        named = self._named(config)
+        if not len(named):
+            where = data.mixture or data.path
+            raise UserError(f"{where}: no source that takes part has a record to train on; name one that has")
+        train, self.heldout = self._split(config, tokenizer, named)
         # A document is whole or, for plain text that is longer than a row, a piece.
         longest = data.sequence_length if data.packing == "best_fit" else UNCUT
         inputs = self._data.inputs[train]
@@ -121,7 +125,7 @@ class PreparedSource:
         self._too_long = len(train) - len(np.unique(record)) + self.heldout_too_long
         if not len(record):
             raise ConfigError(
-                f"data.sequence_length: every training record of {data.path} is longer than a row of "
+                f"data.sequence_length: every training record of {data.mixture or data.path} is longer than a row of "
                 f"{data.sequence_length} tokens",
                 key="data.sequence_length",
             )
@@ -134,8 +138,10 @@ class PreparedSource:
         rounds = Rounds(groups, counts, config.run.seed)
         self._rows = EpochRows(self._lengths, data.sequence_length, config.run.seed, rounds, data.packing)
         split = f"heldout {data.heldout_records}" if not data.heldout_path else f"heldout {self._heldout_identity}"
+        if not data.heldout_path and len(named) < len(self._data):
+            split += " of what takes part"
         self.identity = f"prepared {self._data.identity} {split} {list(zip(names, counts, strict=True))}"
-        self.summary = self._summarize(names, groups, tokens, counts, rounds, data.sequence_length)
+        self.summary = self._summarize(len(named), names, groups, tokens, counts, rounds, data.sequence_length)
 
     @property
     def harder(self) -> DocumentList:
@@ -162,16 +168,17 @@ class PreparedSource:
         """The round of the step's first row."""
         return self._rows.epoch(step * self._batch_size)
 
-    def _split(self, config: Config, tokenizer: Tokenizer) -> tuple[np.ndarray, _PreparedDocuments]:
-        """Records to train on, and held-out documents."""
+    def _split(self, config: Config, tokenizer: Tokenizer, named: np.ndarray) -> tuple[np.ndarray, _PreparedDocuments]:
+        """Of the records of sources that take part, those to train on, and held-out documents."""
         data = config.data
         if data.heldout_path:
             other = PreparedData(Path(data.heldout_path), tokenizer, "data.heldout_path")
             self._heldout_identity, heldout = other.identity, np.arange(len(other))
-            train = np.arange(len(self._data))
+            train = named
         else:
             other = self._data
-            train, heldout = split_records(len(other), data.heldout_records, data.path)
+            train, heldout = split_records(len(named), data.heldout_records, data.path)
+            train, heldout = named[train], named[heldout]
         documents = _PreparedDocuments(other, heldout, data.sequence_length)
         if len(heldout) and not len(documents):
             raise ConfigError(
@@ -180,6 +187,13 @@ class PreparedSource:
                 key="data.sequence_length",
             )
         return train, documents
+
+    def _named(self, config: Config) -> np.ndarray:
+        """The records of the sources that take part: nothing is held out of the others either."""
+        if not config.data.mixture:
+            return np.arange(len(self._data))
+        numbers = [self._data.names.index(name) for name in self._shares(config)[0]]
+        return np.flatnonzero(np.isin(self._data.sources, numbers))
 
     def _shares(self, config: Config) -> tuple[list[str], list[dict[str, float]]]:
         """Names of the sources that take part, and their shares."""
@@ -200,6 +214,7 @@ class PreparedSource:
 
     def _summarize(
         self,
+        records: int,
         names: list[str],
         groups: list[np.ndarray],
         tokens: list[int],
@@ -218,7 +233,7 @@ class PreparedSource:
             for name, size, count, group in zip(names, each, counts, groups, strict=True)
         )
         return (
-            f"prepared data, {len(self._data):,} records, {self.heldout.records:,} held out; a round: {parts}; "
+            f"prepared data, {records:,} records, {self.heldout.records:,} held out; a round: {parts}; "
             f"about {total:,.0f} tokens in {rows:,} rows ({first / (rows * row_length):.0%} full), "
             f"{self._too_long:,} too long for a row"
         )
@@ -227,11 +242,6 @@ class PreparedSource:
 def _check_round(config: Config, counts: list[float], groups: list[np.ndarray]) -> None:
     """That a round holds something, and no more than can be planned."""
     where = config.data.mixture or config.data.path
-    if not sum(counts):
-        raise UserError(
-            f"{where}: no source that takes part has a record to train on; name one that has in data.mixture, or "
-            f"raise data.sequence_length ({config.data.sequence_length})"
-        )
     documents = sum(map(len, groups))
     if sum(counts) > max(LARGEST_ROUND, documents):
         raise UserError(

@@ -125,6 +125,10 @@ class Mixture:
     decontaminate: DecontaminationSpec = field(default_factory=DecontaminationSpec)
 
 
+LONGEST_NAME = 128
+"""Bytes of a source's name: a file system has 255 for a file's, and more is added to it."""
+
+
 def load_mixture(path: str | Path) -> Mixture:
     """Read a mixture.
 
@@ -140,6 +144,13 @@ def load_mixture(path: str | Path) -> Mixture:
     mixture = _section(path, root, Mixture, "")
     _check(path, root, mixture)
     return mixture
+
+
+def at_its_line(path: str | Path, error: ConfigError) -> ConfigError:
+    """An error of a mixture's settings that showed later, with the file and line that its key stands in."""
+    file = find(path, "mixture")
+    root = parse(file)
+    return error if root is None else ConfigError(f"{_where(file, root, error.key or '')}: {error}", error.key)
 
 
 def _section(path: Path, node: yaml.Node, kind: type[T], prefix: str) -> T:
@@ -188,6 +199,8 @@ def _check(path: Path, root: yaml.Node, mixture: Mixture) -> None:
         for name, spec in specs.items():
             if not name or not all(c.isalnum() or c in "_-." for c in name) or name.startswith("."):
                 fail(f"{group}.{name}", "a name has letters, digits, _, - and . only; it becomes part of file names")
+            if len(name.encode()) > LONGEST_NAME:
+                fail(f"{group}.{name}", f"a name has {LONGEST_NAME} bytes at most; it becomes part of file names")
             if not spec.path:
                 fail(f"{group}.{name}.path", "is empty")
     for name, spec in mixture.sources.items():

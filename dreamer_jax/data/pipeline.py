@@ -34,6 +34,8 @@ class Data:
     """SHA-256 of all that decides the batches: equal fingerprints mean equal batches at every step."""
     heldout_too_long: int = 0
     """Held-out records that were left out, being longer than a row."""
+    copies: int = 1
+    """Of each token in a row."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, source: Source):
         self.tokenizer = tokenizer
@@ -41,7 +43,7 @@ class Data:
         self.heldout_too_long = source.heldout_too_long
         self._source = source
         self._batch_size = config.training.batch_size
-        self._row_length, self._copies = config.data.sequence_length, config.data.copies
+        self._row_length, self.copies = config.data.sequence_length, config.data.copies
         self._answer_only = config.data.loss == "answer"
         identity = [
             source.identity,
@@ -56,8 +58,8 @@ class Data:
             identity.append(config.data.packing)
         if self._steps:
             identity.append("steps")
-        if self._copies > 1:
-            identity.append(f"{self._copies} copies")
+        if self.copies > 1:
+            identity.append(f"{self.copies} copies")
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
     def batch_at(self, step: int, rows: range | None = None) -> Batch:
@@ -128,7 +130,7 @@ class Data:
         return self._records(self._source.harder, n)
 
     def _assemble(self, rows: list[list[Document]]) -> Batch:
-        return copied(assemble(rows, self._row_length, self.tokenizer.pad, self._answer_only), self._copies)
+        return copied(assemble(rows, self._row_length, self.tokenizer.pad, self._answer_only), self.copies)
 
     def _fixed_batches(self, documents: DocumentList) -> Iterator[Batch]:
         lengths = np.array([len(documents[i].tokens) - 1 for i in range(len(documents))], np.int64)

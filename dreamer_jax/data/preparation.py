@@ -27,15 +27,15 @@ from dreamer_jax.data import deduplication as dedup
 from dreamer_jax.data import reporting
 from dreamer_jax.data.filtering import Tally, compared, question_template, templates
 from dreamer_jax.data.formats import Unit
-from dreamer_jax.data.mixture import Mixture, load_mixture
+from dreamer_jax.data.mixture import Mixture, at_its_line, load_mixture
 from dreamer_jax.data.preparation_worker import Worker, heldout_file
-from dreamer_jax.data.prepared import FORMAT, check_index
+from dreamer_jax.data.prepared import FORMAT, PreparedData, check_index
 from dreamer_jax.data.readers import files_of, plan_units
 from dreamer_jax.data.storage import PartReader, remove_leftovers, whole_file, write_array, write_json
 from dreamer_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dreamer_jax.data.words import BANDS
 from dreamer_jax.data.workers import Pool
-from dreamer_jax.errors import UserError
+from dreamer_jax.errors import ConfigError, UserError
 from dreamer_jax.json_files import read_object
 
 SMALLEST_UNIT, LARGEST_UNIT, UNITS = 4_000_000, 256_000_000, 256
@@ -67,21 +67,35 @@ def prepare(path: str | Path, out: str | Path, workers: int, say: Callable[[str]
         tokenizer = load_tokenizer(mixture.tokenizer)
     except UserError as error:
         raise UserError(f"{path}: tokenizer: {str(error).removeprefix('data.tokenizer: ')}") from None
-    for name, spec in mixture.sources.items():
-        templates(name, spec)
-    for name, benchmark in mixture.decontaminate.benchmarks.items():
-        question_template(name, benchmark)
-    units, plan = _plan(mixture, tokenizer)
+    try:
+        for name, spec in mixture.sources.items():
+            templates(name, spec)
+        for name, benchmark in mixture.decontaminate.benchmarks.items():
+            question_template(name, benchmark)
+        units, plan = _plan(mixture, tokenizer)
+    except ConfigError as error:
+        raise at_its_line(path, error) from None
     out = Path(out)
     with _locked(out):
         if _open_directory(out, plan):
             index, report = (read_object(out / name, DAMAGED) for name in ("index.json", "report.json"))
             check_index(out / "index.json", index, DAMAGED)
+            _check_whole(out, index, mixture)
             _write_index(out, index, mixture)
             _tidy(out)
             say(f"{out} is already prepared")
             return report
         return _Preparation(mixture, tokenizer, units, out, say).run(workers)
+
+
+def _check_whole(out: Path, index: dict[str, Any], mixture: Mixture) -> None:
+    """That nothing of a finished preparation has been lost."""
+    for source in index["sources"].values():
+        for shard in source["shards"]:
+            PreparedData.check_shard(out / "shards" / shard["name"], shard)
+    for name, spec in mixture.sources.items():
+        if spec.heldout and not (path := out / "heldout" / f"{name}.jsonl").is_file():
+            raise UserError(f"{path} is missing; {DAMAGED}")
 
 
 def _plan(mixture: Mixture, tokenizer: Tokenizer) -> tuple[list[Unit], dict[str, Any]]:
@@ -197,6 +211,12 @@ class _Preparation:
                     f"sources.{name}: all of its {read:,} records are broken. The first: {first['where']} "
                     f"{first['because']}; mend the mixture or the file, and use a new --out"
                 )
+        if not any(part.records for part in parts):
+            dropped = [(tally["records"], rule) for unit in done for rule, tally in unit["dropped"].items()]
+            most = f"most, {max(dropped)[0]:,}, as {max(dropped)[1]}" if dropped else "none was read"
+            raise UserError(
+                f"{self._out}: no record of any source is kept ({most}); mend the mixture, and use a new --out"
+            )
         return parts, done
 
     def _exact(self, pool: Pool, parts: list[dedup.Part]) -> np.ndarray:

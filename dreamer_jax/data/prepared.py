@@ -89,7 +89,7 @@ class PreparedData:
         for number, source in enumerate(self.index["sources"].values()):
             for shard in source["shards"]:
                 stem = directory / "shards" / shard["name"]
-                table = self._check_shard(stem, shard)
+                table = self.check_shard(stem, shard)
                 self._shards.append(stem.with_name(f"{stem.name}.array_record"))
                 tables.append(table)
                 firsts.append(firsts[-1] + len(table))
@@ -148,23 +148,32 @@ class PreparedData:
             return self._readers[shard]
 
     @staticmethod
-    def _check_shard(stem: Path, shard: dict[str, Any]) -> np.ndarray:
+    def check_shard(stem: Path, shard: dict[str, Any]) -> np.ndarray:
+        """The table of a shard, int32 [records, 2]: inputs and prompt tokens.
+
+        Raises:
+            UserError: a file of it is missing, or isn't what the index says.
+        """
         path, index = stem.with_name(f"{stem.name}.array_record"), stem.with_name(f"{stem.name}.npy")
         for file in (path, index):
             if not file.is_file():
-                raise UserError(f"{file}: is missing, though the index names it; restore it or prepare again")
+                raise UserError(
+                    f"{file}: is missing, though the index names it; restore it, or remove the folder and prepare again"
+                )
         size = path.stat().st_size
         if size != shard["bytes"]:
             raise UserError(
                 f"{path}: has {size:,} bytes instead of {shard['bytes']:,}: it was cut short or changed; "
-                "restore it or prepare again"
+                "restore it, or remove the folder and prepare again"
             )
         try:
             table = np.load(index)
         except (ValueError, OSError, EOFError) as error:
-            raise UserError(f"{index}: can't be read ({error}); restore it or prepare again") from None
+            raise UserError(
+                f"{index}: can't be read ({error}); restore it, or remove the folder and prepare again"
+            ) from None
         if table.shape != (shard["records"], 2) or int(table[:, 0].sum()) != shard["tokens"]:
-            raise UserError(f"{index}: doesn't fit to the index; restore it or prepare again")
+            raise UserError(f"{index}: doesn't fit to the index; restore it, or remove the folder and prepare again")
         return table
 
 

@@ -20,7 +20,13 @@ BAR = 40
 def show(data: Data, documents: int) -> Iterator[str]:
     """Lines: the first documents of step 0 as the model sees them, the fill rate, a histogram of lengths."""
     yield data.summary
-    batch = data.batch_at(0)
+    if data.copies > 1:
+        yield f"of {data.copies} copies of each token the last, which is trained on, is shown and counted"
+
+    def batch_at(step: int) -> Batch:
+        return {name: its[:, data.copies - 1 :: data.copies] for name, its in data.batch_at(step).items()}
+
+    batch = batch_at(0)
     yield ""
     yield "> given (no loss)   * trained on"
     for count, (row, segment) in enumerate(_segments(batch)):
@@ -29,7 +35,7 @@ def show(data: Data, documents: int) -> Iterator[str]:
         yield ""
         yield from _document(batch, row, segment, data.tokenizer)
     yield ""
-    yield from _statistics([batch, *(data.batch_at(step) for step in range(1, STEPS))])
+    yield from _statistics([batch, *(batch_at(step) for step in range(1, STEPS))])
 
 
 def _segments(batch: Batch) -> Iterator[tuple[int, int]]:

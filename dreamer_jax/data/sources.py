@@ -146,6 +146,12 @@ class JsonlSource:
         else:
             heldout_store = store
             train_ids, heldout_ids = split_records(len(store), data.heldout_records, data.path)
+            others = _without_copies(store, train_ids, heldout_ids)
+            if len(others) < len(train_ids):
+                skipped["copies of held-out records"] = len(train_ids) - len(others)
+            if not len(others):
+                raise UserError(f"{data.path}: every record to train on is a copy of one that is held out")
+            train_ids = others
         split = data.prompt == ""
         longest = data.sequence_length if data.packing == "best_fit" else UNCUT  # concat cuts at the ends of rows
         self._train = Documents(store, train_ids, longest, split)
@@ -236,8 +242,21 @@ def _tokenize(config: Config, path: str, key: str, tokenizer: Tokenizer, skipped
     return store
 
 
+def _without_copies(store: TokenStore, train: np.ndarray, heldout: np.ndarray) -> np.ndarray:
+    """The records to train on but those that are held out, too: to the token, prompt and completion."""
+    ends, tokens = np.frombuffer(store.ends, np.int64), np.frombuffer(store.tokens, np.int32)
+
+    def content(record: int) -> bytes:
+        return tokens[ends[record - 1] if record else 0 : ends[record]].tobytes()
+
+    apart = {content(record) for record in heldout.tolist()}
+    return np.array([record for record in train.tolist() if content(record) not in apart], train.dtype)
+
+
 def split_records(records: int, heldout: int, path: str) -> tuple[np.ndarray, np.ndarray]:
     """Indices (training in file order, held-out): the last of a shuffle that no run's seed changes."""
+    if not records:
+        raise UserError(f"{path}: has no usable record")
     if heldout >= records:
         raise UserError(
             f"{path}: has {records} usable records, too few to hold out data.heldout_records {heldout} and train on "

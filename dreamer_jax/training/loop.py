@@ -218,7 +218,8 @@ class _Loop:
         offset = counters.offset
         batches: Any = self.data.training_batches(start + offset, self.last_step + offset, self.rows)
         try:
-            first = next(batches)
+            with self.heartbeat.suspended():  # a run that goes on plans all its epochs so far again
+                first = next(batches)
             self._compile_all(state, first[1])
             self.clock.start(start)
             for position, batch in itertools.chain([first], batches):

@@ -261,7 +261,7 @@ def test_a_weighted_source_that_is_too_long_takes_no_part(tmp_path: Path) -> Non
     data = open_data(config(path, heldout_records=0, mixture=str(write_mixture(tmp_path / "w.yaml", text))))
     assert "a 100.0% (1.00 epochs), long 0.0% (0.00 epochs)" in data.summary
     only = write_mixture(tmp_path / "only.yaml", "sources: {long: {path: x}}")
-    with pytest.raises(UserError, match=r"only\.yaml: no source that takes part has a record to train on"):
+    with pytest.raises(UserError, match=r"every training record of \S+only\.yaml is longer than a row of"):
         open_data(config(path, heldout_records=0, mixture=str(only)))
     for share in ("epochs: 1e9", "tokens: 1e30"):
         huge = write_mixture(tmp_path / "huge.yaml", f"sources: {{a: {{path: x, {share}}}}}")
@@ -284,6 +284,18 @@ def test_a_mixture_file_overrides_the_shares(prepared: Path) -> None:
     other.write_text("sources:\n  z: {path: z.jsonl}\n")
     with pytest.raises(UserError, match=r"names the source z, which .* lacks; it holds a, b, c"):
         open_data(config(prepared / "data", mixture=str(other)))
+
+
+def test_nothing_is_held_out_of_sources_that_take_no_part(prepared: Path) -> None:
+    only = write_mixture(prepared / "only_b.yaml", f"sources: {{b: {{path: {prepared}/b.jsonl}}}}")
+    data = open_data(config(prepared / "data", mixture=str(only)))
+    of_b = {p["question"] for p in problems(100, 2)}
+    held = data.heldout_records(1000)
+    assert len(held) == 20 and all(record.prompt.strip() in of_b for record in held)
+    assert "100 records, 20 held out" in data.summary
+    everything = open_data(config(prepared / "data"))
+    named = write_mixture(prepared / "named.yaml", "sources: {a: {path: x}, b: {path: x, epochs: 2}, c: {path: x}}")
+    assert open_data(config(prepared / "data", mixture=str(named))).fingerprint == everything.fingerprint
 
 
 def copy(prepared: Path, to: Path) -> Path:

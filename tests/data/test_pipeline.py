@@ -171,6 +171,24 @@ def test_heldout_batches_are_fixed_full_shape_and_shared_by_seeds(config: Config
     assert (batches[-1]["segment_ids"][-1] == 0).all(), "this case has a batch that needs padding rows"
 
 
+def test_copies_of_heldout_records_are_not_trained_on(tmp_path: Path) -> None:
+    """A file may hold a record twice; the summary says how many copies are left out, and others keep their order."""
+    once = write_records(tmp_path / "once.jsonl", 120)
+    plain = open_data(make(source="jsonl", path=once))
+    assert "0 skipped" in plain.summary
+    lines = Path(once).read_text().splitlines()
+    (tmp_path / "twice.jsonl").write_text("\n".join(line for line in lines for _ in range(2)))
+    data = open_data(make(source="jsonl", path=str(tmp_path / "twice.jsonl")))
+    heldout = {record.prompt for record in data.heldout_records(1000)}
+    twins = 20 - (len(data.heldout_records(1000)) - len(heldout)) * 2  # whose copy isn't held out, too
+    assert len(heldout) < 21 and f"{twins} skipped ({twins} copies of held-out records)" in data.summary
+    seen = {record.prompt for step in range(60) for record in documents(data, data.batch_at(step))}
+    assert data.epoch_at(60) > 0 and seen == {f"what is {i} + {i}?\n" for i in range(120)} - heldout
+    (tmp_path / "same.jsonl").write_text("\n".join(lines[:1] * 40))
+    with pytest.raises(UserError, match="every record to train on is a copy of one that is held out"):
+        open_data(make(source="jsonl", path=str(tmp_path / "same.jsonl")))
+
+
 def test_no_heldout_records() -> None:
     data = open_data(make(heldout_records=0))
     assert list(data.heldout_batches()) == [] and data.heldout_records(5) == []

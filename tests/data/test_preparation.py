@@ -15,7 +15,7 @@ import pytest
 from dreamer_jax.data import preparation, preparation_worker, readers
 from dreamer_jax.data.preparation import prepare
 from dreamer_jax.data.preparation_worker import is_heldout
-from dreamer_jax.data.storage import Kept
+from dreamer_jax.data.storage import Kept, explained
 from dreamer_jax.errors import ConfigError, UserError
 from tests.data.preparing import contents, problems, run, start, texts, write_lines, write_mixture
 from tests.outside import SAMPLES, sample
@@ -199,6 +199,49 @@ def test_an_unfinished_preparation_goes_on(corpus: Path, tmp_path: Path, monkeyp
     prepare(corpus, out, 1, say=lines.append)
     assert lines[-1] == f"{out} is already prepared"
     assert contents(out) == contents(tmp_path / "whole") and not (out / "work").exists()
+
+
+@pytest.mark.parametrize("lost", ["report.json", "shards/first-00000.array_record", "heldout/first.jsonl"])
+def test_what_is_missing_of_finished_data_is_said(tmp_path: Path, lost: str) -> None:
+    """ "Prepare again" is what those who read the data are told: then it mustn't say that all is done."""
+    write_lines(tmp_path / "first.jsonl", problems(60))
+    write_lines(tmp_path / "second.jsonl", problems(5, seed=1))
+    mixture = write_mixture(tmp_path / "mixture.yaml", HOLDING_OUT.format(tmp_path))
+    run(mixture, tmp_path / "out")
+    (tmp_path / "out" / lost).unlink()
+    with pytest.raises(UserError, match=rf"{lost}.* is missing.*remove the folder and prepare again"):
+        run(mixture, tmp_path / "out")
+
+
+def test_nothing_that_is_kept_is_no_data(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", problems(9))
+    text = f"sources: {{a: {{path: {tmp_path}/a.jsonl}}}}\nclean: {{max_characters: 3}}"
+    mixture = write_mixture(tmp_path / "m.yaml", text)
+    with pytest.raises(UserError, match=r"no record of any source is kept \(most, 9, as over max_characters\)"):
+        run(mixture, tmp_path / "out")
+    assert not (tmp_path / "out" / "index.json").exists()
+
+
+def test_faults_that_show_later_are_named_where_they_are_written(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", problems(3))
+    for line, said in (
+        ("prompt: 'a {'", r"sources\.a\.prompt"),
+        ("completion: x", r"sources\.a\.completion: 'x' names no field"),
+        ("format: task", r"sources\.a\.path: no task"),
+    ):
+        text = f"sources:\n  a:\n    path: {tmp_path}/a.jsonl\n    {line}\n"
+        mixture = write_mixture(tmp_path / "m.yaml", text)
+        row = 3 if "no task" in said else 4
+        with pytest.raises(ConfigError, match=rf"m\.yaml:{row}: {said}"):
+            run(mixture, tmp_path / "out")
+
+
+def test_a_disk_that_is_full_while_numpy_writes_is_said() -> None:
+    with (
+        pytest.raises(UserError, match=r"no space left to write \(128 requested and 7 written\)"),
+        explained(Path("x")),
+    ):
+        raise OSError("128 requested and 7 written")
 
 
 def test_other_settings_or_inputs_are_refused(corpus: Path, tmp_path: Path) -> None:

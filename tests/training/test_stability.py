@@ -181,3 +181,25 @@ def test_a_reader_that_is_gone_is_no_regular_end(monkeypatch):
     monkeypatch.setattr(sys, "stdout", closed)
     with pytest.raises(BrokenPipeError):
         Console(Config()).say("step 1")
+
+
+GOES_ON = """
+import sys, time
+from dreamer_jax.cli.main import main
+from dreamer_jax.data import Data
+asked = Data.training_batches
+def planning(self, *arguments):
+    time.sleep(3)
+    yield from asked(self, *arguments)
+Data.training_batches = planning
+sys.exit(main(["train", "quickstart", "--training.steps=1", "--safety.stuck_seconds=2", "--data.heldout_records=0",
+               "--evaluation.harder=0", "--run.dir", sys.argv[1]]))
+"""
+
+
+@pytest.mark.slow
+def test_to_plan_all_rounds_again_is_no_standstill(tmp_path):
+    """What a run that goes on may take before its first step."""
+    words = [sys.executable, "-c", GOES_ON, str(tmp_path / "run")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
