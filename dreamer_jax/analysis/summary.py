@@ -11,7 +11,7 @@ from dreamer_jax.analysis.convergence import EDGES, SETTLED
 from dreamer_jax.analysis.distributions import expert_numbers
 from dreamer_jax.analysis.hops import hop_summary
 from dreamer_jax.analysis.observation import Sums
-from dreamer_jax.families import build
+from dreamer_jax.families import Family, build
 
 EXPERTS = "expert_attention"
 READ = 10
@@ -41,7 +41,8 @@ def summarise(config: Any, sums: Sums, model_state: Any) -> Summary:
         models that have some.
         `slots`, of models with parameter attention, see `_slots`.
         `hops`, of graphs, see `hop_summary`.
-        `observed`: averages over the tokens, [L], of what else the family's blocks saw, where there is something.
+        `observed`: averages over the tokens, [L], of what else the family's blocks saw, where there is something; or
+        over some of them (`Family.observed_over`), None where there are none.
     """
     family, tokens = build(config), int(sums["tokens"])
     attention = None
@@ -71,8 +72,15 @@ def summarise(config: Any, sums: Sums, model_state: Any) -> Summary:
         summary["slots"] = _slots(sums["slot_scores"] / max(1, tokens))
     if "hop_nodes" in sums:
         summary["hops"] = hop_summary(sums["hop_reached"], sums["hop_nodes"])
-    others = {name: (values / max(1, tokens)).tolist() for name, values in sums.items() if name not in KNOWN}
+    others = {name: _average(name, sums, tokens, family) for name in sums if name not in KNOWN}
     return summary | ({"observed": others} if others else {})
+
+
+def _average(name: str, sums: Sums, tokens: int, family: Family) -> list[Any]:
+    over = family.observed_over.get(name)
+    if over is None:
+        return (sums[name] / max(1, tokens)).tolist()
+    return [float(its / count) if count else None for its, count in zip(sums[name], sums[over], strict=True)]
 
 
 def _finite(values: np.ndarray) -> list[float | None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dreamer_jax.budget import analytic
 from dreamer_jax.cli.arguments import Parser, figure_file
-from dreamer_jax.config import load_config
+from dreamer_jax.config import Config, load_config
 from dreamer_jax.errors import UserError
 from dreamer_jax.evaluation.comparison import (
     AVERAGE,
@@ -50,6 +50,8 @@ def run(arguments: list[str]) -> int:
     else:
         _print_table(rows, own)
         for line in _other_questions({directory: questions_of(Path(directory)) for directory in directories}):
+            print(line)
+        for line in _other_data(configs):
             print(line)
         if own:
             print(f"average: {_of(shared)}")
@@ -129,6 +131,25 @@ def _benchmarks(curves: dict[str, Curve], baseline: dict[str, Curve]) -> dict[st
 
 def _of(labels: list[str]) -> str:
     return f"of {', '.join(labels)}" if len(labels) > 1 else "none, as the runs have no two benchmarks in common"
+
+
+def _other_data(configs: dict[str, Config]) -> list[str]:
+    """A line where the held-out results of runs are of different data."""
+
+    def held(config: Config) -> dict[str, Any]:
+        data = config.data
+        keys = {"task": ("task", "difficulty"), "puzzle": ("puzzle",)}.get(data.source, ("prompt", "completion"))
+        if data.source in ("jsonl", "prepared"):
+            keys += ("tokenizer", *(("heldout_path",) if data.heldout_path else ("path", "heldout_records")))
+        return {key: getattr(data, key) for key in ("source", *keys)}
+
+    first, *others = configs
+    for other in others:
+        one, two = held(configs[first]), held(configs[other])
+        different = [f"data.{key}" for key in {**one, **two} if one.get(key) != two.get(key)]
+        if different:
+            return [f"held-out results are of other data: {other} differs from {first} in {', '.join(different)}"]
+    return []
 
 
 def _other_questions(runs: dict[str, dict[str, set[int]]]) -> list[str]:

@@ -142,10 +142,11 @@ def tokens_to_reach(curve: Curve, level: float) -> float | None:
 def data_efficiency(curve: Curve, baseline: Curve) -> float | None:
     """How many times fewer training tokens a run needs to reach the baseline's best accuracy (Table 2's DE).
 
-    1 for the baseline itself; None if the run never gets there, or nothing was measured.
+    1 for the baseline itself; None if the run never gets there, nothing was measured, or the baseline's best is an
+    accuracy of 0, which every curve has reached.
     """
     top = best(baseline)
-    reached = tokens_to_reach(curve, top[1]) if top else None
+    reached = tokens_to_reach(curve, top[1]) if top and top[1] else None
     return top[0] / reached if top and reached else None
 
 

@@ -93,7 +93,11 @@ def evaluate(
         for i in [i for i in range(len(wanted)) if i in records.done and ("cut" in records.done[i]) != (i in cut)]:
             del records.done[i]
         _answer(task, label, wanted, cut, records, settings, model, say)
-        results[label] = _result(task, settings, [records.done[i] for i in range(len(wanted))], len(cut))
+        try:
+            results[label] = _result(task, settings, [records.done[i] for i in range(len(wanted))], len(cut))
+        except KeyError as error:  # a line that somebody has changed
+            problem = f"a record of {label} has no {error}"
+            raise UserError(f"{problem}: move the file of its records away, or start anew with --fresh") from None
         replace = len(records.done) <= len(wanted)
         kept = _write(folder / "results.json", dict(source), label, results[label], replace)
         if kept:

@@ -159,6 +159,8 @@ class Family(abc.ABC):
     parts: ClassVar[tuple[str, ...]] = ()
     cached_parts: ClassVar[tuple[str, ...]] = ()
     remedies: ClassVar[Mapping[str, str]] = {}
+    observed_over: ClassVar[Mapping[str, str]] = {}
+    """What is observed -> the other sum of positions that it is averaged over; by default all tokens."""
     output_depths: ClassVar[int | None] = None
     """Of how many depths, the last ones, the outputs are kept for the loss; None for all."""
 

@@ -83,6 +83,7 @@ class Cotformer(Family):
 
     parts = ("embedding", "begin", "middle", "repeats", "end", "head")
     cached_parts = ("begin", "middle", "end")
+    observed_over = {"gate": "repeats"}  # noqa: RUF012
     remedies = {  # noqa: RUF012
         "embedding": "model.vocab_size or model.hidden_size",
         "head": "model.vocab_size or model.hidden_size",

@@ -233,7 +233,8 @@ class Moeut(Family):
         entropy, _ = super().loss(params, passed, batch)
         experts, attention = (jnp.sum(each * targets) for each in regularisers(passed))
         total = entropy + c.expert_entropy_weight * experts + c.attention_entropy_weight * attention
-        return total, {"expert_entropy": -experts / c.layers, "attention_entropy": -attention / (2 * c.layers)}
+        entropies = {"expert_entropy": -experts / c.layers, "attention_entropy": -attention / (2 * c.layers)}
+        return total, {"last_loss": entropy, **entropies}
 
     def choices(self, router: str, counted: int) -> int:
         """Every head has attention experts of its own, and their numbers are counted in a row."""

@@ -75,6 +75,7 @@ class Universal(Family):
 
     parts = ("embedding", "signals", "attention", "mlp", "halting", "residual", "head")
     cached_parts = ("attention",)
+    observed_over = {"halting_probability": "running"}  # noqa: RUF012
     remedies = {  # noqa: RUF012
         "embedding": "model.vocab_size or model.hidden_size",
         "head": "model.vocab_size or model.hidden_size",
@@ -159,7 +160,7 @@ class Universal(Family):
         after = ponder(before, p, result, depth.index + 1 >= depth.total, c.halting_epsilon, c.halting)
         counts = {}
         if self.observe:
-            seen = {"running": before.running, "halting_probability": p}
+            seen = {"running": before.running, "halting_probability": p * before.running}
             counts = {name: jnp.sum(each.reshape(-1) * context.real * 1.0) for name, each in seen.items()}
         if c.copy_halted:
             result = jnp.where(before.running[..., None], result, state.x)
@@ -222,7 +223,8 @@ class Universal(Family):
         if pondered is None:
             return entropy, {}
         cost = jnp.sum(pondered.cost * batch["loss_mask"])
-        return entropy + self.config.ponder_weight * cost, {"updates": jnp.sum(pondered.updates * batch["loss_mask"])}
+        updates = jnp.sum(pondered.updates * batch["loss_mask"])
+        return entropy + self.config.ponder_weight * cost, {"last_loss": entropy, "updates": updates}
 
     # Counting.
 

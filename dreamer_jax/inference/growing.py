@@ -70,10 +70,11 @@ class Growing:
         piece, but for a part of one that stands before it.
         """
         found = []
-        for begin, end, known in zip([0, *self._ends][start:], self._ends[start:], self._known[start:], strict=False):
-            if known > self._certain and not (self.stopped and begin < self._certain):
+        for number in range(start, len(self._ends)):
+            begin = self._ends[number - 1] if number else 0
+            if self._known[number] > self._certain and not (self.stopped and begin < self._certain):
                 break
-            found.append(self._whole[begin : min(end, self._certain)])
+            found.append(self._whole[begin : min(self._ends[number], self._certain)])
         return found
 
     def _whole_characters(self) -> int:

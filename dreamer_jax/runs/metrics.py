@@ -160,9 +160,13 @@ def _without_torch() -> Iterator[None]:
 
 
 def read_metrics(directory: Path) -> list[dict[str, float]]:
-    """The records of a run's metrics.jsonl, in order; a line cut short by a kill is left out, and what isn't of a
-    step."""
-    return [record for record in read_lines(directory / "metrics.jsonl") if isinstance(record.get("step"), int)]
+    """The records of a run's metrics.jsonl, in order; a line cut short by a kill is left out, and what no run writes:
+    without a step, or with what isn't a number."""
+
+    def whole(record: Mapping[str, Any]) -> bool:
+        return type(record.get("step")) is int and all(type(value) in (int, float) for value in record.values())
+
+    return [record for record in read_lines(directory / "metrics.jsonl") if whole(record)]
 
 
 def newest_values(records: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -191,8 +191,8 @@ class ServingEngine(Protocol):
         """
         ...
 
-    def cancel(self, number: int) -> None:
-        """End a request at the next step, if it is still there; it is delivered as "cancelled"."""
+    def cancel(self, number: int, finish: Finish = "cancelled") -> None:
+        """End a request at the next step, if it is still there; it is delivered, and counted, as `finish`."""
         ...
 
     def view(self) -> View:

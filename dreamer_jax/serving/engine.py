@@ -165,11 +165,11 @@ class ServedEngine:
             self._changed.notify_all()
         return [job.number for job in jobs]
 
-    def cancel(self, number: int) -> None:
-        """End a request at the next step, if it is still there; it is delivered as "cancelled"."""
+    def cancel(self, number: int, finish: Finish = "cancelled") -> None:
+        """End a request at the next step, if it is still there; it is delivered, and counted, as `finish`."""
         with self._changed:
             if self._state in ("ready", "stopping"):
-                self._commands.append(("cancel", number))
+                self._commands.append(("cancel", (number, finish)))
                 self._changed.notify_all()
 
     def view(self) -> View:
@@ -252,8 +252,8 @@ class ServedEngine:
             if name == "submit":
                 self._jobs[given.number] = given
                 self._scheduler.wait(given)
-            elif given in self._jobs:
-                self._end(self._jobs[given], "cancelled")
+            elif given[0] in self._jobs:
+                self._end(self._jobs[given[0]], given[1])
         if self._state == "ready":
             return True
         return bool(self._jobs) and self._deadline is not None and time.monotonic() < self._deadline

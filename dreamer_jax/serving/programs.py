@@ -158,8 +158,8 @@ def chunk(
 
     Args:
         table: [1, M] int32.
-        tokens: [1, P] int32, at positions start .. start + P - 1. What lies at or after `length` is padding, and its
-            slots are written again before anything looks at them.
+        tokens: [1, P] int32, at positions start .. start + P - 1. What lies at or after `length` is padding, and leaves
+            nothing: its pages may be another request's, or somebody's before.
         start, length, depth: [1] int32, of the chunk; of the prompt; L of its passes.
 
     Returns:
@@ -167,6 +167,7 @@ def chunk(
         positions [1, P, h]; and the pool.
     """
     positions, own = start + jnp.arange(tokens.shape[1])[None], depth[0]
+    positions = jnp.where(positions < length, positions, NOWHERE)
 
     def deeper(l: jax.Array, carry: tuple[Flight, PyTree]) -> tuple[Flight, PyTree]:
         flight, slots = carry

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -111,6 +112,7 @@ class Answering:
         self.prompt_tokens = 0
         self._changed, self.slow = asyncio.Event(), asyncio.Event()
         self._broken = ""
+        self._waiting: Counter[int] = Counter()
 
     def submit(self, requests: Sequence[Request], prompts: int) -> None:
         """Hand in all requests, or none.
@@ -162,6 +164,7 @@ class Answering:
         while True:
             ended, broken = self._ended(), self._broken
             parts = [choice.next_part() for choice in self.choices]
+            self._waiting.clear()
             text = b"".join(event(self._shapes.chunk(part)) for part in parts if part is not None)
             if text:
                 await _sent(send, text)
@@ -193,17 +196,24 @@ class Answering:
         if update.tokens and not choice.tokens:
             self._metrics.first_token(time.monotonic() - self._began)
         if choice.take(update):
-            self._engine.cancel(self._numbers[index])
+            self._engine.cancel(self._numbers[index], "stop")
         if choice.finish is None and update.finish is not None:
             self._broken = update.finish
-        if self._streamed and sum(each.waiting for each in self.choices) > MOST_WAITING:
-            self.slow.set()
+        if self._streamed:
+            self._waiting[index] = choice.waiting  # of the others nothing has changed
+            if self._waiting.total() > MOST_WAITING:
+                self.slow.set()
         self._changed.set()
 
 
 def event(content: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    """One server-sent event, on one line also for those who end lines where Unicode does."""
+    return (
+        b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).translate(_ENDS).encode() + b"\n\n"
+    )
+
+
+_ENDS = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u2029"}
 
 
 async def _sent(send: Send, text: bytes) -> None:

@@ -105,9 +105,16 @@ def efficiency(
         _means(its, np.array(weights), np.array(chosen))
         for its, chosen in zip((member, baseline), zip(*picks, strict=True), strict=True)
     ]
-    drawn = [advantage(*pair) for pair in zip(*curves, strict=True)]
+    # A draw of seeds that learn nothing has no factor where the baseline's do: it is as far behind as can be.
+    drawn = [0.0 if _learns_nothing(*pair) else advantage(*pair) for pair in zip(*curves, strict=True)]
     ends = np.percentile([each for each in drawn if each is not None], INTERVAL)
     return value, (float(ends[0]), float(ends[1]))
+
+
+def _learns_nothing(curve: Curve, baseline: Curve) -> bool:
+    """Whether its accuracy stays 0 where the baseline's doesn't."""
+    own, theirs = best(curve), best(baseline)
+    return own is not None and theirs is not None and own[1] == 0 and theirs[1] > 0
 
 
 def _of_filled_parts(*of_members: Sequence[Run]) -> list[list[Run]]:

@@ -16,13 +16,14 @@ import numpy as np
 
 from dreamer_jax.config import Config
 from dreamer_jax.errors import UserError
-from dreamer_jax.families import build
+from dreamer_jax.families import Family, build
 from dreamer_jax.json_files import read_object
 from dreamer_jax.runs.folders import open_run, write_atomically
 from dreamer_jax.runs.models import locate_run
 from dreamer_jax.studies.cells import accuracies, gradient_norms
 from dreamer_jax.studies.published import PUBLISHED
 from dreamer_jax.studies.variants import BASE, Variant, parameters
+from dreamer_jax.training.depths import deepest
 from dreamer_jax.training.loop import Extras, train
 
 FILE = "frontier.json"
@@ -114,15 +115,23 @@ def open_result(folder: Path, task: str, preset: str, instances: int) -> Result:
         return {**about, "models": {}}
     fix = "remove it; runs that are complete stay, and are measured again"
     before: Result = read_object(file, fix, ("models",))
-    models = before["models"].values() if isinstance(before["models"], dict) else [None]
+    models: list[Any] = [*before["models"].values()] if isinstance(before["models"], dict) else [None]
     parts = ("headline", "parameters", "seeds")
     if any(not isinstance(its, dict) or any(part not in its for part in parts) for its in models):
         raise UserError(f"{file} is damaged: a model lacks one of {', '.join(parts)}; {fix}")
+    seeds = [its["seeds"] for its in models]
+    if not all(isinstance(its, dict) and all(_is_seed(seed, grid.depths) for seed in its.values()) for its in seeds):
+        raise UserError(f"{file} is damaged: a seed lacks accuracies; {fix}")
     other = [name for name in about if before.get(name) != about[name]]
     if other:
         said = ", ".join(f"{name} {before.get(name)} instead of {about[name]}" for name in other)
         raise UserError(f"{folder} holds another study: {said}; use another --out")
     return before
+
+
+def _is_seed(seed: Any, depths: Sequence[int]) -> bool:
+    rows = seed.get("accuracy") if isinstance(seed, dict) else None
+    return isinstance(rows, dict) and all(isinstance(rows.get(str(depth)), list) for depth in depths)
 
 
 def entry_of(result: Result, variant: Variant) -> Result:
@@ -145,13 +154,16 @@ def size(model: Result) -> str:
     return f"{model['parameters']:,} parameters, {seeds} seed{'s' if seeds > 1 else ''}"
 
 
-def trained_range(config: Config) -> dict[str, list[int]]:
-    """The task depths and thinking steps of training, from and to."""
-    puzzle, model = config.data.puzzle, build(config.model)
-    return {
-        "depths": [puzzle.easiest, puzzle.difficulty],
-        "steps": [getattr(config.model, "depth_min", model.depth), model.depth],
-    }
+def trained_range(config: Config) -> dict[str, list[int] | None]:
+    """The task depths and thinking steps of training, from and to; None of steps that are drawn from a long tail."""
+    puzzle, recurrence, model = config.data.puzzle, config.recurrence, build(config.model)
+    most = deepest(recurrence, model)
+    least: int | None = {"fixed": most, "uniform": recurrence.least}.get(recurrence.draw)
+    if recurrence.draw == "model":
+        most, alike = model.depth, type(model).draw is Family.draw
+        least = most if alike else getattr(config.model, "depth_min", None)
+    steps = None if least is None else [least, most]
+    return {"depths": [puzzle.easiest, puzzle.difficulty], "steps": steps}
 
 
 def gradient_steps(config: Config) -> int:

@@ -19,7 +19,10 @@ LOWEST = 0.4
 def draw(result: Result, folder: Path) -> list[Path]:
     """Write frontier.png and .svg, and gradients.png and .svg where they were measured; returns their paths."""
     names = list(result["models"])
-    panels = [("the paper", published_cells(result), None)]
+    published = PUBLISHED[result["task"]]
+    panels: list[tuple[str, np.ndarray, Any]] = [
+        ("the paper", published_cells(result), {"depths": published.depths, "steps": published.trained})
+    ]
     for name in names:
         model = result["models"][name]
         panels.append((f"{name}, {size(model)}", mean_cells(result, name), model["trained"]))
@@ -30,7 +33,7 @@ def draw(result: Result, folder: Path) -> list[Path]:
     def heat(canvas: Any, theme: dict[str, Any]) -> None:
         for place, (title, cells, trained) in enumerate(panels, 1):
             axes = canvas.add_subplot(rows, columns, place)
-            _panel(axes, result, cells, trained or result["models"][names[0]]["trained"])
+            _panel(axes, result, cells, trained)
             axes.set_title(title, fontsize=9)
 
     figures = [Figure("frontier", "", "", (width * columns, height * rows), heat)]
@@ -43,8 +46,8 @@ def draw(result: Result, folder: Path) -> list[Path]:
     return [Path(path) for figure in figures for path in figure.save(folder)]
 
 
-def _panel(axes: Any, result: Result, cells: np.ndarray, trained: dict[str, list[int]]) -> None:
-    """A table of accuracies, with dashed lines where training ends."""
+def _panel(axes: Any, result: Result, cells: np.ndarray, trained: dict[str, Sequence[int] | None]) -> None:
+    """A table of accuracies, with dashed lines where training ends; none where what it drew has no ends."""
     depths, steps = result["depths"], result["steps"]
     axes.imshow(cells, aspect="auto", cmap=MAP, vmin=LOWEST, vmax=1, interpolation="nearest")
     for (i, j), share in np.ndenumerate(cells):
@@ -60,8 +63,10 @@ def _panel(axes: Any, result: Result, cells: np.ndarray, trained: dict[str, list
     axes.set(xlabel="thinking steps", ylabel=PUBLISHED[result["task"]].unit)
 
 
-def borders(ticks: Sequence[int], trained: Sequence[int]) -> list[float]:
+def borders(ticks: Sequence[int], trained: Sequence[int] | None) -> list[float]:
     """Between which ticks a range begins and ends, as places along the axis; none at the ends of the axis."""
+    if trained is None:
+        return []
     first, last = trained
     places = [sum(tick < first for tick in ticks), sum(tick <= last for tick in ticks)]
     return [place - 0.5 for place in places if 0 < place < len(ticks)]

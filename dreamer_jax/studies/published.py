@@ -12,12 +12,16 @@ class Published(NamedTuple):
     Attributes:
         figure: its number.
         unit: what depths are counted in.
+        depths: of training, from and to (section 4).
+        trained: T of training, from and to (Table 2).
         steps: T of each column.
         accuracy: depth -> a number for each T.
     """
 
     figure: int
     unit: str
+    depths: tuple[int, int]
+    trained: tuple[int, int]
     steps: tuple[int, ...]
     accuracy: dict[int, tuple[float, ...]]
 
@@ -26,6 +30,8 @@ PUBLISHED = {
     "graph": Published(
         1,
         "hops",
+        (1, 5),
+        (5, 8),
         (1, 2, 3, 5, 8, 12, 15, 20),
         {
             1: (0.97, 0.97, 1.00, 1.00, 1.00, 1.00, 1.00, 1.00),
@@ -41,6 +47,8 @@ PUBLISHED = {
     "boolean": Published(
         2,
         "nesting",
+        (1, 8),
+        (4, 16),
         (1, 2, 4, 6, 8, 10, 12, 16, 20, 24),
         {
             2: (0.59, 0.82, 1.00, 1.00, 1.00, 1.00, 1.00, 1.00, 1.00, 1.00),
@@ -55,6 +63,8 @@ PUBLISHED = {
     "family": Published(
         3,
         "links",
+        (2, 5),
+        (1, 12),
         (1, 2, 4, 6, 8, 10, 12, 16, 20),
         {
             2: (0.80, 0.86, 0.86, 0.86, 0.86, 0.86, 0.86, 0.86, 0.86),

@@ -280,6 +280,7 @@ def _parts(run: Path, metric: str) -> list[list[list[float]]]:
     if not names:
         return []
     # A run that went on from a checkpoint keeps what it measured behind it, at steps that may not come again.
-    kept, value = kept_parts(run), "heldout/loss" if metric == LOSS else "heldout/exact_match"
+    kept = {step: parts for step, parts in kept_parts(run).items() if parts.keys() >= {*names}}
+    value = "heldout/loss" if metric == LOSS else "heldout/exact_match"
     steps = dict.fromkeys(int(its["step"]) for its in read_metrics(run) if value in its)
     return [[kept[step][name] for name in names] for step in steps] if steps.keys() <= kept.keys() else []

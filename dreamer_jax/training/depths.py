@@ -172,7 +172,7 @@ def loss(
     if config.jacobian and keys is not None:
         size = jnp.sum(jacobian(smooth or family, params, passed, keys) * batch["loss_mask"])
         total, logged = total + config.jacobian * size, {**logged, "last_jacobian": size}
-    return total, logged if total is last else {**logged, "last_loss": last}
+    return total, logged if total is last else {"last_loss": last, **logged}
 
 
 def _earlier(scored: int, family: Family, params: Any, passed: Pass, batch: Batch) -> jax.Array:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dreamer_jax.config import load_config
 from dreamer_jax.config.sections import Config
+from dreamer_jax.families import Family, build
 from dreamer_jax.runs.metrics import read_metrics
 
 Curve = list[tuple[float, float]]
@@ -16,8 +18,12 @@ def draw_figures(directory: Path) -> list[Path]:
     records = read_metrics(directory)
     folder = directory / "figures"
     folder.mkdir(exist_ok=True)
-    own = "last_loss" if any("last_loss" in record for record in records) else "loss"  # without what is added to it
-    loss = {"training": own, "held-out": "heldout/loss"}
+    own, training = "loss", "training"
+    if any("last_loss" in record for record in records):
+        own = "last_loss"  # without what is added to it
+    elif (directory / "config.yaml").is_file() and _weighs(load_config(directory / "config.yaml").config):
+        training = "training, as it is minimised"
+    loss = {training: own, "held-out": "heldout/loss"}
     accuracy = {"held-out": "heldout/exact_match", "harder than trained": "harder/exact_match"}
     drawn = []
     for keys, label, name in ((loss, "loss (nats per token)", "loss"), (accuracy, "exact match", "accuracy")):
@@ -25,6 +31,11 @@ def draw_figures(directory: Path) -> list[Path]:
         if draw_curves(curves, "step", label, folder / f"{name}.png", top=1.02 if name == "accuracy" else None):
             drawn.append(folder / f"{name}.png")
     return drawn
+
+
+def _weighs(config: Config) -> bool:
+    """Whether the family's loss is more than the cross-entropy that is held out."""
+    return type(build(config.model)).loss is not Family.loss
 
 
 def heldout_curve(directory: Path, config: Config, name: str = "loss") -> Curve:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -19,9 +20,18 @@ from dreamer_jax.analysis.report import numbers
 from dreamer_jax.analysis.summary import scalars, summarise
 from dreamer_jax.config.sections import MeshConfig
 from dreamer_jax.errors import UserError
+from dreamer_jax.families import build, forward, initialise
 from dreamer_jax.parallel import make_mesh
 from tests.analysis.brute_force import statistics
-from tests.families.cases import POSITIONS, SEGMENT_IDS, apply, random_tokens, random_weights, small_config
+from tests.families.cases import (
+    POSITIONS,
+    SEGMENT_IDS,
+    TINY_MODELS,
+    apply,
+    random_tokens,
+    random_weights,
+    small_config,
+)
 
 ONE, EIGHT = make_mesh(MeshConfig(data=(1,))), make_mesh(MeshConfig(data=(8,)))
 
@@ -199,3 +209,39 @@ def test_lens_targets_are_spread_over_a_row(monkeypatch):
     found = list(zip(np.asarray(rows)[counted].tolist(), np.asarray(columns)[counted].tolist(), strict=True))
     assert found == [(0, 3), (0, 6), (0, 9), (1, 2), (1, 7)]
     assert len(counted) == 9
+
+
+def test_gates_are_averaged_over_who_goes_on():
+    """Universal Transformer and CoTFormer: over the positions that a depth is computed for, not over all."""
+    for name, going_on, asked, changes in (
+        ("universal", "running", "halting_probability", {"halting_bias": 1.0}),
+        ("cotformer", "repeats", "gate", {"adaptive": True, "decide": "capacity"}),
+    ):
+        config = dataclasses.replace(TINY_MODELS[name], **changes)
+        family = build(config)
+        params, batch = initialise(family, jax.random.key(1))[0], make_batch(config)
+
+        def observe(step, family=family, name=name):
+            def seen(weights, state, inputs, depth, memory, context):
+                stepped = step(weights, state, inputs, depth, memory, context)
+                if name == "cotformer":
+                    return stepped._replace(counts=(state.active, stepped.state.gate))
+                x = family.signals(state.x, context.positions, depth)
+                gate = family.unit.apply({"params": weights.shared["halting"]}, x)
+                return stepped._replace(counts=(state.pondered.running, gate))
+
+            return seen
+
+        going, gates = map(np.asarray, forward(family, params, {}, batch, observe=observe).counts)
+        going = going & (SEGMENT_IDS > 0)
+        found = summarise(config, make_observer(config, ONE)(params, {}, batch), {})["observed"]
+        share, gate = found[going_on], found[asked]
+        np.testing.assert_allclose(
+            share, going.mean(axis=(1, 2)) * SEGMENT_IDS.size / (SEGMENT_IDS > 0).sum(), rtol=1e-6
+        )
+        for of_depth, its, all_gates in zip(gate, going, gates, strict=True):
+            if its.any():
+                assert of_depth == pytest.approx(all_gates[its].mean(), rel=1e-5)
+            else:
+                assert of_depth is None
+        assert any(0 < its.mean() < 1 for its in going)

@@ -65,6 +65,24 @@ def test_every_evaluation_is_drawn(runs, tmp_path, monkeypatch):
     assert curve == [(50, 1.5), (70, 0.7), (110, 1.1)]
 
 
+def test_held_out_results_of_other_data_are_said(runs, capsys):
+    assert main(["compare", *runs]) == 0
+    assert "of other data" not in capsys.readouterr().out
+    config = Path(runs[1]) / "config.yaml"
+    config.write_text(config.read_text().replace("difficulty: 4", "difficulty: 3"))
+    assert main(["compare", *runs]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert f"held-out results are of other data: {runs[1]} differs from {runs[0]} in data.difficulty" in said
+
+
+def test_lines_of_metrics_that_no_run_writes_are_left_out(runs, capsys):
+    with open(f"{runs[1]}/metrics.jsonl", "a") as file:
+        for line in ({"heldout/exact_match": 0.5}, {"step": 5, "heldout/exact_match": "x"}, {"step": "5"}, [], {}):
+            file.write(json.dumps(line) + "\n")
+    assert main(["compare", *runs]) == 0
+    assert "1.5000" in capsys.readouterr().out
+
+
 def test_data_efficiency_against_a_baseline(runs, capsys):
     for run, values in zip(runs, ((0.1, 0.2), (0.1, 0.3)), strict=True):
         metrics = [{"step": step, "eval/gsm8k/strict": value} for step, value in zip((5, 10), values, strict=True)]

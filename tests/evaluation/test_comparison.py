@@ -20,6 +20,8 @@ def test_data_efficiency():
     assert data_efficiency([(10.0, 0.1), (60.0, 0.4)], BASELINE) == pytest.approx(0.5)
     assert data_efficiency([(10.0, 0.1), (20.0, 0.39)], BASELINE) is None
     assert data_efficiency([], BASELINE) is None and data_efficiency(BASELINE, []) is None
+    never = [(10.0, 0.0), (20.0, 0.0)]  # every curve has reached that when it was first measured
+    assert data_efficiency(BASELINE, never) is None and data_efficiency(never, never) is None
 
 
 def test_a_curve_that_falls_again_has_reached_the_level():

@@ -181,6 +181,7 @@ def test_forward_and_loss_are_those_of_the_equations(config):
     np.testing.assert_allclose(np.stack(found, axis=1), terms, rtol=1e-5, atol=1e-6)
     targets = BATCH["loss_mask"].sum(1)
     total = (cross_entropies(wanted, TARGETS) * BATCH["loss_mask"]).sum()
+    np.testing.assert_allclose(logged["last_loss"], total, rtol=1e-5)
     total += (targets * (0.01 * terms[:, 0] + 0.001 * terms[:, 1])).sum()
     np.testing.assert_allclose(loss, total, rtol=1e-5)
     np.testing.assert_allclose(logged["expert_entropy"], -(targets * terms[:, 0]).sum() / config.layers, rtol=1e-5)

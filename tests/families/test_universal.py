@@ -217,6 +217,9 @@ def test_forward_and_loss_are_those_of_the_equations(form):
     np.testing.assert_allclose(state.pondered.remainder, wanted.remainder, atol=1e-5)
     assert set(np.unique(wanted.updates)) > {2, 4}
     assert logged["updates"] == (wanted.updates * its["loss_mask"]).sum()
+    cost = (state.pondered.cost * its["loss_mask"]).sum()
+    np.testing.assert_allclose(logged["last_loss"], loss - TINY.ponder_weight * cost, rtol=1e-5)
+    assert cost > 0 < TINY.ponder_weight
 
 
 @pytest.mark.parametrize("form", ["graves", "interpolate"])

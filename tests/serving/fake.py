@@ -76,6 +76,7 @@ class FakeEngine:
         self.context, self.depth, self.most_waiting, self.dies_at = context, depth, queue, dies_at
         self.samplers = {its.name: its for its in (Static(), Adaptive(), Lossless())}
         self.ready, self.failed, self.submitted, self.cancelled = True, False, list[Request](), list[int]()
+        self.ended_as: dict[int, Finish] = {}
         self._rows: list[Row | None] = [None] * rows
         self._queue: list[Row] = []
         self._counts: Counter[str] = Counter()
@@ -110,9 +111,10 @@ class FakeEngine:
                 self._queue.append(Row(number, request, deliver, self.says(request)))
         return list(range(first, first + len(requests)))
 
-    def cancel(self, number: int) -> None:
+    def cancel(self, number: int, finish: Finish = "cancelled") -> None:
         with self._lock:
             self.cancelled.append(number)
+            self.ended_as[number] = finish
 
     def view(self) -> View:
         with self._lock:
@@ -160,10 +162,10 @@ class FakeEngine:
             self._end_all("failed")
         for row in [row for row in self._queue if row.number in self.cancelled]:
             self._queue.remove(row)
-            self._end(row, "cancelled")
+            self._end(row, self.ended_as[row.number])
         for place, row in enumerate(self._rows):
             if row is not None and row.number in self.cancelled:
-                self._end(row, "cancelled")
+                self._end(row, self.ended_as[row.number])
                 self._rows[place] = row = None
             if row is None and self._queue:
                 self._rows[place] = self._queue.pop(0)

@@ -291,6 +291,10 @@ def test_a_row_that_is_gone_takes_no_more_steps(dreamer):
         dreamer.submit(Request((4,), most), its)
     assert gone.wait().finish == "cancelled" and len(gone.tokens) < 31  # it had the second place
     first.wait()
+    counted, ended = dreamer.view().finished, Taken(lambda its: its.finish or dreamer.cancel(dreamer._numbers, "stop"))
+    dreamer.submit(Request((4,), 31), ended)
+    assert ended.wait().finish == "stop"
+    until(lambda: dreamer.view().finished["stop"] == counted["stop"] + 1)
     until(lambda: not any(dreamer.view().rows))
     before, taken = dreamer.view(), Taken()
     dreamer.submit(Request((5, 6), 12), taken)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -112,4 +113,24 @@ def test_a_family_is_served_like_it_generates(name, devices, monkeypatch):
     for request, its in zip(requests, taken, strict=True):
         row = Engine(model, request.sampler).generate([list(request.prompt)], 10)[0]
         assert (its.wait().tokens, its.depths) == (row.tokens, row.depths), request
+    engine.close(0)
+
+
+@pytest.mark.parametrize("name", ["huginn-always-last", "ouro"])
+def test_what_others_have_left_in_the_pool_changes_nothing(name, monkeypatch):
+    """A prompt's last chunk reaches beyond the pages that the request has."""
+    monkeypatch.setattr(served_engine, "choosings", lambda likeliest: (Choosing(True, True, likeliest),))
+    engine = ServedEngine(folded(name), [Static()], Options(rows=2, context=32, page=2, chunk=8, pages=32, logprobs=1))
+    until(lambda: engine.ready or not engine._thread.is_alive())
+
+    def answers(lengths: tuple[int, ...], most: int, seed: int) -> list[Any]:
+        draws = np.random.default_rng(seed)
+        taken = [Taken() for _ in lengths]
+        for length, its in zip(lengths, taken, strict=True):
+            engine.submit(Request(tuple(draws.integers(0, 23, length).tolist()), most, logprobs=1), its)
+        return [(its.wait().tokens, its.logprobs) for its in taken]
+
+    fresh = answers((9, 10, 17), 1, 0)
+    answers((12, 12, 12, 12), 20, 1)  # they fill the pool
+    assert answers((9, 10, 17), 1, 0) == fresh
     engine.close(0)

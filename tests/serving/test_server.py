@@ -22,6 +22,7 @@ openai: Any = pytest.importorskip("openai", reason="the client that people have"
 
 from dreamer_jax.serving import process  # noqa: E402
 from dreamer_jax.serving.keys import Keys  # noqa: E402
+from dreamer_jax.serving.streaming import event  # noqa: E402
 from tests.serving.asking import client, get, post, said, until  # noqa: E402
 from tests.serving.fake import TOKENIZER, FakeEngine  # noqa: E402
 from tests.serving.served import NAME, make, running  # noqa: E402
@@ -88,6 +89,13 @@ def test_a_stream_is_the_same_text_in_parts(ask):
     assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage and tokens == 60
 
 
+def test_an_event_is_one_line_however_lines_are_told():
+    """Some clients split what they read where Unicode ends lines."""
+    content = {"text": "a\u2028b\x85c\u2029d\r\n\x0b\x0c\x1c\x1d\x1e é世"}
+    line, rest = event(content).decode().splitlines()
+    assert json.loads(line.removeprefix("data: ")) == content and not rest and "é世" in line
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_across_tokens_frees_the_row(plain, ask, stream):
     engine = plain[1]
@@ -100,6 +108,7 @@ def test_a_stop_string_across_tokens_frees_the_row(plain, ask, stream):
     if not stream:
         assert answer.usage.completion_tokens == 6  # those of the stop string were computed, too
     until(lambda: len(engine.cancelled) > before and not any(engine.view().rows))
+    assert engine.ended_as[engine.cancelled[-1]] == "stop"  # as which it is counted: nobody has left
 
 
 def test_the_end_of_text(plain):

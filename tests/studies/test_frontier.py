@@ -119,7 +119,16 @@ def test_another_study_in_the_folder_is_refused(folder: Path) -> None:
         again(folder, "--model.hidden_size", "16")
 
 
-@pytest.mark.parametrize("models", [[], {"dr": {}}, {"dr": {"headline": "DR", "parameters": 1}}])
+HEADED = {"headline": "DR", "parameters": 1}
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        *([], {"dr": {}}, {"dr": HEADED}, {"dr": {**HEADED, "seeds": None}}),
+        *({"dr": {**HEADED, "seeds": {"0": its}}} for its in ({}, None, {"accuracy": {"1": [0.5]}})),
+    ],
+)
 def test_a_damaged_result_is_said(models: object, tmp_path: Path) -> None:
     about = frontier.open_result(tmp_path, "graph", "laptop", 10)
     (tmp_path / "frontier.json").write_text(json.dumps({**about, "models": models}))
@@ -203,6 +212,26 @@ def test_borders_of_training() -> None:
     assert borders([1, 2, 3, 5, 8, 12], [5, 8]) == [2.5, 4.5]
     assert borders([1, 2, 3], [1, 3]) == []  # they would lie on the frame
     assert borders([2, 4, 6], [1, 4]) == [1.5]
+    assert borders([2, 4, 6], None) == []
+
+
+def test_what_training_draws() -> None:
+    """From the paper's configurations it is the paper's; models that draw their own tail have no ends."""
+    for task, published in PUBLISHED.items():
+        (variant,) = variants.variants_of(task, "paper", False, [], [])
+        found = frontier.trained_range(variant.loaded.config)
+        assert found == {"depths": list(published.depths), "steps": list(published.trained)}
+    words = ["--recurrence.draw", "uniform", "--recurrence.least", "2"]
+    for models, more, steps in (
+        (["huginn"], [], None),
+        (["dr"], [], [8, 8]),
+        (["dr"], words, [2, 8]),
+        (["dr"], [*words, "--recurrence.most", "6"], [2, 6]),
+        (["dr"], ["--recurrence.draw", "fixed", "--recurrence.mean", "3"], [3, 3]),
+        (["dr"], ["--recurrence.draw", "exponential"], None),
+    ):
+        config = variants.variants_of("boolean", "laptop", False, models, more)[-1].loaded.config
+        assert frontier.trained_range(config)["steps"] == steps
 
 
 def test_the_papers_numbers() -> None:

@@ -379,6 +379,15 @@ def test_intervals_of_two_seeds_are_what_counting_all_draws_gives():
     assert comparison.efficiency(runs[0][:1], runs[1][:1]) == (3.0, (3.0, 3.0))
 
 
+def test_draws_of_seeds_that_learn_nothing_count():
+    """Of three seeds two are lost: 8 of 27 draws have only those, which are as far behind as can be."""
+    lost = [(tokens, 0.0) for tokens, _ in BASELINE]
+    value, interval = comparison.efficiency(
+        *([comparison.Run(c) for c in its] for its in ([BASELINE, lost, lost], [BASELINE]))
+    )
+    assert value and interval and 0 == interval[0] < value < interval[1]
+
+
 def test_intervals_of_one_seed_are_over_parts_of_what_is_held_out():
     """All three draws of two parts, counted by hand."""
 
