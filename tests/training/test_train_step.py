@@ -144,7 +144,11 @@ def infinite_gradient(params):
 
 
 @pytest.mark.parametrize(
-    ("variant", "damage"), [("LA", infinite_loss), ("LA", infinite_gradient), ("DR+DA", infinite_loss)]
+    ("variant", "damage"),
+    [
+        *(pytest.param("LA", damage, marks=pytest.mark.slow) for damage in (infinite_loss, infinite_gradient)),
+        ("DR+DA", infinite_loss),
+    ],
 )
 def test_a_step_without_finite_loss_and_gradient_changes_nothing(variant, damage):
     """Parameters, moments, their counts and balancing keep their bits; only the step is counted."""
