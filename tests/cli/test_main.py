@@ -234,12 +234,13 @@ def test_a_family_from_outside_through_the_process(tmp_path: Path) -> None:
     empty = tmp_path / "empty.yaml"
     empty.write_text("")
     words = ["config", "show", str(empty), "--model.family", "toy"]
-    done = dreamer(*words, "--family-module", "tests/config/toy_family.py")
-    assert done.stdout.startswith("model:\n  family: toy  # command line\n  laps: 4  # default\n")
+    whole = str(ROOT / "tests" / "families" / "toy.py")
+    done = dreamer(*words, "--family-module", "tests/families/toy.py")
+    assert done.stdout.startswith("model:\n  family: toy  # command line\n  depth: 4  # default\n")
     saved = tmp_path / "config.yaml"
     saved.write_text(done.stdout)
-    again = dreamer("config", "check", str(saved), env=os.environ | {VARIABLE: TOY})
-    assert again.stdout.startswith("ok\n  model    toy, hidden size 8, vocabulary 512, float32\n")
+    again = dreamer("config", "check", str(saved), env=os.environ | {VARIABLE: whole})
+    assert again.stdout.startswith("ok\n  model    toy, hidden size 32, vocabulary 259, float32\n")
     without = dreamer("config", "check", str(saved))
     assert without.returncode == 2
     assert without.stderr.startswith(f"dreamer: error: {saved}:2: model.family: unknown family 'toy' (known: ")
