@@ -34,7 +34,7 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL or error.errno is None:  # NumPy says how much it wrote, and not why no more
+        if error.errno in _FULL or str(error).endswith(" written"):  # NumPy says how much it wrote, and not why no more
             why = error.strerror or error
             raise UserError(f"{path}: no space left to write ({why}); make room and start again") from None
         raise UserError(f"can't write {path}: {error.strerror or error}") from None
