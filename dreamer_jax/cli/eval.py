@@ -83,7 +83,11 @@ def _parser() -> Parser:
     add("--tasks", default="gsm8k,math,mmlu_math,mathqa,ppl", help="of these, with commas between them (all)")
     add("--data", default="data", help="folder of the benchmarks: gsm8k/test.jsonl, math/test.jsonl, ... (data)")
     add("--shots", type=natural, default=0, help="examples before each question (0)")
-    add("--limit", type=positive, help="only the first questions of each task; can be extended later")
+    add(
+        "--limit",
+        type=positive,
+        help="only so many questions of each task, the first of every subject; can be extended later",
+    )
     add("--batch-size", type=positive, default=16, help="rows computed at once (16)")
     add("--max-tokens", type=positive, help="most tokens of an answer (gsm8k 256, math 512)")
     add("--max-length", type=positive, help="most tokens of prompt and answer (2048, or the run's row length if more)")

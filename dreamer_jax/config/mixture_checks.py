@@ -58,12 +58,17 @@ def require_slots(model: DreamerConfig) -> None:
 
 def require_depth_signals(model: DreamerConfig) -> None:
     """Depth counters and what is done about depths beyond the trained ones go together."""
-    rotated = min(model.da_head_size, model.router_size) // (2 if model.depth_counters == "both" else 1)
-    require(
-        model.depth_scaling != "ntk" or rotated > 2,
-        "model.depth_scaling",
-        "ntk has no meaning where each counter turns one pair; take larger model.da_head_size and router_size",
-    )
+    turned = {
+        "router_size": model.router_depth_code,
+        "da_head_size": model.depth_attention and model.da_form != "gated_recurrent",
+        "pa_head_size": model.pa_slots > 0,
+    }
+    for name in (name for name, its in turned.items() if its and model.depth_scaling == "ntk"):
+        require(
+            getattr(model, name) // (2 if model.depth_counters == "both" else 1) > 2,
+            "model.depth_scaling",
+            f"ntk has no meaning where each counter turns one pair; take a larger model.{name}",
+        )
     require(
         model.depth_counters != "learned" or model.depth_scaling != "ntk",
         "model.depth_scaling",

@@ -275,7 +275,7 @@ class EvaluationConfig:
     shots: int = 0
     """Examples before each question of a benchmark."""
     limit: int = 200
-    """Questions of each benchmark, its first ones (0: all)."""
+    """Questions of each benchmark, the first of every subject (0: all)."""
 
     def __post_init__(self) -> None:
         require_positive(self, "evaluation", allow_zero=("harder", "tasks_every", "shots", "limit"))

@@ -112,11 +112,13 @@ def _generation(options: dict[str, Any]) -> tuple:
     """(stops, max_tokens, temperature, top_k, top_p, min_p, seed) of a request's options; temperature 0 is greedy."""
     until = options.get("until") or []
     stops = (until,) if isinstance(until, str) else tuple(until)
-    max_tokens = options.get("max_gen_toks") or options.get("max_new_tokens") or MAX_TOKENS
-    temperature = float(options.get("temperature") or 0.0)
+    lengths = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # as the harness ranks them
+    max_tokens = next((options[name] for name in lengths if options.get(name)), MAX_TOKENS)
+    given = options.get("temperature")
+    temperature = float(given or 0.0)
     if options.get("do_sample") is False:
         temperature = 0.0
-    elif options.get("do_sample") and not temperature:
+    elif options.get("do_sample") and given is None:
         temperature = 1.0
     ranks = int(options.get("top_k") or 0), float(options.get("top_p") or 1.0), float(options.get("min_p") or 0.0)
     return stops, int(max_tokens), temperature, *ranks, int(options.get("seed") or 0)

@@ -22,6 +22,12 @@ LONGEST = 4000
 """Characters of an answer that are looked at, its last ones: the matcher that finds formulas in a text is quadratic."""
 
 
+def require_math_verify() -> None:
+    """Raises UserError unless math-verify is installed."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise UserError(f"the task math needs the package math-verify; {how_to_install('eval')}")
+
+
 class MathJudge:
     """Judges answers to MATH; a context manager that owns one process, started when it is first needed.
 
@@ -35,8 +41,7 @@ class MathJudge:
     """
 
     def __init__(self, seconds: float = 10.0):
-        if importlib.util.find_spec("math_verify") is None:
-            raise UserError(f"the task math needs the package math-verify; {how_to_install('eval')}")
+        require_math_verify()
         self._seconds = seconds
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.Queue[str] = queue.Queue()

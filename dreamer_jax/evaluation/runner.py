@@ -6,6 +6,7 @@ import datetime
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,32 +78,43 @@ def evaluate(
         The results of these tasks.
     """
     results: Results = {}
-    for task in tasks:
-        label = label_of(task, settings)
-        items = task.items(settings, model.tokenizer, row_length)
+    asked = [(task, label_of(task, settings), task.items(settings, model.tokenizer, row_length)) for task in tasks]
+    for task, label, items in asked:  # all of them are there before the first is answered
         identity = {**source, "task": label, "max_length": model.max_length, "items": task.identity(items, settings)}
         records = Records(folder / f"{label}.jsonl", identity, fresh, renew, MEANT)
-        wanted = items[:limit]
-        cut = {i for i, item in enumerate(wanted) if task.cut(item, settings, model)}
+        wanted = spread([getattr(item, "subject", "") for item in items], limit)
+        cut = {i for i in wanted if task.cut(items[i], settings, model)}
         if cut:
             say(
                 f"{label}: {len(cut):,} of {len(wanted):,} prompts are longer than --max-length {model.max_length:,} "
                 "leaves room for, and lose their beginning"
             )
         # Earlier versions marked none, and left out begin-of-text before choices.
-        for i in [i for i in range(len(wanted)) if i in records.done and ("cut" in records.done[i]) != (i in cut)]:
+        for i in [i for i in wanted if i in records.done and ("cut" in records.done[i]) != (i in cut)]:
             del records.done[i]
-        _answer(task, label, wanted, cut, records, settings, model, say)
+        _answer(task, label, items, wanted, cut, records, settings, model, say)
         try:
-            results[label] = _result(task, settings, [records.done[i] for i in range(len(wanted))], len(cut))
-        except KeyError as error:  # a line that somebody has changed
-            problem = f"a record of {label} has no {error}"
+            results[label] = _result(task, settings, [records.done[i] for i in wanted], len(cut))
+        except (KeyError, TypeError, ValueError) as error:  # a line that somebody has changed
+            problem = f"a record of {label} has no {error}" if isinstance(error, KeyError) else f"{label}: {error}"
             raise UserError(f"{problem}: move the file of its records away, or start anew with --fresh") from None
         replace = len(records.done) <= len(wanted)
         kept = _write(folder / "results.json", dict(source), label, results[label], replace)
         if kept:
             say(f"{label}: results.json keeps the numbers over {kept:,} that are already there")
     return results
+
+
+def spread(subjects: Sequence[str], limit: int | None) -> list[int]:
+    """The numbers of so many questions, in order: as many of each subject, the first ones, as far as it has them. Files
+    of benchmarks hold one subject after the other, so that the first questions would be of one alone. With a larger
+    limit there are the same and others."""
+    taken: Counter[str] = Counter()
+    places = []
+    for number, subject in enumerate(subjects):
+        places.append((taken[subject], number))
+        taken[subject] += 1
+    return sorted(number for _, number in sorted(places)[:limit])
 
 
 def label_of(task: Task, settings: Settings) -> str:
@@ -116,20 +128,21 @@ def _answer(
     task: Task,
     label: str,
     items: Sequence[Any],
+    wanted: Sequence[int],
     cut: Container[int],
     records: Records,
     settings: Settings,
     model: LanguageModel,
     say: Callable[[str], None],
 ) -> None:
-    missing = [i for i in range(len(items)) if i not in records.done]
-    if len(missing) < len(items):
-        say(f"{label}: {len(items) - len(missing):,} of {len(items):,} are already there")
+    missing = [i for i in wanted if i not in records.done]
+    if len(missing) < len(wanted):
+        say(f"{label}: {len(wanted) - len(missing):,} of {len(wanted):,} are already there")
     if not missing:
         return
     missing.sort(key=lambda i: -task.size(items[i]))  # the longest first: what is left goes faster than it seems
     amount = CHUNK * model.batch_size
-    progress = _Progress(label, len(items), len(items) - len(missing), say)
+    progress = _Progress(label, len(wanted), len(wanted) - len(missing), say)
     with task.answerer(settings, model) as answer:
         for first in range(0, len(missing), amount):
             part = missing[first : first + amount]
@@ -191,7 +204,8 @@ def _write(path: Path, source: dict[str, Any], label: str, result: dict[str, Any
     if path.is_file():
         content = read_results(path)
         known = content["tasks"] if content["source"] == source else {}
-    before = known.get(label, {}).get("questions", 0)
+    its = known.get(label)
+    before = its.get("questions", 0) if isinstance(its, dict) else 0
     if before > result["questions"] and not replace:
         return before
     text = json.dumps({"source": source, "tasks": known | {label: result}}, indent=1) + "\n"

@@ -17,7 +17,7 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.evaluation import benchmarks, scoring
 from dreamer_jax.evaluation.benchmarks import Question
 from dreamer_jax.evaluation.encoding import rolling_windows
-from dreamer_jax.evaluation.math_judge import MathJudge
+from dreamer_jax.evaluation.math_judge import MathJudge, require_math_verify
 from dreamer_jax.evaluation.scoring import Estimate
 
 if TYPE_CHECKING:
@@ -356,6 +356,12 @@ def _digest(parts: Sequence[Any]) -> str:
     return digest.hexdigest()
 
 
+def _math_questions(folder: Path, shots: int) -> list[Question]:
+    """Those of MATH, if there is what judges the answers: it is missed here, not after hours of answering."""
+    require_math_verify()
+    return benchmarks.math(folder, shots)
+
+
 TASKS: Mapping[str, Task] = {
     task.name: task
     for task in (
@@ -367,7 +373,7 @@ TASKS: Mapping[str, Task] = {
             stops=("Question:", "</s>", "<|im_end|>"),
             max_tokens=256,
         ),
-        Generation("math", benchmarks.math, _math_grader, ("boxed", "anywhere"), stops=("Problem:",), max_tokens=512),
+        Generation("math", _math_questions, _math_grader, ("boxed", "anywhere"), stops=("Problem:",), max_tokens=512),
         Choice("mmlu_math", benchmarks.mmlu_math, ("acc",)),
         Choice("mathqa", benchmarks.mathqa, ("acc", "acc_norm")),
         Perplexity(),

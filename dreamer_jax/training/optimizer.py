@@ -100,6 +100,7 @@ def scale_by_adam_atan2(
     is the paper's text; the published code differs in three ways. It starts the moments at the first gradient and still
     corrects them; it corrects the first moment after the arctangent, not before; after the warm-up both come to the
     same. And its clipping leaves v at 1e-12 at least, so that what has gradients far below 1e-6 hardly moves there.
+    "Any scale" is down to 1e-19, whose squares are still numbers of float32: below, v is 0 and the arctangent pi/2.
 
     Args:
         beta1, beta2: decay of the moments.

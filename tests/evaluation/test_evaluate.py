@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import math
+import shutil
 
 import pytest
 
@@ -15,7 +16,7 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.evaluation import Settings, evaluate, tasks
 from dreamer_jax.evaluation.records import Records
 from dreamer_jax.evaluation.report import table
-from dreamer_jax.evaluation.runner import choose_tasks, label_of
+from dreamer_jax.evaluation.runner import choose_tasks, label_of, spread
 from dreamer_jax.inference import Sampling
 from dreamer_jax.runs.models import load_run
 from tests.evaluation.cases import GSM8K, MATH, MATHQA, Scripted, Successor, model_of, write_benchmarks, write_jsonl
@@ -409,3 +410,26 @@ def test_records_of_another_evaluation_are_refused_only_where_there_are_some(tmp
         path.write_text(f"{broken}\n")
         with pytest.raises(UserError, match="is not a file of records"):
             Records(path, one)
+
+
+def test_a_limit_takes_as_many_of_every_subject():
+    """Files hold one subject after the other; a larger limit keeps the questions of a smaller one."""
+    subjects = ["a"] * 5 + ["b"] * 2 + ["c"] * 3
+    assert spread(subjects, 4) == [0, 1, 5, 7]
+    assert spread(subjects, 8) == [0, 1, 2, 5, 6, 7, 8, 9]
+    assert spread(subjects, None) == spread(subjects, 99) == list(range(10))
+    assert spread([""] * 6, 3) == [0, 1, 2]
+    for limit in range(1, 10):
+        assert {*spread(subjects, limit)} < {*spread(subjects, limit + 1)}
+
+
+def test_what_a_later_task_lacks_is_said_before_the_first_is_answered(data, tmp_path, monkeypatch):
+    asked = []
+    model = model_of(Scripted(lambda prompt: asked.append(prompt) or ""))
+    shutil.rmtree(data / "mathqa")
+    with pytest.raises(UserError, match="mathqa"):
+        run(model, "gsm8k,mathqa", data, tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="the task math needs the package math-verify"):
+        run(model, "gsm8k,math", data, tmp_path)
+    assert not asked

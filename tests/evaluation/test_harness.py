@@ -236,10 +236,20 @@ def test_generation_options(tmp_path):
         {"until": "one", "max_gen_toks": 99},
         {"until": ["."], "max_gen_toks": 99, "do_sample": False, "temperature": 0.0},
         {"do_sample": True, "temperature": 0.5, "top_k": 7, "seed": 9},
+        {"until": ["."], "max_tokens": 6},
+        {"until": ["."], "max_completion_tokens": 7, "max_tokens": 8, "do_sample": True},
+        {"until": ["."], "max_gen_toks": 99, "do_sample": True, "temperature": 0.0},
     ]
     requests = [
         Instance(request_type="generate_until", doc={}, arguments=(f"p{i}", its), idx=i)
         for i, its in enumerate(options)
     ]
-    assert adapter.generate_until(requests) == ["p0 one", "p1 ", "p2 one", "p3 one. two"]
-    assert asked == [((0, 2), 99, None), ((1,), 99, None), ((3,), 256, (0.5, 7, 9))]
+    assert adapter.generate_until(requests) == [
+        "p0 one",
+        "p1 ",
+        "p2 one",
+        "p3 one. two",
+        *(f"p{i} one" for i in (4, 5, 6)),
+    ]
+    drawn = (((3,), 256, (0.5, 7, 9)), ((4,), 6, None), ((5,), 8, (1.0, 0, 0)))
+    assert asked == [((0, 2, 6), 99, None), ((1,), 99, None), *drawn]

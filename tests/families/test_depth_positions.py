@@ -158,3 +158,13 @@ def test_settings_that_cannot_be():
         small_config(depth_counters="none", depth_scaling="interpolated")
     with pytest.raises(ConfigError, match=r"model.depth_scaling: ntk has no meaning where each counter"):
         small_config(depth_scaling="ntk", router_size=4)
+    with pytest.raises(ConfigError, match=r"take a larger model.pa_head_size"):
+        small_config(depth_scaling="ntk", pa_slots=4, pa_head_size=4)
+    with pytest.raises(ConfigError, match=r"take a larger model.da_head_size"):
+        small_config(depth_scaling="ntk", da_head_size=4)
+    for unused in (
+        {"variant": "LA", "da_head_size": 4},
+        {"pa_head_size": 4},
+        {"da_form": "gated_recurrent", "da_head_size": 4},
+    ):
+        small_config(depth_scaling="ntk", **unused)

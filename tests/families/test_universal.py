@@ -365,6 +365,7 @@ def test_both_counters_agree(form):
         ({"heads": 3}, "3 does not divide"),
         ({"hidden_size": 15, "heads": 3}, "pairs of a sine and a cosine"),
         ({"halting_epsilon": 1.0}, "below 1"),
+        ({"halting_epsilon": 1e-8}, "1e-6 or more"),
     ],
 )
 def test_what_it_refuses(changes, said):

@@ -151,6 +151,25 @@ def test_tokens_do_not_meet(operation, case):
 
 
 @pytest.mark.parametrize(("operation", "case"), OPERATIONS)
+def test_what_is_no_number_stays_in_its_token(operation, case):
+    """Forward, and backward to the tokens: a share that is full reads rows of others for the pairs that it has no room
+    for. All but the last token go to one expert."""
+    chosen, (x, *others) = case("one hot")
+    chosen = jnp.asarray(chosen).at[-1].add(3)
+
+    @jax.jit
+    def both(x, chosen, others):
+        out, back = jax.vjp(lambda x: operation(x, chosen, *others), x)
+        return out, *back(jnp.ones_like(out))
+
+    for damaged in (TOKENS - 1, 0):
+        out, d_x = both(jnp.asarray(x).at[damaged].set(jnp.nan), chosen, others)
+        assert np.isnan(out[damaged]).any()
+        for rows in (out, d_x):
+            assert np.isfinite(np.delete(rows, damaged, axis=0)).all()
+
+
+@pytest.mark.parametrize(("operation", "case"), OPERATIONS)
 def test_bfloat16(operation, case):
     """Result and gradients in the arguments' own dtypes, close to float32."""
     indices, (x, weight, *matrices) = case("random")

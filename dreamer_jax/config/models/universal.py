@@ -68,9 +68,9 @@ class UniversalConfig:
             f"{self.hidden_size} is odd; positions and steps are pairs of a sine and a cosine, so use an even number",
         )
         require(
-            self.halting_epsilon < 1,
+            1e-6 <= self.halting_epsilon < 1,
             "model.halting_epsilon",
-            f"{self.halting_epsilon} is a share and must be below 1",
+            f"{self.halting_epsilon} is a share and must be below 1, and 1e-6 or more, as probabilities are float32",
         )
 
 
