@@ -27,7 +27,8 @@ def run(arguments: list[str]) -> int:
         return _verify(folders, options.step)
     config = load_config(folder.local / "config.yaml").config.checkpoint
     keep_every = config.keep_every if options.keep_every is None else options.keep_every
-    return _prune(folders, options.keep or config.keep, keep_every)
+    with folder.alone("is being trained; prune it afterwards"):
+        return _prune(folders, options.keep or config.keep, keep_every)
 
 
 def _list(folders) -> int:
@@ -86,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     verify = actions.add_parser(
         "verify", help="read every file and compare it with the manifest; exit code 1 on damage"
     )
-    prune = actions.add_parser("prune", help="remove all but the newest and the regular ones; not during training")
+    prune = actions.add_parser("prune", help="remove all but the newest and the regular ones; refused during training")
     for action in (listing, verify, prune):
         action.add_argument("run", metavar="RUN", help="a run directory")
     verify.add_argument("--step", type=int, metavar="N", help="only this one")

@@ -35,7 +35,19 @@ def run(arguments: list[str]) -> int:
     start_processes(named_processes(*flags) if flags else None)
     import jax
 
-    return _train(loaded) if jax.process_count() == 1 else _train_together(loaded)
+    code = _train(loaded) if jax.process_count() == 1 else _train_together(loaded)
+    _flush()
+    return code
+
+
+def _flush() -> None:
+    """A log that finds no room, which the console has said, takes nothing from what was trained."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or it would be tried again, at exit
 
 
 def _check_place(file: str, loaded: LoadedConfig) -> None:

@@ -86,12 +86,15 @@ class RunFolder:
         return "://" in os.fspath(self.place)
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self, otherwise: str = "is being trained; wait for it, or name another with --run.dir") -> Iterator[None]:
         """While this process trains the run, so that no other one on a disk does: each would remove what the other has
         begun to save. The lock ends with the process, whose children don't have it.
 
+        Args:
+            otherwise: what is said of the folder where another process is at it.
+
         Raises:
-            UserError: another process is at it.
+            UserError: another process is.
         """
         with contextlib.ExitStack() as held:
             if is_primary() and not self.remote:
@@ -100,10 +103,7 @@ class RunFolder:
                     try:
                         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     except (BlockingIOError, PermissionError):
-                        raise UserError(
-                            f"another process is training {self.place}; wait for it, or name another directory "
-                            "with --run.dir"
-                        ) from None
+                        raise UserError(f"{self.place}: {otherwise}") from None
             yield
 
     def publish(self) -> None:

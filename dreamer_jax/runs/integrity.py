@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from etils import epath
 
 CHUNK_BYTES = 1 << 22
 _PREFIX = "manifest-"
+_MANIFEST = re.compile(_PREFIX + r"[0-9]+-of-[0-9]+\.json", re.ASCII)
 
 
 def write_manifest(step: epath.Path, process: int = 0, processes: int = 1) -> None:
@@ -36,7 +38,7 @@ def write_manifest(step: epath.Path, process: int = 0, processes: int = 1) -> No
 
 def manifests(step: epath.Path) -> list[epath.Path]:
     """The manifests of a step, sorted."""
-    return sorted(path for path in step.iterdir() if path.name.startswith(_PREFIX) and path.suffix == ".json")
+    return sorted(path for path in step.iterdir() if _MANIFEST.fullmatch(path.name))
 
 
 def is_complete(step: epath.Path) -> bool:
@@ -78,7 +80,8 @@ def is_unverifiable(step: epath.Path) -> bool:
     Such a step is used as it is. Later versions save with `run` in their meta.
     """
     try:
-        return not manifests(step) and "run" not in json.loads((step / "meta" / "metadata").read_text())
+        meta = json.loads((step / "meta" / "metadata").read_text())
+        return not manifests(step) and isinstance(meta, dict) and "run" not in meta
     except (OSError, ValueError):
         return False
 

@@ -48,7 +48,7 @@ class MetricsWriter:
         self._length = self._path.stat().st_size
         if self._events is not None:
             self._events.close()
-        self._events = _Events(self._directory, step + 1 if step else None)
+        self._events = _Events(self._directory, step + 1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """One record: `step` and the values; those that aren't finite are left out."""
@@ -65,6 +65,8 @@ class MetricsWriter:
         if not self._waiting:
             return
         try:
+            if not self._path.exists():
+                self._begin_anew()
             with self._path.open("r+b", buffering=0) as file:
                 file.truncate(self._length)  # half a line, if an earlier attempt failed
                 file.seek(self._length)
@@ -81,9 +83,18 @@ class MetricsWriter:
         self._length += len(text)
         self._waiting = []
 
+    def _begin_anew(self) -> None:
+        """Somebody has removed the file, or renamed the folder it was in: what comes from now on is kept."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.touch()
+        self._length = 0
+        self._say(f"{self._path} is gone, and with it the records so far; a new one begins with those of this step")
+
     def close(self) -> None:
         """Flush everything to disk."""
         self.flush()
+        if self._waiting:
+            self._say(f"{len(self._waiting)} records are lost, because {self._path} can't be written")
         if self._events is not None:
             self._events.close()
 
@@ -98,7 +109,7 @@ class _Events:
 
     _number = itertools.count()
 
-    def __init__(self, directory: Path, purge_step: int | None):
+    def __init__(self, directory: Path, purge_step: int):
         self._directory = directory
         self._writer = None
         self._attempt(self._open, purge_step)

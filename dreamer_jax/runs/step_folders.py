@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +15,8 @@ from etils import epath
 from dreamer_jax.errors import UserError
 from dreamer_jax.parallel.distributed import largest
 from dreamer_jax.runs.integrity import is_complete, is_unverifiable, manifests, problem_of
+
+_STEP = re.compile(r"0|[1-9][0-9]*", re.ASCII)
 
 
 class StepFolders:
@@ -29,11 +33,19 @@ class StepFolders:
         return self.path / str(step)
 
     def all(self) -> list[int]:
-        """Every step that has a folder, also those cut short, in order."""
+        """Every step that has a folder, also those cut short, in order. What else lies there is no step.
+
+        Raises:
+            UserError: there is something else in the place of the folder.
+        """
+        local = "://" not in os.fspath(self.path)
+        if local and os.path.lexists(self.path) and not os.path.isdir(self.path):
+            raise UserError(f"{self.path} is no folder, or a link to one that isn't there; is its disk mounted?")
         try:
-            return sorted(int(path.name) for path in self.path.iterdir() if path.name.isdigit())
-        except (FileNotFoundError, NotADirectoryError):
+            steps = [path for path in self.path.iterdir() if _STEP.fullmatch(path.name)]
+        except FileNotFoundError:
             return []
+        return sorted(int(path.name) for path in steps if not local or os.path.isdir(path))
 
     def complete(self) -> list[int]:
         """The steps that were saved to their end, in order; see `is_complete`."""
@@ -104,9 +116,10 @@ class StepFolders:
 
     def remove(self, step: int) -> None:
         """Remove a step. Cut short, this leaves a step that is not complete."""
-        self.disqualify(step)
-        (self[step] / "meta" / "metadata").unlink(missing_ok=True)  # by which steps of early versions count
-        self[step].rmtree()
+        with contextlib.suppress(FileNotFoundError):  # another process was first
+            self.disqualify(step)
+            (self[step] / "meta" / "metadata").unlink(missing_ok=True)  # by which steps of early versions count
+            self[step].rmtree()
 
     def remove_after(self, step: int) -> None:
         """Remove all later steps."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
@@ -12,9 +15,24 @@ from dreamer_jax.config.sections import Config
 
 
 class _Out(RichConsole):
+    _told = False
+
     def on_broken_pipe(self) -> None:
         """Nobody reads: rich would end the program here, as if by its own wish; `cli.main` has a code for that."""
         raise  # the BrokenPipeError that is being handled
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        """A disk that is full where the output goes to ends no run: what can't be written there is lost."""
+        try:
+            super().print(*objects, **how)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self._buffer.clear()
+            if not self._told:
+                self._told = True
+                with contextlib.suppress(OSError):
+                    print(f"dreamer: the log can't be written ({error.strerror}); the run goes on", file=sys.stderr)
 
 
 class Console:

@@ -359,7 +359,8 @@ class _Loop:
             self.writer.flush()
         with self.heartbeat.suspended():
             try:
-                self.recovery.save_now(state, done, self._here(), tries=2 if self.stopped else 5)
+                tries, asked = (2, lambda: False) if self.stopped else (5, self._asked_meanwhile)
+                self.recovery.save_now(state, done, self._here(), tries, asked)
             except UserError as error:
                 if not self.stopped:
                     raise
@@ -367,6 +368,10 @@ class _Loop:
                 return
         if self.stopped:
             self.console.say(f"asked to stop: saved step {self.checkpoints.saved}; start the same command to go on")
+
+    def _asked_meanwhile(self) -> bool:
+        self.stopped = self.stop_request.reached()
+        return self.stopped
 
     def _here(self) -> RunCounters:
         return dataclasses.replace(self.counters, skipped=self.counter.total, streak=self.counter.streak)
@@ -383,9 +388,12 @@ def _finish(config: Config, console: Console, folder: RunFolder, state: TrainSta
     """Summary, figures and worked examples of a complete run."""
     if not is_primary():
         return
-    summary = newest_values(read_metrics(folder.local))
+    summary, file = newest_values(read_metrics(folder.local)), folder.local / "summary.json"
     try:
-        write_atomically(folder.local / "summary.json", json.dumps(summary, indent=1) + "\n")
+        if summary or not file.exists():
+            write_atomically(file, json.dumps(summary, indent=1) + "\n")
+        else:
+            console.say(f"{folder.local} has no records of training any more; {file.name} stays as it is")
         figures = draw_figures(folder.local)
         folder.publish()
     except OSError as error:

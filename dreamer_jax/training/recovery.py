@@ -19,7 +19,7 @@ from dreamer_jax.families import build
 from dreamer_jax.parallel.distributed import is_primary, wait_for_all
 from dreamer_jax.runs.checkpoints import Checkpoints
 from dreamer_jax.runs.folders import config_of_text
-from dreamer_jax.runs.integrity import manifests
+from dreamer_jax.runs.integrity import manifests, problem_of
 from dreamer_jax.runs.state import TrainState
 from dreamer_jax.runs.step_folders import StepFolders
 from dreamer_jax.training.state import abstract_state, create_state, draw_state
@@ -102,8 +102,15 @@ class Recovery:
             self._retry_after = 0
         self.checkpoints.save(state, self._notes(done, counters))
 
-    def save_now(self, state: TrainState, done: int, counters: RunCounters, tries: int) -> None:
-        """Save and wait.
+    def save_now(
+        self,
+        state: TrainState,
+        done: int,
+        counters: RunCounters,
+        tries: int,
+        asked_to_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Save and wait. Who is asked to stop meanwhile has no time to try again and again.
 
         Raises:
             UserError: no attempt succeeded.
@@ -113,6 +120,9 @@ class Recovery:
             self.checkpoints.settle(wait=True)
             if self.checkpoints.saved == done:
                 return
+            if asked_to_stop():
+                tries = number + 1
+                break
             if number + 1 < tries:
                 time.sleep(SECONDS_BETWEEN_TRIES[number])
         before = f"step {self.checkpoints.saved}" if self.checkpoints.saved else "the start"
@@ -249,6 +259,6 @@ def recorded_config(place: epath.Path) -> Config | None:
     """The configuration in a run's newest complete checkpoint, or None: for a run whose config.yaml is gone."""
     folders = StepFolders(place)
     for step in reversed(folders.complete()):
-        if text := folders.meta(step).get("config"):
+        if problem_of(folders[step], ("meta",)) is None and (text := folders.meta(step).get("config")):
             return config_of_text(text)
     return None

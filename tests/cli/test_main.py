@@ -1,5 +1,6 @@
 """The real `dreamer`: exit codes, one message without a traceback, quick help."""
 
+import contextlib
 import errno
 import gc
 import os
@@ -15,10 +16,11 @@ import pytest
 from dreamer_jax import __version__
 from dreamer_jax.cli import main as entry
 from dreamer_jax.cli.main import COMMANDS, main
-from dreamer_jax.config import load_config
+from dreamer_jax.config import Config, load_config
 from dreamer_jax.config.models import VARIABLE
 from dreamer_jax.configs import FOLDER
 from dreamer_jax.errors import UserError
+from dreamer_jax.training.console import Console
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = str(FOLDER / "models" / "la_tiny.yaml")
@@ -394,3 +396,17 @@ def test_a_study_of_somebodys_own_is_shown_as_it_is_on_any_terminal(tmp_path):
     command = [sys.executable, "-m", "dreamer_jax", "config", "show", str(path)]
     done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, timeout=120)
     assert done.returncode == 0 and done.stdout.splitlines()[0] == b"# gr??er", done.stderr
+
+
+def test_a_log_that_finds_no_room_ends_no_run():
+    """Its disk may be full; a closed pipe ends a command as ever. What finds room later is written then."""
+    console = Console(Config())
+    with open("/dev/full", "w") as console._out.file:
+        for _ in range(3):
+            console.say("a line")
+        with contextlib.suppress(OSError):
+            console._out.file.close()
+    reading, writing = os.pipe()
+    os.close(reading)
+    with pytest.raises(BrokenPipeError), os.fdopen(writing, "w", buffering=1) as console._out.file:
+        console.say("a line")

@@ -5,6 +5,8 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -255,6 +257,16 @@ def test_layers_are_stacked(config, tmp_path, capsys):
     assert main(["train", config, *words, "--model.depth=3", "--training.steps=3", "--checkpoint.allow=depth"]) == 0
     assert "depth 2 of checkpoint 2 becomes 3" in capsys.readouterr().out
     assert load_run(tmp_path / "run").params["layers"]["sequence_norm"]["scale"].shape[0] == 3
+
+
+def test_a_log_on_a_full_disk_takes_nothing_from_a_run(config, tmp_path):
+    words = [sys.executable, "-m", "dreamer_jax", "train", config, "--training.steps=2", "--evaluation.harder=0"]
+    with open("/dev/full", "w") as full:
+        words += ["--run.dir", str(tmp_path / "run")]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stderr.count("dreamer: the log can't be written (No space left on device); the run goes on\n") == 1
+    assert [record["step"] for record in read_metrics(tmp_path / "run")][-1] == 2
 
 
 def test_a_run_without_its_configuration_is_still_the_same_run(config, finished, tmp_path, capsys):

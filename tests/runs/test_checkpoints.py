@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dreamer_jax.cli.main import main
@@ -20,7 +21,8 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.runs.checkpoints import SMALL_FILES, Checkpoints
 from dreamer_jax.runs.integrity import is_complete
 from dreamer_jax.runs.state import TrainState
-from dreamer_jax.training.recovery import stacking, with_more_layers, with_other_depth
+from dreamer_jax.runs.step_folders import StepFolders
+from dreamer_jax.training.recovery import recorded_config, stacking, with_more_layers, with_other_depth
 
 META = {"data": "d", "tokenizer": "t"}
 
@@ -266,6 +268,52 @@ def test_pruning_leaves_good_steps_before_a_damaged_one(two, tmp_path, capsys):
     told = capsys.readouterr().err
     assert "the newest step, 2, is damaged" in told and told.count("\n") == 1
     assert folders(directory) == [1, 2]
+
+
+@pytest.mark.parametrize("foreign", ["manifest", "link", "0030", "²", "file", "meta"])
+def test_what_else_lies_there_is_no_step(foreign, two, tmp_path, capsys):
+    """Copies of a tool that synchronises, links to what is gone, files: they are passed over."""
+    directory = copy_of(two, tmp_path)
+    steps = directory / "checkpoints"
+    if foreign == "manifest":
+        shutil.copy(steps / "2/manifest-0-of-1.json", steps / "2/manifest-0-of-1 (1).json")
+    elif foreign == "link":
+        (steps / "999").symlink_to(tmp_path / "nowhere")
+    elif foreign == "file":
+        (steps / "999").write_text("")
+    elif foreign == "meta":
+        (steps / "3/meta").mkdir(parents=True)
+        (steps / "3/meta/metadata").write_text("5")
+    else:
+        (steps / foreign).mkdir()
+    said: list[str] = []
+    assert StepFolders(epath.Path(directory)).newest_good(said.append) == 2
+    assert bool(said) == (foreign == "meta")
+    assert main(["checkpoint", "list", str(directory)]) == 0
+    assert main(["checkpoint", "verify", str(directory)]) == (foreign == "meta")
+    assert main(["checkpoint", "prune", str(directory), "--keep", "1"]) == 0
+    assert "removed 1; left: 2" in capsys.readouterr().out
+
+
+def test_a_disk_that_is_not_mounted_is_no_new_run(two, tmp_path):
+    directory = copy_of(two, tmp_path)
+    shutil.rmtree(directory / "checkpoints")
+    assert StepFolders(epath.Path(directory)).all() == []
+    (directory / "checkpoints").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="checkpoints is no folder, or a link to one that isn't there"):
+        StepFolders(epath.Path(directory)).all()
+
+
+def test_a_configuration_is_read_from_a_step_that_is_whole(tmp_path):
+    """Where config.yaml is gone."""
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), META | {"config": to_yaml(Config())}, print)
+    for step in (1, 2):
+        checkpoints.save(state_at(step), {})
+    checkpoints.close()
+    meta = tmp_path / "checkpoints/2/meta/metadata"
+    for damage in (b'{"a"', b"\xff\xfe", None):
+        meta.unlink() if damage is None else meta.write_bytes(damage)
+        assert recorded_config(epath.Path(tmp_path)) == Config()
 
 
 def test_command_line(two, tmp_path, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dreamer_jax.cli.main import main
 from dreamer_jax.config import Config, LoadedConfig
 from dreamer_jax.config.recurrence import RecurrenceConfig
 from dreamer_jax.config.sections import (
@@ -28,7 +30,7 @@ from dreamer_jax.config.sections import (
     SafetyConfig,
     TrainingConfig,
 )
-from dreamer_jax.errors import UserError
+from dreamer_jax.errors import RESTART_EXIT_CODE, UserError
 from dreamer_jax.parallel import distributed
 from dreamer_jax.runs import checkpoints
 from dreamer_jax.runs.checkpoints import Checkpoints
@@ -202,6 +204,25 @@ def test_a_full_disk_stops_no_training(train, tmp_path, monkeypatch, capsys):
     assert tried[0] == 10 and 4 <= len([step for step in tried if step < 30]) <= 10
     assert saved(tmp_path) == sorted({step for step in tried if step >= 30})
     assert capsys.readouterr().out.count("No space left on device; training goes on and will try again") >= 4
+
+
+@pytest.mark.usefixtures("train")
+def test_who_is_asked_to_stop_while_the_last_step_is_saved_tries_no_longer(tmp_path, monkeypatch, capsys):
+    """And ends as one who is asked at any other time: to be started again."""
+    tried = []
+
+    def full(self: Checkpoints, needed: int) -> None:
+        tried.append(self._step)
+        if len(tried) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Checkpoints, "_probe", full)
+    monkeypatch.setattr(recovery, "SECONDS_BETWEEN_TRIES", (0.0,) * 4)
+    run = RunConfig(dir=str(tmp_path / "run"))
+    config = Config(training=TrainingConfig(steps=4, batch_size=2), checkpoint=CheckpointConfig(every=100), run=run)
+    assert loop.train(LoadedConfig(config, {}), loop.Extras()) == RESTART_EXIT_CODE
+    assert tried == [4, 4] and "asked to stop, but step 4 could not be saved in 2 attempts" in capsys.readouterr().out
 
 
 def test_a_disk_that_stays_full_is_an_error_at_the_end(train, tmp_path, monkeypatch):
@@ -378,8 +399,9 @@ def test_a_run_is_trained_by_one_process(train, tmp_path):
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout and other.stdout.readline()
         before = read_metrics(tmp_path / "run")
-        with pytest.raises(UserError, match=r"another process is training .*run; wait for it, or name another"):
+        with pytest.raises(UserError, match=r"run: is being trained; wait for it, or name another"):
             train(steps=8)
+        assert main(["checkpoint", "prune", str(tmp_path / "run")]) == 2
         assert read_metrics(tmp_path / "run") == before and saved(tmp_path) == [4]
         other.kill()
     assert train(steps=8)[0].tolist() == list(range(8))
@@ -402,3 +424,12 @@ def test_the_summary_mixes_no_evaluations(tmp_path):
     writer.close()
     expected = {"step": 16, "loss": 1.0, "experts/gini": 0.5, "heldout/loss": 800.0, "eval/ppl/loss": 3.0}
     assert newest_values(read_metrics(tmp_path)) == expected
+
+
+def test_a_summary_is_not_replaced_by_nothing(train, tmp_path, capsys):
+    train(steps=4)
+    before = (tmp_path / "run/summary.json").read_text()
+    (tmp_path / "run/metrics.jsonl").unlink()
+    train(steps=4)
+    assert (tmp_path / "run/summary.json").read_text() == before
+    assert "has no records of training any more; summary.json stays as it is" in capsys.readouterr().out

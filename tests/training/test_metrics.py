@@ -98,14 +98,20 @@ def test_utilisation_by_hand():
 def events(directory) -> dict[tuple[int, str], float]:
     """(step, name) -> value of every scalar in the TensorBoard files."""
     found = {}
+    for event in logged(directory):
+        found |= {(event.step, value.tag): value.simple_value for value in event.summary.value}
+    return found
+
+
+def logged(directory):
+    """All events."""
+
     for path in directory.glob("events.out.tfevents.*"):
         content, at = path.read_bytes(), 0
         while at < len(content):
             (length,) = struct.unpack_from("<Q", content, at)
-            event = Event.FromString(content[at + 12 : at + 12 + length])
+            yield Event.FromString(content[at + 12 : at + 12 + length])
             at += length + 16
-            found |= {(event.step, value.tag): value.simple_value for value in event.summary.value}
-    return found
 
 
 def test_both_files_get_the_same(tmp_path):
@@ -134,6 +140,35 @@ def test_resuming_removes_what_came_after_the_checkpoint(tmp_path):
         {"step": 2, "loss": 2.0},
         {"step": 3, "loss": 7.0},
     ]
+
+
+def test_a_file_that_somebody_removes_begins_anew(tmp_path):
+    """With the folder, too; what can't be kept at all is said at the end."""
+    said: list[str] = []
+    folder = tmp_path / "run"
+    folder.mkdir()
+    writer = MetricsWriter(folder, 0, said.append)
+    writer.write(1, {"loss": 3.0})
+    folder.rename(tmp_path / "elsewhere")
+    for step in (2, 3):
+        writer.write(step, {"loss": 2.0})
+    assert read_metrics(folder) == [{"step": 2, "loss": 2.0}, {"step": 3, "loss": 2.0}]
+    assert len(said) == 1 and "is gone, and with it the records so far" in said[0]
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").mkdir()
+    writer.write(4, {"loss": 2.0})
+    writer.close()
+    assert "1 records are lost" in said[-1]
+
+
+def test_a_run_that_begins_again_leaves_no_events_twice(tmp_path):
+    """What TensorBoard is told to forget: all steps from the one that comes next."""
+    writer = MetricsWriter(tmp_path, 0)
+    writer.write(1, {"loss": 3.0})
+    writer.rewind(0)
+    writer.close()
+    assert [found.session_log.status for found in logged(tmp_path) if found.HasField("session_log")] == [1, 1]
+    assert all(found.step == 1 for found in logged(tmp_path) if found.HasField("session_log"))
 
 
 def test_no_metrics_yet(tmp_path):
