@@ -16,17 +16,15 @@ def read_object(path: Path, fix: str = AGAIN, needs: Iterable[str] = ()) -> dict
     """The object that a file holds.
 
     Args:
-        path: of the file.
+        path: of the file, which exists.
         fix: what to do about a damaged one, for the message.
         needs: names that it must have.
 
     Raises:
-        UserError: it isn't there, isn't text in UTF-8, isn't JSON, isn't an object, or lacks a name.
+        UserError: it isn't text in UTF-8, isn't JSON, isn't an object, or lacks a name.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing; {fix}") from None
     except (ValueError, RecursionError) as error:  # of which UnicodeDecodeError and JSONDecodeError are kinds
         raise UserError(f"{path} is damaged: not valid JSON ({error}); {fix}") from None
     if not isinstance(found, dict):

@@ -78,9 +78,10 @@ def prepare(path: str | Path, out: str | Path, workers: int, say: Callable[[str]
     out = Path(out)
     with _locked(out):
         if _open_directory(out, plan):
+            _check_whole(out, mixture)
             index, report = (read_object(out / name, DAMAGED) for name in ("index.json", "report.json"))
             check_index(out / "index.json", index, DAMAGED)
-            _check_whole(out, index, mixture)
+            _check_shards(out, index)
             _write_index(out, index, mixture)
             _tidy(out)
             say(f"{out} is already prepared")
@@ -88,14 +89,18 @@ def prepare(path: str | Path, out: str | Path, workers: int, say: Callable[[str]
         return _Preparation(mixture, tokenizer, units, out, say).run(workers)
 
 
-def _check_whole(out: Path, index: dict[str, Any], mixture: Mixture) -> None:
-    """That nothing of a finished preparation has been lost."""
+def _check_whole(out: Path, mixture: Mixture) -> None:
+    """That no file of a finished preparation has been lost."""
+    held = [out / "heldout" / f"{name}.jsonl" for name, spec in mixture.sources.items() if spec.heldout]
+    for path in (out / "report.json", *held):
+        if not path.is_file():
+            raise UserError(f"{path} is missing; {DAMAGED}")
+
+
+def _check_shards(out: Path, index: dict[str, Any]) -> None:
     for source in index["sources"].values():
         for shard in source["shards"]:
             PreparedData.check_shard(out / "shards" / shard["name"], shard)
-    for name, spec in mixture.sources.items():
-        if spec.heldout and not (path := out / "heldout" / f"{name}.jsonl").is_file():
-            raise UserError(f"{path} is missing; {DAMAGED}")
 
 
 def _plan(mixture: Mixture, tokenizer: Tokenizer) -> tuple[list[Unit], dict[str, Any]]:

@@ -43,7 +43,7 @@ class StepFolders:
             raise UserError(f"{self.path} is no folder, or a link to one that isn't there; is its disk mounted?")
         try:
             steps = [path for path in self.path.iterdir() if _STEP.fullmatch(path.name)]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # the second: of what it would lie in, which is said elsewhere
             return []
         return sorted(int(path.name) for path in steps if not local or os.path.isdir(path))
 
