@@ -37,7 +37,7 @@ def check(family: Family) -> None:
     _check_knobs(family)
     if family.flags.halts and type(family).finished is Family.finished:
         _wrong(family, "flags", "say halts=True, and `finished` isn't there to say when")
-    drawn = jax.eval_shape(family.init, jax.random.key(0))
+    drawn: Any = family.shapes
     _pair(family, "init", drawn, "(params, state)")
     if not isinstance(drawn[1], dict):
         _wrong(family, "init", f"the model's own state is a {_name(drawn[1])}, not a dict of collections")

@@ -21,7 +21,7 @@ def draw(result: Result, folder: Path) -> list[Path]:
     names = list(result["models"])
     published = PUBLISHED[result["task"]]
     panels: list[tuple[str, np.ndarray, Any]] = [
-        ("the paper", published_cells(result), {"depths": published.depths, "steps": published.trained})
+        ("the paper", published_cells(result), {"depths": published.trained_depths, "steps": published.trained_steps})
     ]
     for name in names:
         model = result["models"][name]

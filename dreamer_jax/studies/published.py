@@ -12,16 +12,16 @@ class Published(NamedTuple):
     Attributes:
         figure: its number.
         unit: what depths are counted in.
-        depths: of training, from and to (section 4).
-        trained: T of training, from and to (Table 2).
+        trained_depths: of training, from and to (section 4).
+        trained_steps: T of training, from and to (Table 2).
         steps: T of each column.
         accuracy: depth -> a number for each T.
     """
 
     figure: int
     unit: str
-    depths: tuple[int, int]
-    trained: tuple[int, int]
+    trained_depths: tuple[int, int]
+    trained_steps: tuple[int, int]
     steps: tuple[int, ...]
     accuracy: dict[int, tuple[float, ...]]
 

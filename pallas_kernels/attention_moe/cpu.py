@@ -57,7 +57,7 @@ def _every_token(x, matrices, plan, product):
     """x [T, .] times the matrix of each token's expert, as `product` spells it for rows [n, r, .]: [T, .]."""
     shape = plan.place.shape  # [T, 1]
     first = jnp.einsum(product, fetch(x, token_of(plan.share, shape)), matrices)
-    out = jnp.where(plan.here, plan.of_pairs(first)[:, 0], 0)
+    out = plan.of_pairs(first)[:, 0]
 
     def put(pairs, experts, out):
         values = jnp.einsum(product, fetch(x, token_of(pairs, shape)), fetch(matrices, experts))

@@ -47,4 +47,4 @@ def _in_shares(x: jax.Array, index: jax.Array, weight: OutputRows) -> jax.Array:
         its = weight.product(fetch(x, token_of(pairs, plan.place.shape)), at(plan.rest_expert, n))
         return out.at[pairs].set(its, mode="drop")
 
-    return jax.lax.fori_loop(0, plan.used, block, jnp.where(plan.here, found, 0))
+    return jax.lax.fori_loop(0, plan.used, block, found)

@@ -46,9 +46,10 @@ class Shares(NamedTuple):
         return self.place < self.share.size
 
     def of_pairs(self, rows: jax.Array) -> jax.Array:
-        """Rows of the shares for the pairs that are there, others for the rest: [E, C, ...] -> [T, k, ...]."""
+        """Rows of the shares for the pairs that are there, zero for the rest: [E, C, ...] -> [T, k, ...]."""
         flat = rows.reshape(-1, *rows.shape[2:])
-        return fetch(flat, jnp.minimum(self.place, self.share.size - 1))
+        found = fetch(flat, jnp.minimum(self.place, self.share.size - 1))  # for the rest another token's
+        return jnp.where(self.here.reshape(*self.here.shape, *[1] * (found.ndim - 2)), found, 0)
 
     def over_rest(self, add: Callable[[jax.Array, jax.Array, Any], Any], totals: Any) -> Any:
         """Goes over the rest: add(pairs [g, b], experts [g], totals) -> totals, for each group of blocks."""

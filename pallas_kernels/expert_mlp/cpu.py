@@ -27,7 +27,7 @@ def _forward(x, weights, gate_up, down, plan):
     shape = weights.shape
     gate_and_up = keep(_up(fetch(x, token_of(plan.share, shape)), gate_up))  # [E, 2F, C]
     values = _down(_swiglu(gate_and_up), down)  # [E, C, h]
-    out = _sum(_here(plan, values), weights)
+    out = _sum(plan.of_pairs(values), weights)
 
     def add(pairs, experts, out):
         tokens = token_of(pairs, shape)
@@ -48,8 +48,8 @@ def _backward(residuals, d_out):
         return _gradients(rows, gate_and_up, fetch_or_zero(weights, pairs), d_rows, gate_up, down)
 
     d_x, d_weights, d_gate_up, d_down = of_rows(plan.share, gate_and_up, gate_up, down)
-    d_x = _sum(_here(plan, d_x), jnp.ones(shape))
-    d_weights = jnp.where(plan.here, plan.of_pairs(d_weights), 0).reshape(-1)
+    d_x = _sum(plan.of_pairs(d_x), plan.here)
+    d_weights = plan.of_pairs(d_weights).reshape(-1)
 
     def add(pairs, experts, totals):
         d_x, d_weights, d_gate_up, d_down = totals
@@ -103,12 +103,6 @@ def _down(rows, weight):
 def _outer(left, right):
     """[n, f, b], [n, b, h] -> [n, f, h] float32."""
     return jnp.einsum("nfb,nbh->nfh", left, right, preferred_element_type=jnp.float32)
-
-
-def _here(plan, rows):
-    """Rows of the pairs that are there, zero for the rest: a row that stands there for them is another token's, and
-    zero times what isn't a number is none."""
-    return jnp.where(plan.here[..., None], plan.of_pairs(rows), 0)
 
 
 def _sum(rows, weights):

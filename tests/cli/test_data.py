@@ -31,6 +31,10 @@ def test_prepare_and_show(mixture: Path, tmp_path: Path, capsys: pytest.CaptureF
         answer = texts[lines[start].removeprefix("> <bos>")].split("\n")
         assert lines[start + 1] == "> ", "the line break after the question is given, too"
         assert lines[start + 2 : start + 4] == [f"* {answer[0]}", f"* {answer[1]}<eos>"]
+    assert main(["data", "show", out, *words, "--data.copies=2"]) == 0
+    twice = capsys.readouterr().out
+    assert "of 2 copies of each token the last" in twice
+    assert twice[twice.index("\n-- row") :] == shown[shown.index("\n-- row") :]
     assert "16 batches: rows 8" in shown and "128 to 255" in shown and "#" * 40 in shown
     run_config = tmp_path / "run.yaml"
     run_config.write_text(f"model: {{vocab_size: 259}}\ndata: {{source: prepared, path: {out}, heldout_records: 5}}\n")

@@ -104,6 +104,9 @@ def test_prepared_data_refuse_another_tokenizer(trained: Path, tmp_path: Path) -
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="does not exist"):
         load_tokenizer(str(tmp_path / "none.json"))
+    (tmp_path / "empty.json").write_text('{"model": {"type": "BPE", "vocab": {}, "merges": []}}')
+    with pytest.raises(UserError, match=r"empty\.json: holds no tokens"):
+        load_tokenizer(str(tmp_path / "empty.json"))
     for content in ("{", "{}", '{"model": 3}'):
         (tmp_path / "bad.json").write_text(content)
         with pytest.raises(UserError, match=r"not a Hugging Face tokenizer\.json"):

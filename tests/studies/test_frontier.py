@@ -17,7 +17,7 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.families import build, forward, initialise
 from dreamer_jax.families.puzzles import logits_by_depth
 from dreamer_jax.runs.models import load_run
-from dreamer_jax.studies import cells, frontier, variants
+from dreamer_jax.studies import cells, frontier, frontier_figures, variants
 from dreamer_jax.studies.frontier_figures import borders
 from dreamer_jax.studies.frontier_tables import fewest_steps, markdown
 from dreamer_jax.studies.published import PUBLISHED
@@ -215,12 +215,22 @@ def test_borders_of_training() -> None:
     assert borders([2, 4, 6], None) == []
 
 
+def test_every_panel_has_its_own_borders(tmp_path: Path, monkeypatch) -> None:
+    """The paper's are not those of a smaller study beside it."""
+    drawn = []
+    monkeypatch.setattr(frontier_figures, "_panel", lambda axes, result, cells, trained: drawn.append(trained))
+    ours = {"depths": [1, 4], "steps": None}
+    model = {"parameters": 1, "seeds": {"0": {"accuracy": {"2": [0.5]}}}, "trained": ours}
+    frontier_figures.draw({"task": "boolean", "depths": [2], "steps": [1], "models": {"dr": model}}, tmp_path)
+    assert drawn[:2] == [{"depths": (1, 8), "steps": (4, 16)}, ours]
+
+
 def test_what_training_draws() -> None:
     """From the paper's configurations it is the paper's; models that draw their own tail have no ends."""
     for task, published in PUBLISHED.items():
         (variant,) = variants.variants_of(task, "paper", False, [], [])
         found = frontier.trained_range(variant.loaded.config)
-        assert found == {"depths": list(published.depths), "steps": list(published.trained)}
+        assert found == {"depths": list(published.trained_depths), "steps": list(published.trained_steps)}
     words = ["--recurrence.draw", "uniform", "--recurrence.least", "2"]
     for models, more, steps in (
         (["huginn"], [], None),

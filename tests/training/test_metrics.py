@@ -17,6 +17,7 @@ from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.config.sections import Config, DataConfig, MeshConfig
 from dreamer_jax.families import build
 from dreamer_jax.runs.metrics import MetricsWriter, read_metrics
+from dreamer_jax.training import figures
 from dreamer_jax.training.metrics import model_flop_utilisation
 
 
@@ -169,6 +170,24 @@ def test_a_run_that_begins_again_leaves_no_events_twice(tmp_path):
     writer.close()
     assert [found.session_log.status for found in logged(tmp_path) if found.HasField("session_log")] == [1, 1]
     assert all(found.step == 1 for found in logged(tmp_path) if found.HasField("session_log"))
+
+
+@pytest.mark.parametrize(
+    ("family", "record", "label", "loss"),
+    [
+        ("dreamer", {}, "training", 3.0),
+        ("ouro", {}, "training, as it is minimised", 3.0),
+        ("universal", {"last_loss": 2.0}, "training", 2.0),
+    ],
+)
+def test_what_the_curve_of_training_is(family, record, label, loss, tmp_path, monkeypatch):
+    """Cross-entropy, as what is held out; or it is said that it is more."""
+    (tmp_path / "config.yaml").write_text(f"model: {{family: {family}}}\n")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 3.0, **record}) + "\n")
+    drawn = []
+    monkeypatch.setattr(figures, "draw_curves", lambda curves, *_, **how: drawn.append(curves))
+    figures.draw_figures(tmp_path)
+    assert drawn[0] == {label: [(1, loss)], "held-out": []}
 
 
 def test_no_metrics_yet(tmp_path):
