@@ -7,7 +7,6 @@ import contextlib
 import functools
 import json
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from dreamer_jax.serving.protocol import Refused
 from dreamer_jax.serving.shapes import Part, Shapes, usage
 
 MOST_WAITING = 4096
-"""Tokens of a request that wait for its client to read; beyond, it loses its connection."""
+"""Tokens of a request that come while its client doesn't read; beyond, it loses its connection."""
 PATIENCE = 30.0
 """Seconds that a client may take to make room for more of its answer."""
 DONE = b"data: [DONE]\n\n"
@@ -50,11 +49,6 @@ class Choice:
         self._index, self._growing = index, Growing(tokenizer, stop)
         self._tokenizer, self._echo = tokenizer, tuple[Token, ...]()  # of the prompt, until it goes out
         self._sent, self._offset, self._finished = 0, 0, False
-
-    @property
-    def waiting(self) -> int:
-        """Tokens that could have gone out; not those that may become a stop string."""
-        return len(self._growing.pieces(self._sent))
 
     def take(self, update: Update) -> bool:
         """Take in what the engine has delivered; whether a stop string has ended it before the engine has."""
@@ -112,7 +106,7 @@ class Answering:
         self.prompt_tokens = 0
         self._changed, self.slow = asyncio.Event(), asyncio.Event()
         self._broken = ""
-        self._waiting: Counter[int] = Counter()
+        self._waiting = 0  # tokens that came since the stream last looked; while it waits for them, it looks at each
 
     def submit(self, requests: Sequence[Request], prompts: int) -> None:
         """Hand in all requests, or none.
@@ -164,7 +158,7 @@ class Answering:
         while True:
             ended, broken = self._ended(), self._broken
             parts = [choice.next_part() for choice in self.choices]
-            self._waiting.clear()
+            self._waiting = 0
             text = b"".join(event(self._shapes.chunk(part)) for part in parts if part is not None)
             if text:
                 await _sent(send, text)
@@ -200,8 +194,8 @@ class Answering:
         if choice.finish is None and update.finish is not None:
             self._broken = update.finish
         if self._streamed:
-            self._waiting[index] = choice.waiting  # of the others nothing has changed
-            if self._waiting.total() > MOST_WAITING:
+            self._waiting += len(update.tokens)
+            if self._waiting > MOST_WAITING:
                 self.slow.set()
         self._changed.set()
 

@@ -16,7 +16,7 @@ pytest.importorskip("starlette", reason="extra `serve`")
 pytest.importorskip("uvicorn", reason="extra `serve`")
 pytest.importorskip("openai", reason="the client that people have")
 
-from dreamer_jax.serving import connections, streaming
+from dreamer_jax.serving import connections, server, streaming
 from tests.serving.asking import client, get, post, said, until
 from tests.serving.fake import FakeEngine
 from tests.serving.many import ask_all
@@ -90,11 +90,14 @@ def test_a_client_that_does_not_read_loses_its_own_connection(monkeypatch):
 
 
 def test_who_waits_for_what_may_become_a_stop_string_is_not_slow(monkeypatch):
+    """Neither while it is held back nor where all of it becomes certain in the last step."""
     monkeypatch.setattr(streaming, "MOST_WAITING", 50)
+    monkeypatch.setattr(server, "Answering", lambda *of: answers.append(streaming.Answering(*of)) or answers[-1])
+    answers: list[streaming.Answering] = []
     with running(make(FakeEngine(says=lambda request: [97] * 300))) as url:
         body = {"model": NAME, "prompt": "x", "max_tokens": 300, "stop": "a" * 299 + "x", "n": 2}
         streamed = list(client(url).completions.create(**body, stream=True))
-        assert 'reason="slow"' not in get(f"{url}/metrics")[1]
+        assert not answers[0].slow.is_set() and 'reason="slow"' not in get(f"{url}/metrics")[1]
     texts = ["".join(chunk.choices[0].text for chunk in streamed if chunk.choices[0].index == n) for n in (0, 1)]
     assert texts == ["a" * 300] * 2
 
