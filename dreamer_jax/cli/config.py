@@ -139,7 +139,7 @@ def _check_data(config: Config) -> None:
     else:
         require_vocabulary(config, load_tokenizer(config.data.tokenizer), f"tokenizer {config.data.tokenizer}")
     if config.evaluation.tasks:
-        choose_tasks(config.evaluation.tasks)
+        choose_tasks(config.evaluation.tasks, "evaluation.tasks")
 
 
 def summary(config: Config) -> str:

@@ -20,6 +20,8 @@ on with it. Where all steps were done, give it more: --training.steps MORE, and 
 and another --run.dir. Shared experts that were folded stay folded: the run's are zero. Export with --keep-shared to
 keep them."""
 
+NO_TOKENIZER = ", as the folder has no tokenizer.json; unless the model reads bytes, put its own there and import again"
+
 
 def run(arguments: list[str]) -> int:
     """Write the run; returns the exit code."""
@@ -34,10 +36,12 @@ def run(arguments: list[str]) -> int:
 
     description = import_run(folder, out)
     print(f"imported {folder}: {build(description.model).headline()}, step {description.step}")
-    print(f"tokenizer: {description.config.data.tokenizer}")
+    of_a_run = bool(description.meta.get("data"))
+    missing = "" if of_a_run or (folder / "tokenizer.json").is_file() else NO_TOKENIZER
+    print(f"tokenizer: {description.config.data.tokenizer}{missing}")
     training, place = description.config.training, shlex.quote(str(out))
     command = f"dreamer train {shlex.quote(str(out / 'config.yaml'))}"
-    if not description.meta.get("data"):  # of no run, whose data it could go on with
+    if not of_a_run:  # whose data it could go on with
         command += f" --training.initial_weights {place} --run.dir NEW"
     elif description.step >= training.steps:  # the run was complete, and as long as it was nothing is left to train
         command += " --training.steps MORE"

@@ -30,9 +30,12 @@ Results = dict[str, dict[str, Any]]
 results.json holds it."""
 
 
-def choose_tasks(names: str) -> list[Task]:
+def choose_tasks(names: str, key: str = "--tasks") -> list[Task]:
     """The tasks that a list with commas names, each once.
 
+    Args:
+        names: the list.
+        key: where it stands, for messages.
     Raises:
         UserError: a name isn't one, or there is none.
     """
@@ -40,7 +43,7 @@ def choose_tasks(names: str) -> list[Task]:
     unknown = [name for name in chosen if name not in TASKS]
     if unknown or not chosen:
         problem = f"'{unknown[0]}' is not a task" if unknown else "no task is named"
-        raise UserError(f"{problem}; choose from {', '.join(TASKS)}")
+        raise UserError(f"{key}: {problem}; choose from {', '.join(TASKS)}")
     return [TASKS[name] for name in chosen]
 
 

@@ -30,7 +30,7 @@ def during_training(config: Config) -> Benchmarks:
             "evaluation.tasks: benchmarks during training need a run of one process; leave it empty and use "
             "`dreamer eval RUN/checkpoints/STEP` (checkpoint.keep_every keeps checkpoints)"
         )
-    chosen = choose_tasks(config.evaluation.tasks)
+    chosen = choose_tasks(config.evaluation.tasks, "evaluation.tasks")
     settings = Settings(
         data=config.evaluation.data, shots=config.evaluation.shots, space_in_prompt=space_in_prompt(config)
     )

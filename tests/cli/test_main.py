@@ -95,7 +95,10 @@ def test_bad_option_through_the_process() -> None:
             ["config", "check", TINY, "--model.vocab_size", "10"],
             "model.vocab_size: 10 is too small for tokenizer bytes",
         ),
-        (["config", "check", TINY, "--evaluation.tasks", "foo"], "'foo' is not a task; choose from gsm8k"),
+        (
+            ["config", "check", TINY, "--evaluation.tasks", "foo"],
+            "evaluation.tasks: 'foo' is not a task; choose from gsm8k",
+        ),
         (["config", "check", TINY, "--data.difficulty", "100"], "data.difficulty: 100 is more than"),
         (["config", "check", "zoo"], "zoo is a study; `dreamer study zoo --plan` checks it"),
         (["config", "check", "gsm8k_math"], "gsm8k_math is a mixture; `dreamer data prepare gsm8k_math` checks it"),

@@ -299,7 +299,7 @@ def test_results_of_several_tasks_are_kept_together(data, tmp_path):
 @pytest.mark.parametrize(
     ("names", "settings", "message"),
     [
-        ("gsm8k,mathqs", {}, "'mathqs' is not a task; choose from gsm8k, math"),
+        ("gsm8k,mathqs", {}, "--tasks: 'mathqs' is not a task; choose from gsm8k, math"),
         ("", {}, "no task is named"),
         ("gsm8k", {"data": "nowhere"}, "nowhere/gsm8k/test.jsonl does not exist; --data"),
         ("gsm8k", {"shots": 99}, "has only 6 examples"),

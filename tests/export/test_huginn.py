@@ -322,7 +322,7 @@ def retrofitted(tmp_path_factory):
     return write_folder(tmp_path_factory.mktemp("retrofit") / "folder", tensors, said["config"]), arrays
 
 
-def test_retrofitted_models_give_the_official_outputs(retrofitted, tmp_path: Path) -> None:
+def test_retrofitted_models_give_the_official_outputs(retrofitted, tmp_path: Path, capsys) -> None:
     folder, arrays = retrofitted
     model, tokens, s0 = dreamer_jax.load(folder), arrays["input_ids"], arrays["s0"]
     found = model.config.model
@@ -332,6 +332,7 @@ def test_retrofitted_models_give_the_official_outputs(retrofitted, tmp_path: Pat
     np.testing.assert_allclose(model.logits(tokens, 1, s0), arrays["conv/logits_r1"], atol=1e-4)
     np.testing.assert_allclose(model.states(tokens, 1, s0)[1], arrays["conv/latent_r1"], atol=1e-4)
     assert main(["import", str(folder), str(tmp_path / "run")]) == 0
+    assert "tokenizer: bytes, as the folder has no tokenizer.json" in capsys.readouterr().out
     torch = pytest.importorskip("torch", reason=WHY_SKIPPED)
     pytest.importorskip("transformers", reason=WHY_SKIPPED)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "again")]) == 0
