@@ -184,6 +184,10 @@ class Counted:
         """Numbers kept in generation for every position of a sequence."""
         return 0
 
+    def cache_read(self, reach: Reach) -> float:
+        """Of those of all positions, numbers that a depth reads on average."""
+        return reach.context * self.cache_elements()
+
     def flight_elements(self) -> int:
         """Numbers kept in generation for the newest position only, which the next one writes over."""
         return 0
@@ -212,8 +216,8 @@ class Counted:
         """Attention scores [.., S] that a form without a kernel writes down, float32."""
         return 0
 
-    def logit_elements(self) -> int:
-        """Logits of a token."""
+    def logit_elements(self, tokens: int) -> int:
+        """Logits that the loss of so many tokens holds at once."""
         return 0
 
     def step_cost(self, on: OnChip) -> Iterator[Operation]:

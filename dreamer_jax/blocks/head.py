@@ -61,14 +61,19 @@ class Head(Counted):
         """One product for each state beyond the first that the loss reads out."""
         return (self.losses - 1) * 2 * self.hidden_size * self.vocab_size
 
-    def logit_elements(self) -> int:
-        """V of every state that is read out."""
-        return self.losses * self.vocab_size
+    def logit_elements(self, tokens: int) -> int:
+        """V of every state of a chunk."""
+        return min(tokens * self.losses, self._chunk) * self.vocab_size
+
+    @property
+    def _chunk(self) -> int:
+        """States that are read out at once."""
+        return max(CHUNK_ROWS, CHUNK_ELEMENTS // self.vocab_size)
 
     def step_cost(self, on: OnChip):
         """In chunks of rows: logits in float32, the head's gradient added chunk by chunk."""
         weights, states = self.vocab_size * self.hidden_size, on.tokens * self.losses
-        chunks = -(-states // max(CHUNK_ROWS, CHUNK_ELEMENTS // self.vocab_size))
+        chunks = -(-states // self._chunk)
         logits = states * self.vocab_size * (3 * FLOAT32_BYTES + 3 * BFLOAT16_BYTES)
         flops = 3 * 2 * states * self.hidden_size * tiled(self.vocab_size)
         yield Operation("head and loss", flops, logits + chunks * weights * (2 * BFLOAT16_BYTES + 2 * FLOAT32_BYTES))

@@ -82,6 +82,10 @@ class Pondering(Counted):
     vocab_size: int
     hidden_size: int
 
+    def active_parameters(self, applications: int) -> int:
+        """Both matrices, which are stored elsewhere."""
+        return 2 * self.vocab_size * self.hidden_size
+
     def matmul_flops(self, reach: Reach, folded: bool = True) -> float:
         """Logits, and the mean of the rows."""
         return 4 * self.vocab_size * self.hidden_size

@@ -69,9 +69,9 @@ class Classifier(Block):
         return (self.losses - 1) * self.matmul_flops(reach)
 
     @nn.nowrap
-    def logit_elements(self) -> int:
-        """At most those of a row."""
-        return self.losses * self.classes
+    def logit_elements(self, tokens: int) -> int:
+        """At most one answer a token."""
+        return tokens * self.losses * self.classes
 
     @property
     def _products(self) -> int:

@@ -229,6 +229,11 @@ class RepeatAttention(SelfAttention):
         return self._met + self._keys_met(reach) * self.heads
 
     @nn.nowrap
+    def cache_read(self, reach: Reach) -> float:
+        """Those of every repeat so far."""
+        return self._keys_met(reach) * self.cache_elements()
+
+    @nn.nowrap
     def gradient_cache_elements(self) -> int:
         """Keys and values."""
         return self.cache_elements()

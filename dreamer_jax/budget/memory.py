@@ -57,11 +57,11 @@ def training(
 
     float32 weights, their gradients and AdamW's two moments of the `trained` (default: all) parameters; embeddings of
     texts; the copy of the weights in the compute type; the activations the backward pass needs under `remat`, in the
-    deepest step; float32 logits.
+    deepest step; float32 logits of one chunk of the loss (blocks/loss.py).
     """
     count = int(analytic.total(analytic.parameters(family)))
     dtype = family.config.dtype
-    logits = sum(share.block.logit_elements() for share in family.blocks())
+    logits = sum(share.block.logit_elements(batch * sequence_length) for share in family.blocks())
     return {
         "weights": count * MASTER,
         "weights, compute copy": 0 if dtype == "float32" else count * SIZE[dtype],
@@ -70,7 +70,7 @@ def training(
         **_untrained(family),
         "activations": activations(family, sequence_length, batch, remat, deepest),
         "attention scores": scores(family, sequence_length, batch, remat, deepest),
-        "logits": batch * sequence_length * logits * MASTER,
+        "logits": logits * MASTER,
     }
 
 

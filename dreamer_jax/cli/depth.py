@@ -70,6 +70,8 @@ def _loss_only(folder: Path, options: argparse.Namespace) -> int:
     print(_table(found["depths"], model.family.depth))
     for router, value in found.get("gini", {}).items():
         print(f"Gini coefficient of the experts of {router}: {value:.3f}")
+    if "gini" in found and not found["gini"]:
+        print("The model has no experts.")
     if "difficulty" in found:
         print("\n" + _difficulty_table(found["difficulty"], model.family.depth))
     print(f"written to {folder / FILE}")

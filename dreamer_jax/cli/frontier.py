@@ -15,6 +15,8 @@ def run(arguments: list[str]) -> int:
     options = _parser().parse_args(words)
     if any(word.partition("=")[0] == "--run.dir" for word in overrides):
         raise UserError("frontier: runs lie in the study's folder; leave --run.dir out, and name the folder with --out")
+    if any(word.partition("=")[0] == "--run.seed" for word in overrides):
+        raise UserError("frontier: runs have the seeds from 0 on; leave --run.seed out, and say how many with --seeds")
     from dreamer_jax.studies.frontier import study
     from dreamer_jax.studies.variants import variants_of
 

@@ -113,6 +113,8 @@ def _family(options: argparse.Namespace, overrides: list[str]) -> int:
     baseline = load_config(baseline_path, overrides).config.model
     sizes = load_config(sizes_path, overrides).config.model
     variants = [name.strip().upper() for name in options.variants.split(",") if name.strip()]
+    if not variants or len(set(variants)) < len(variants):
+        raise UserError(f"match: --variants {options.variants} names none, or one twice; use some of {VARIANTS}")
     found = members.build(sizes, baseline, options.family, variants, options.context, options.granularity)
     if options.write:
         folder, base, goal = Path(options.write), *(find(path, "configuration") for path in (sizes_path, baseline_path))

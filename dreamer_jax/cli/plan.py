@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 from dreamer_jax.cli.arguments import Parser, positive, say, split_overrides
@@ -20,6 +21,8 @@ ROWS, CONTEXT, PAGE = 16, 4096, 16
 """Of a plan to serve, where nothing else is said."""
 COMPILED = 3
 """Candidates of a sweep, likewise."""
+DIVIDED = 6144
+"""Rows that the chips of every slice divide: a mesh for another slice is refused as such, not for its rows."""
 
 
 def run(arguments: list[str]) -> int:
@@ -31,7 +34,7 @@ def run(arguments: list[str]) -> int:
     check_options(options)
     if options.serve:  # there is no batch that a mesh of the configuration would have to divide
         given = {word.partition("=")[0] for word in overrides}
-        rows = {"--training.batch_size": topology.chips, "--training.microbatches": 1}
+        rows = {"--training.batch_size": math.lcm(topology.chips, DIVIDED), "--training.microbatches": 1}
         overrides = [*overrides, *(f"{key}={count}" for key, count in rows.items() if key not in given)]
     loaded = load_config(options.config, overrides)
     if options.explain:
@@ -58,8 +61,12 @@ def check_options(options: argparse.Namespace) -> None:
         raise UserError("--explain compiles nothing and stands alone; leave --serve, --sweep and --hlo out")
     if options.sweep and options.hlo is not None:
         raise UserError("--sweep compiles several programs; plan the one that it ranks first with --hlo")
+    if options.roofline and (options.serve or options.explain):
+        raise UserError("--roofline is a plan of its own; leave --serve and --explain out")
     if options.roofline and (options.sweep or options.hlo is not None):
         raise UserError("--roofline compiles nothing; leave --sweep and --hlo out")
+    if options.hlo is not None and (options.hlo.is_dir() or not options.hlo.parent.is_dir()):
+        raise UserError(f"--hlo {options.hlo}: name a file in a folder that is there")
     if options.compile is not None and not options.sweep:
         raise UserError("--compile is about a sweep; give --sweep too")
 

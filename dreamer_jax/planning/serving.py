@@ -4,10 +4,10 @@ As `dreamer serve` has it: rows are divided over all chips, each with pages of i
 hold the experts between them, which the rows of all of them visit. Everything else is on every chip.
 
 The bound is that of decoding, memory or matrix units, whichever takes longer, for one depth and for what lies outside
-of the loop: weights are read once for all rows of a chip, keys and values once a row, and experts are as busy on one
-chip as on another. Rows that visit the same experts are taken to choose different ones, as far as there are enough; if
-they choose alike, less is read. Not counted: prompts, what chips send each other, latencies, and in models with weights
-of their own for every depth that rows at different depths read different ones.
+of the loop: weights are read once for all rows of a chip, keys and values once a row and depth, and experts are as busy
+on one chip as on another. Rows that visit the same experts are taken to choose different ones, as far as there are
+enough; if they choose alike, less is read. Not counted: prompts, what chips send each other, latencies, and in models
+with weights of their own for every depth that rows at different depths read different ones.
 """
 
 from __future__ import annotations
@@ -175,18 +175,15 @@ def _bytes(tree: Any) -> int:
 def _seconds(family: Family, config: Config, topology: Topology, rows: int, context: int, outside: bool) -> float:
     """Of R tokens through the blocks that are applied once, or through all the others, on a chip."""
     chip, size = topology.chip, SIZE[config.model.dtype]
-    seen = analytic.average_context(context)
-    reach = Reach(seen, analytic.average_context(family.depth), family.depth)
+    reach = Reach(analytic.average_context(context), analytic.average_context(family.depth), family.depth)
     flops = read = 0.0
     for share in family.blocks():
         if (share.outside or share.depths <= 1) != outside or not share.depths:
             continue
         block, group = share.block, config.mesh.expert if share.experts else 1
-        kept = share.depths if share.cached is None else min(share.cached, share.depths)
         flops += share.depths * rows * block.matmul_flops(reach)  # of a group's rows a chip has its share
         read += share.depths * block.active_parameters(rows * group) / group * size
-        own_depths = share.depths * block.flight_read(reach)
-        read += rows * size * (kept * seen * block.cache_elements() + own_depths)
+        read += share.depths * rows * size * (block.cache_read(reach) + block.flight_read(reach))
     return max(flops / chip.peak_flops, read / chip.bandwidth)
 
 
@@ -226,7 +223,7 @@ def render(plan: ServingPlan) -> str:
             "It doesn't fit: the weights alone are too large; divide the experts over more chips (mesh.expert)."
         )
     elif not plan.fits:
-        most = max(0, plan.pages) * plan.page_size // plan.context
+        most = max(0, plan.pages) // math.ceil(plan.context / plan.page_size)
         lines.append(f"It doesn't fit: there are pages for {most} such requests at once; lower --rows or --context.")
     else:
         lines.append("It fits.")

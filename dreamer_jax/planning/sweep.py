@@ -80,6 +80,7 @@ def candidates(config: Config, topology: Topology) -> Iterator[Candidate]:
     for mesh, changes in itertools.product(meshes(topology), _settings(config)):
         try:
             training = dataclasses.replace(config.training, **changes)
+            mesh = dataclasses.replace(mesh, exchange=config.mesh.exchange)
             changed = dataclasses.replace(config, mesh=mesh, training=training)
         except ConfigError:
             continue  # rows that don't divide, or more chips than experts

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dreamer_jax.config import Config
 from dreamer_jax.data.puzzles import PuzzleSource, longest
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import Family, depth_of, forward, initialise
@@ -51,7 +52,7 @@ def accuracies(run: Path, depths: Sequence[int], steps: int, instances: int, say
             known = before
     found: dict[str, list[float]] = known["accuracy"]
     missing = [depth for depth in depths if str(depth) not in found]
-    source = _source(model, missing)
+    source = source_of(model.config, missing)
     for depth in missing:
         found[str(depth)] = _cell(model, source, depth, steps, instances)
         write_atomically(file, json.dumps(known) + "\n")
@@ -59,9 +60,13 @@ def accuracies(run: Path, depths: Sequence[int], steps: int, instances: int, say
     return {depth: found[str(depth)] for depth in depths}
 
 
-def _source(model: TrainedModel, depths: Sequence[int]) -> PuzzleSource | None:
-    """Instances of all depths, in rows of one length, so that one program takes them all."""
-    puzzle = model.config.data.puzzle
+def source_of(config: Config, depths: Sequence[int]) -> PuzzleSource | None:
+    """Instances of all depths, in rows of one length, so that one program takes them all.
+
+    Raises:
+        UserError: the task of the configuration has no instances of such a depth.
+    """
+    puzzle = config.data.puzzle
     if not depths:
         return None
     source = PuzzleSource(puzzle, max(longest(puzzle, depth) for depth in (*depths, puzzle.difficulty)))

@@ -20,7 +20,7 @@ from dreamer_jax.families import Family, build
 from dreamer_jax.json_files import read_object
 from dreamer_jax.runs.folders import open_run, write_atomically
 from dreamer_jax.runs.models import locate_run
-from dreamer_jax.studies.cells import accuracies, gradient_norms
+from dreamer_jax.studies.cells import accuracies, gradient_norms, source_of
 from dreamer_jax.studies.published import PUBLISHED
 from dreamer_jax.studies.variants import BASE, Variant, parameters
 from dreamer_jax.training.depths import deepest
@@ -84,6 +84,9 @@ def study(
     """
     grid = GRIDS[task, preset]
     result = open_result(folder, task, preset, instances)
+    for variant in variants:  # what can't be asked is said before anything is trained
+        build(variant.loaded.config.model).check_depth(max(grid.steps))
+        source_of(variant.loaded.config, grid.depths)
     for variant in variants:
         entry = entry_of(result, variant)
         entry["trained"] = trained_range(variant.loaded.config)

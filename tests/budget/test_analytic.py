@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from dreamer_jax.blocks.head import Head
 from dreamer_jax.budget import analytic, memory
 from dreamer_jax.config import load_config
 from dreamer_jax.config.models.dreamer import DreamerConfig
@@ -176,6 +177,14 @@ def test_training_memory_is_sixteen_bytes_a_parameter_before_activations() -> No
     kernels = small("DR+DA", dtype="float32", implementation="pallas")
     assert memory.training(kernels, 32, 2, "none")["attention scores"] == 0
     assert memory.training(model, 32, 2, "none")["attention scores"] == 3 * 2 * 32 * 4 * 32 * 4
+
+
+def test_logits_are_those_of_a_chunk() -> None:
+    """The loss has never all of a batch, nor of several losses."""
+    for losses in (1, 3):
+        head = Head(1 << 14, 8, losses)
+        assert head.logit_elements(100) == 100 * losses * (1 << 14)
+        assert head.logit_elements(1 << 20) == 2048 * (1 << 14)
 
 
 def test_depths_and_what_is_outside_of_them_are_all_there_is() -> None:

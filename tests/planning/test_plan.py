@@ -86,6 +86,7 @@ def test_serving_asks_nothing_of_the_training_batch(capsys):
         (["--topology", "v5p:4x4x4", "--sweep", "--roofline"], "--roofline compiles nothing; leave --sweep"),
         (["--topology", "v5p:4x4x4", "--roofline", "--hlo", "a.txt"], "--roofline compiles nothing; leave"),
         (["--topology", "v5p:4x4x4", "--sweep", "--hlo", "a.txt"], "--sweep compiles several programs"),
+        (["--topology", "v5p:4x4x4", "--hlo", "nowhere/a.txt"], "name a file in a folder that is there"),
         (["--topology", "v5p:4x4x4", "--roofline", "--compile", "3"], "--compile is about a sweep"),
         ([], "--topology"),
     ],
@@ -188,6 +189,8 @@ def test_a_configuration_is_a_candidate_of_its_sweep(name, topology, count, monk
     config = load_config(name).config
     tried = [c.config for c in sweeping.candidates(config, parse_topology(topology))]
     assert config in tried and len(tried) == count
+    ragged = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, exchange="ragged"))
+    assert {c.config.mesh.exchange for c in sweeping.candidates(ragged, parse_topology(topology))} == {"ragged"}
 
 
 def test_meshes_of_a_sweep_keep_whole_torus_axes():

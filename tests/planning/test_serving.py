@@ -9,9 +9,12 @@ import pytest
 
 from dreamer_jax.cli.main import main
 from dreamer_jax.config import Config
+from dreamer_jax.config.models.cotformer import CotformerConfig
 from dreamer_jax.config.models.dreamer import DreamerConfig
 from dreamer_jax.config.models.huginn import HuginnConfig
 from dreamer_jax.config.models.moeut import MoeutConfig
+from dreamer_jax.config.models.ouro import OuroConfig
+from dreamer_jax.config.models.ponder import PonderConfig
 from dreamer_jax.config.models.universal import UniversalConfig
 from dreamer_jax.config.sections import MeshConfig
 from dreamer_jax.errors import UserError
@@ -80,6 +83,21 @@ def test_seconds_by_hand():
     assert shared.depth_seconds == pytest.approx(many.depth_seconds)
 
 
+def test_keys_are_read_at_every_depth():
+    """However many depths keep some; and those of all repeats so far, where a repeat sees these."""
+    seconds = [plan(OuroConfig(cache=cache), context=4000).depth_seconds for cache in ("loops", "last")]
+    assert seconds[0] == seconds[1]
+    one, four = (plan(CotformerConfig(depth=depth), context=4000) for depth in (2, 4))
+    keys = 3 * 2000.5 * 2 * 128 * 4 * 2  # of 3 rows in 4 middle layers, bfloat16
+    assert four.depth_seconds - one.depth_seconds == pytest.approx((2.5 - 1.5) * keys / 819e9, rel=0.01)
+
+
+def test_a_pondering_model_reads_both_matrices_again():
+    small, large = (plan(PonderConfig(vocab_size=size)) for size in (1000, 2000))
+    more = 3 * 2 * 1000 * 128 * 2 / 4  # three times in four passes
+    assert large.depth_seconds - small.depth_seconds == pytest.approx(more / 819e9)
+
+
 def test_only_models_with_experts_speak_of_them():
     dense = plan(HuginnConfig(hidden_size=64, heads=4))
     assert plan().chooses and "no two rows choose the same expert" in render(plan())
@@ -93,6 +111,8 @@ def test_what_does_not_fit_says_what_to_do():
     most = its.pages * 16 // 200_000
     assert not (over := plan(context=200_000, rows=most // 2 + 1)).fits
     assert f"pages for {most} such requests" in render(over)
+    paged = plan(context=200_000, page_size=150_000, rows=most // 2 + 1)  # a request takes two
+    assert f"pages for {paged.pages // 2} such requests" in render(paged)
     none = dataclasses.replace(its, weights=16e9)
     assert not none.fits and "mesh.expert" in render(none)
 
@@ -105,6 +125,8 @@ def test_the_command(capsys):
     for wrong, said in (
         (["--mean-depth", "99"], "mean depth 99"),
         (["--sweep"], "--serve compiles nothing"),
+        (["--roofline"], "--roofline is a plan of its own"),
+        (["--mesh.data", "8,8"], "v5e:2x2 has 1 x 4"),
         (["--mesh.data", "3"], "3"),
     ):
         assert main([*words, *wrong]) == 2

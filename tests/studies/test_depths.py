@@ -103,10 +103,12 @@ def test_experts_are_counted_over_several_batches_of_training(recurrent, tmp_pat
     assert expert_use.expert_use(folder, print) == found
 
 
-def test_a_model_without_experts_has_none_that_are_used(tmp_path):
+def test_a_model_without_experts_has_none_that_are_used(tmp_path, capsys):
     folder = make_run(tmp_path / "huginn", model=HUGINN)
     assert expert_use.expert_use(folder, lambda line: None) == {}
     assert json.loads((folder / "depth.json").read_text())["experts"]["found"] == {"gini": {}}
+    assert main(["depth", str(folder), "--depths", "1", "--loss-only", "--experts"]) == 0
+    assert "The model has no experts." in capsys.readouterr().out
 
 
 # The report.

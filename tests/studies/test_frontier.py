@@ -154,6 +154,18 @@ def test_a_file_is_no_folder(tmp_path: Path, capsys) -> None:
     assert capsys.readouterr().err.endswith("/out: is a file; name a folder\n")
 
 
+def test_what_cannot_be_asked_is_refused_before_training(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(frontier, "train", lambda *_: pytest.fail("started to train"))
+    words = ["frontier", "graph", "--preset", "laptop", "--out", str(tmp_path)]
+    for wrong, said in (
+        (["--model.max_depth", "9"], "can't think for 20"),
+        (["--data.puzzle.nodes", "8"], "graph has depths 1 to 5"),
+        (["--run.seed", "4"], "--seeds"),
+    ):
+        assert main([*words, *wrong]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_what_is_known_of_another_model_of_the_name_goes() -> None:
     """Its runs were removed, or there would have been a refusal: its parameters and seeds aren't the new one's."""
     result: dict = {"models": {}}
