@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dreamer_jax.config import Config
-from dreamer_jax.config.models import VARIABLE
-from dreamer_jax.config.models import family_module as usable
+from dreamer_jax.config.models import give
 from dreamer_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dreamer_jax.errors import UserError, whole
 from dreamer_jax.families import Family, forward
@@ -266,7 +264,7 @@ def load(
         UserError: there is no such run or folder, or what is there is damaged.
     """
     if family_module is not None:
-        os.environ[VARIABLE] = usable(family_module)
+        give(family_module)
     folder = Path(path)
     if (folder / "config.json").is_file() and not (folder / "config.yaml").is_file():
         if step is not None or average != 1:

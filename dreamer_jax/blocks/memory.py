@@ -106,6 +106,7 @@ class Slots(NamedTuple):
     def written(self, k: jax.Array, v: jax.Array, depth: Depth, positions: jax.Array) -> Slots:
         """With k and v [B, P, kv, d] at a depth of positions [B, P]."""
         place = (depth.index, *pages.place(self.table, self.keys, positions))
+        k, v = unseen_is_nothing(k, v)
 
         def put(kept: jax.Array, new: jax.Array) -> jax.Array:
             new = pages.flat(new, kept.shape[-1]) if kept.ndim == 4 else new
@@ -147,6 +148,13 @@ class Slots(NamedTuple):
         if self.values is None:
             return self
         return self._replace(keys=pages.flat(self.keys), values=pages.flat(self.values))
+
+
+def unseen_is_nothing(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [..., d] such that what isn't seen adds nothing, also where they aren't finite: a weight of zero
+    times such a value would be NaN, for every row that has the slot after this one. Who sees the key gets NaN."""
+    broken = ~jnp.all(jnp.isfinite(v), axis=-1, keepdims=True)
+    return jnp.where(broken, jnp.nan, k), jnp.where(broken, 0, v)
 
 
 class Unread(NamedTuple):

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from dreamer_jax.blocks.counting import BFLOAT16_BYTES, FLOAT32_BYTES, OnChip, Operation, Reach
-from dreamer_jax.blocks.memory import Context
+from dreamer_jax.blocks.memory import Context, unseen_is_nothing
 from dreamer_jax.blocks.operations import Operations
 from dreamer_jax.blocks.positions import Depth
 from dreamer_jax.blocks.self_attention import SelfAttention
@@ -88,6 +88,8 @@ class Repeats(flax.struct.PyTreeNode):
 
     def written(self, layer: int, k: jax.Array, v: jax.Array, depth: Depth, context: Context) -> Repeats:
         """With k and v [B, P, kv, d] of a layer at a repeat."""
+        if not self.whole:
+            k, v = unseen_is_nothing(k, v)
 
         def put(kept: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
             own, new = kept[layer], new.astype(kept[layer].dtype)

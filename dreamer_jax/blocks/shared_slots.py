@@ -8,7 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from dreamer_jax.blocks.memory import Context
+from dreamer_jax.blocks.memory import Context, unseen_is_nothing
 from dreamer_jax.blocks.operations import Operations
 from dreamer_jax.blocks.positions import Depth
 from pallas_kernels import pages
@@ -66,6 +66,7 @@ class SharedSlots(flax.struct.PyTreeNode):
     def written(self, k: jax.Array, v: jax.Array, depth: Depth, positions: jax.Array) -> SharedSlots:
         """With k and v [B, P, kv, d] of positions [B, P]; `depth.index` is l C + j."""
         place = pages.place(self.table, self.keys, positions)
+        k, v = unseen_is_nothing(k, v)
         parts = {"keys": k, "values": v} if self.values is not None else {"keys": interleaved(k, v)}
         if self.keys.ndim == 4:
             parts = {name: pages.flat(part, self.keys.shape[-1]) for name, part in parts.items()}

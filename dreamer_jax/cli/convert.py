@@ -7,7 +7,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from dreamer_jax.cli.arguments import Parser, positive
+from dreamer_jax.cli.arguments import Parser, natural, positive
 from dreamer_jax.config.models.recursive import Sharing
 from dreamer_jax.errors import UserError
 
@@ -138,7 +138,7 @@ def _huginn_options(parser: Parser) -> list[argparse.Action]:
             default="identity",
             help="what the core's input starts as: what the prelude put out, or a random mix of it and the state",
         ),
-        group.add_argument("--seed", type=int, default=0, metavar="N", help="of the random adapter (0)"),
+        group.add_argument("--seed", type=natural, default=0, metavar="N", help="of the random adapter (0)"),
     ]
 
 

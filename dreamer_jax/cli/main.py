@@ -160,7 +160,7 @@ def usage() -> str:
     """The text of `dreamer --help`."""
     lines = ["usage: dreamer <command> [...]", "", "Depth-recurrent attention mixtures in JAX.", "", "commands:"]
     lines += [f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items()]
-    lines += ["", f"{OPTION} FILE_OR_MODULE, with any command: a family of models from outside of the package."]
+    lines += ["", f"{OPTION} FILE_OR_MODULE, with any command: a family from outside of the package; several, too."]
     lines += ["`dreamer <command> --help` explains a command; `dreamer --version` prints the version."]
     return "\n".join(lines)
 
@@ -183,16 +183,16 @@ def split_family_module(arguments: Sequence[str]) -> tuple[list[str], list[str |
 
 
 def _give_to_children(modules: Sequence[str | None]) -> None:
-    """Leave the value of --family-module where the register of families looks for it, here and in child processes."""
+    """Leave the values of --family-module where the register of families looks for it, here and in child processes."""
     if not modules:
         return
-    from dreamer_jax.config.models import VARIABLE, family_module  # not needed for `dreamer --help`
+    from dreamer_jax.config.models import VARIABLE, give  # not needed for `dreamer --help`
 
-    module = modules[0]
-    if len(modules) > 1 or module is None:
-        problem = "is given twice; name one" if len(modules) > 1 else "needs a value: toy.py or package.module"
-        raise UserError(f"{OPTION} {problem}")
-    os.environ[VARIABLE] = family_module(module)
+    given = [module for module in modules if module is not None]
+    if len(given) < len(modules):
+        raise UserError(f"{OPTION} needs a value: toy.py or package.module")
+    os.environ[VARIABLE] = ""
+    give(*given)
 
 
 def _dispatch(words: list[str]) -> int:

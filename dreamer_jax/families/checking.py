@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import flax.linen as nn
@@ -25,6 +25,8 @@ from dreamer_jax.recurrence import Stepped, Weights
 
 ROWS, LENGTH = 2, 3
 """Rows and places of what is traced."""
+OF_THE_RUN = {"loss", "gradient_norm", "learning_rate", "counts", "skipped", "tokens", "rollbacks", "step"}
+"""What a run logs itself, beside `time/...`."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -45,6 +47,9 @@ def check(family: Family) -> None:
     params, state = nn.meta.unbox(drawn)
     jax.eval_shape(functools.partial(_whole_rows, family), params, state)
     if family.flags.generates:
+        whole = family.fresh(ROWS, LENGTH, family.depth).sequence
+        if whole is not None and family.slots(ROWS, LENGTH, family.depth) is None:
+            _wrong(family, "slots", f"returns None, where a pass has a {_name(whole)}; flags.generates needs them")
         jax.eval_shape(functools.partial(_decoding, family), params, state)
 
 
@@ -56,6 +61,8 @@ def _check_knobs(family: Family) -> None:
             _wrong(family, "knobs", f"has a {_name(knob)}, not a Knob")
         if knob.key not in settings:
             _wrong(family, "knobs", f"turns '{knob.key}', which isn't among the settings {', '.join(settings)}")
+        if type(value := getattr(family.config, knob.key)) is not int:
+            _wrong(family, "knobs", f"turns '{knob.key}', which is {value!r}; what is turned is a whole number")
         if knob.moves not in ("flops_per_token", "params"):
             _wrong(family, "knobs", f"'{knob.key}' moves '{knob.moves}'; what can be matched: flops_per_token, params")
         if knob.part not in family.parts:
@@ -83,6 +90,7 @@ def _whole_rows(family: Family, params: PyTree, state: dict[str, PyTree]) -> Non
     _pair(family, "loss", found, "(sum over the targets, sums to be logged)")
     if not isinstance(found[1], dict):
         _wrong(family, "loss", f"its second part is a {_name(found[1])}, not a dict of sums to be logged")
+    check_logged(family, "loss", found[1])
     for what, sum_ in {"its first part": found[0], **found[1]}.items():
         _shaped(family, "loss", what, sum_, ())
     if family.flags.generates:
@@ -92,6 +100,16 @@ def _whole_rows(family: Family, params: PyTree, state: dict[str, PyTree]) -> Non
             _shaped(family, "evaluate", what, each, place)
     updated = family.update(state, passed.counts, jnp.int32(0))
     _unchanged(family, "update", "the model's own state", state, updated)
+
+
+def check_logged(family: Family, method: str, names: Iterable[str]) -> None:
+    """That what a family logs, by its loss or by `log`, takes the place of nothing.
+
+    Raises:
+        UserError: it does.
+    """
+    if taken := sorted(name for name in names if name in OF_THE_RUN or name.startswith("time/")):
+        _wrong(family, method, f"logs {', '.join(taken)}, which the run logs itself; give it another name")
 
 
 def _decoding(family: Family, params: PyTree, state: dict[str, PyTree]) -> None:

@@ -138,10 +138,10 @@ def _row_by_row(family, scan, weights, state, inputs, context, drawn):
     def step(weights, state, inputs, depth, memory, both, tape=None):
         context, depths = both
         waits = depth.index >= depths if together else depth.index < depth.total - depths  # [B]
-        if together:  # who waits is padding to the counts
-            positions = context.segment_ids.shape
-            depth = depth._replace(total=jnp.broadcast_to(depths[:, None], positions))
-            context = context._replace(segment_ids=jnp.where(waits[:, None], 0, context.segment_ids))
+        if together:
+            depth = depth._replace(total=jnp.broadcast_to(depths[:, None], context.segment_ids.shape))
+        # Who waits is padding to the counts.
+        context = context._replace(segment_ids=jnp.where(waits[:, None], 0, context.segment_ids))
         stepped = scan.step(weights, state, inputs, depth, memory, context, tape)
 
         def chosen(new, old):

@@ -33,7 +33,7 @@ CHANGEABLE = (
 )
 """Keys that may change when a run is resumed: they don't alter what a step computes."""
 
-SCHEDULE = ("training.schedule", "training.cooldown_steps", "training.steps")
+SCHEDULE = ("training.schedule", "training.cooldown_steps", "training.learning_rate_floor", "training.steps")
 ALLOWED = {"learning_rate": ("training.learning_rate", "training.warmup_steps", *SCHEDULE), "depth": ("model.depth",)}
 """Name of a change that `checkpoint.allow` permits -> the keys it is about."""
 
@@ -209,17 +209,23 @@ def _refuse_other(place: epath.Path, before: Config, now: Config) -> None:
     changeable = CHANGEABLE
     if (before.training.schedule, now.training.schedule) != ("constant", "constant"):  # the rate depends on the end
         changeable = tuple(key for key in CHANGEABLE if key != "training.steps")
-    changed = [line for line in difference(before, now) if not line.startswith(changeable)]
-    refused = [line for line in changed if not line.startswith(allowed)] if allowed else changed
+    changed = [line for line in difference(before, now) if not _about(line, changeable)]
+    refused = [line for line in changed if not _about(line, allowed)]
     if not refused:
         return
-    names = [name for name, keys in ALLOWED.items() if any(line.startswith(keys) for line in refused)]
+    names = [name for name, keys in ALLOWED.items() if any(_about(line, keys) for line in refused)]
     allowable = tuple(key for name in names for key in ALLOWED[name])
     hint = f", or add --checkpoint.allow {','.join((*now.checkpoint.allowed, *names))} to change that"
-    hint = hint if names and all(line.startswith(allowable) for line in refused) else ""
+    hint = hint if names and all(_about(line, allowable) for line in refused) else ""
     raise UserError(
         f"{place} holds a run with another configuration:\n  "
         + "\n  ".join(refused)
         + "\nUse another directory (--run.dir NAME; of a study or a frontier --out), or the old values to go on with "
         + f"that run{hint}"
     )
+
+
+def _about(line: str, keys: tuple[str, ...]) -> bool:
+    """Whether a line of `difference` is about one of the keys, or is in one of the sections, which end with a dot."""
+    key = line.partition(": ")[0]
+    return key in keys or key.startswith(tuple(name for name in keys if name.endswith(".")))

@@ -88,7 +88,7 @@ def _cell(model: TrainedModel, source: PuzzleSource | None, depth: int, steps: i
 def _count_right(family: Family, steps: int) -> Callable[..., jax.Array]:
     """The jitted (params, model state, batch) -> [T] int32, the rows that are right after each step."""
     family.check_depth(steps)
-    answering = _answering(family)
+    answering = puzzle_family(family)
 
     def count(params: Any, model_state: Any, batch: Any) -> jax.Array:
         logits = logits_by_depth(answering, family.cast(params), model_state, batch, steps)
@@ -113,7 +113,7 @@ def gradient_norms(run: Path, steps: int, instances: int = 64) -> dict[str, list
         `fresh`, with the weights that the run started from, and `trained`, [T + 1] each.
     """
     model = load_run(run)
-    family, puzzle = _answering(model.family), model.config.data.puzzle
+    family, puzzle = puzzle_family(model.family), model.config.data.puzzle
     source = PuzzleSource(puzzle, longest(puzzle, puzzle.difficulty))
     batch = source.cell(puzzle.difficulty, range(instances), instances)
     fresh, state = initialise(family, jax.random.key(model.config.run.seed))
@@ -151,7 +151,7 @@ def _gradient_norms(family: PuzzleFamily, steps: int, params: Any, model_state: 
     return jnp.concatenate([norm(first)[None], norms])
 
 
-def _answering(family: Family) -> PuzzleFamily:
+def puzzle_family(family: Family) -> PuzzleFamily:
     """The model, if it answers puzzles."""
     if not isinstance(family, PuzzleFamily):
         raise UserError(f"models of the family {family.config.family} don't answer puzzles; see docs/frontier.md")

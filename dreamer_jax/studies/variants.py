@@ -18,6 +18,7 @@ from dreamer_jax.configs import find as find_file
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import Family
 from dreamer_jax.families import build as build_family
+from dreamer_jax.studies.cells import puzzle_family
 
 BASE = "depth_recurrent"
 """The name of the paper's model in a study."""
@@ -143,6 +144,7 @@ def other_family(model: str, base: LoadedConfig, overrides: Sequence[str] = ()) 
             taken[key] = Setting(theirs[key], base.origins[key])
     loaded = build({**taken, **own})
     _check_steps(model, loaded.config)
+    puzzle_family(build_family(loaded.config.model))
     matched = match_parameters(build_family(loaded.config.model), parameters(base.config))
     return LoadedConfig(dataclasses.replace(loaded.config, model=matched.config), loaded.origins)
 

@@ -19,6 +19,7 @@ from dreamer_jax.config.sections import Config
 from dreamer_jax.data import Data, Record, open_data
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import KNOWLEDGE, build
+from dreamer_jax.families.checking import check_logged
 from dreamer_jax.parallel import batch_spec, make_mesh
 from dreamer_jax.parallel.distributed import is_primary, largest, others_than_the_first, place_rows, rows_of_devices
 from dreamer_jax.runs.checkpoints import Checkpoints
@@ -311,7 +312,9 @@ class _Loop:
         self.counter.catch_up()
         counts, model_state = values.pop("counts"), values.pop("model_state")
         record = {name: float(value) for name, value in values.items()}
-        record |= self.family.log(model_state, counts)
+        logged = self.family.log(model_state, counts)
+        check_logged(self.family, "log", logged)
+        record |= logged
         tokens = self.config.training.batch_size * self.config.data.sequence_length
         record["tokens"] = step * tokens
         record["skipped"] = self.counter.total

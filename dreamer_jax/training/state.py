@@ -71,7 +71,7 @@ def check_beginning(config: Config) -> None:
     """
     _texts(config)
     if config.training.initial_weights:
-        _located(config.training.initial_weights)
+        _require_same_model(_located(config.training.initial_weights), config)
 
 
 def check_settings(config: Config) -> None:
@@ -109,6 +109,23 @@ def _located(run: str) -> Located:
         return locate_run(run)
     except UserError as error:
         raise UserError(f"training.initial_weights: {error}") from None
+
+
+def _require_same_model(found: Located, config: Config) -> None:
+    """Its arrays are read by name: of another model some would be missing, or left out without a word."""
+    theirs, ours = (_parameters(model) for model in (found.config.model, config.model))
+    if theirs != ours:
+        name = min(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name))
+        has, wanted = (its.get(name, "missing") for its in (theirs, ours))
+        raise UserError(
+            f"training.initial_weights: {found.directory} holds another model: {name} is {has} there and {wanted} in "
+            "this configuration; give the section model the sizes of that run"
+        )
+
+
+def _parameters(model: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_flatten_with_path(nn.meta.unbox(build(model).shapes[0]))[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in leaves}
 
 
 def _with_weights_of(run: str, state: TrainState) -> TrainState:

@@ -115,6 +115,22 @@ def test_two_files_of_one_name(tmp_path: Path, module) -> None:
         assert models.find("toy").config().laps == laps
 
 
+def test_several_files(tmp_path: Path) -> None:
+    """They are known together; a file takes the place of another of its name, but not in one breath."""
+    (tmp_path / "other").mkdir()
+    first, second = write(tmp_path, SOURCE), write(tmp_path, SOURCE.replace('"toy"', '"top"'), "top.py")
+    third = write(tmp_path / "other", SOURCE.replace('"toy"', '"ball"'), "top.py")
+    first = first.rename(tmp_path / "toy.py")
+    models.give(str(first), str(second))
+    models.give(str(first))
+    assert {"toy", "top"} <= set(models.known())
+    assert pickle.loads(pickle.dumps(models.find("top").config())) == models.find("top").config()
+    models.give(str(third))
+    assert {"toy", "ball"} <= set(models.known()) and "top" not in models.known()
+    with pytest.raises(ConfigError, match="have one name"):
+        models.give(str(second), str(third))
+
+
 def test_an_entry_point_is_imported_when_it_is_asked_for(tmp_path: Path, install) -> None:
     install("toys_installed", SOURCE, "toy")
     load_config(write(tmp_path, ""))

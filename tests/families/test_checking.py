@@ -108,6 +108,22 @@ class Elsewhere(Toy):
         return (Knob("gate_size", "params", "gates"),)
 
 
+class Slotless(Toy):
+    def slots(self, rows, capacity, depth):
+        return None
+
+
+class Typed(Toy):
+    def knobs(self):
+        return (Knob("dtype", "params", "gate"),)
+
+
+class Skipping(Toy):
+    def loss(self, params, passed, batch):
+        loss, sums = super().loss(params, passed, batch)
+        return loss, {**sums, "skipped": loss}
+
+
 FORM = "it must keep its form"
 MISTAKES = {
     Tuple: "Tuple.step: returns a tuple, not a Stepped",
@@ -125,6 +141,9 @@ MISTAKES = {
     HaltingAsOne: r"HaltingAsOne.finished: it is \[\] bool, not \[2, 1\]",
     Misspelt: "Misspelt.knobs: turns 'gate_sise', which isn't among the settings family, depth, .*gate_size",
     Unmatched: "Unmatched.knobs: 'gate_size' moves 'flops'; what can be matched: flops_per_token, params",
+    Slotless: "Slotless.slots: returns None, where a pass has a ",
+    Typed: "Typed.knobs: turns 'dtype', which is 'float32'; what is turned is a whole number",
+    Skipping: "Skipping.loss: logs skipped, which the run logs itself; give it another name",
     Elsewhere: "Elsewhere.knobs: 'gate_size' is about 'gates', which isn't among its parts .*'gate'",
 }
 
@@ -135,22 +154,37 @@ def test_mistakes_are_named(family):
         check(family(ToyConfig()))
 
 
-SOURCE = """\
-from tests.families.toy import Toy, ToyConfig
-
-
-class Broken(Toy):
+STEP = """\
     def step(self, *arguments, **tape):
         return super().step(*arguments, **tape).state
-
-
-CONFIG, CORE = ToyConfig, Broken
 """
+LOG = """\
+    def log(self, model_state, counts):
+        return {"time/mine": 1.0, "tokens": 2.0, "mine": 3.0}
+"""
+
+
+def write_module(path, method):
+    path.write_text(
+        "from tests.families.toy import Toy, ToyConfig\n\n\n"
+        f"class Broken(Toy):\n{method}\n\nCONFIG, CORE = ToyConfig, Broken\n"
+    )
+
+
+def test_a_log_takes_the_place_of_nothing(tmp_path, monkeypatch, capsys):
+    """It is known at the first step that is logged."""
+    monkeypatch.setenv(VARIABLE, "")
+    write_module(tmp_path / "broken.py", LOG)
+    (tmp_path / "toy.yaml").write_text("model: {family: toy}\ntraining: {batch_size: 8}\n")
+    words = ["--family-module", str(tmp_path / "broken.py"), "--run.dir", str(tmp_path / "run")]
+    assert main(["train", str(tmp_path / "toy.yaml"), *words]) == 2
+    said = capsys.readouterr()
+    assert "family toy: Broken.log: logs time/mine, tokens, which the run logs itself" in said.err, said
 
 
 def test_commands_say_so_before_they_begin(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(VARIABLE, "")
-    (tmp_path / "broken.py").write_text(SOURCE)
+    write_module(tmp_path / "broken.py", STEP)
     (tmp_path / "toy.yaml").write_text("model: {family: toy}\n")
     words = ["--family-module", str(tmp_path / "broken.py"), "--run.dir", str(tmp_path / "run")]
     assert main(["train", str(tmp_path / "toy.yaml"), *words]) == 2

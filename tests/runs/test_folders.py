@@ -44,3 +44,16 @@ def test_a_run_may_become_longer_unless_its_rate_depends_on_the_end(tmp_path):
         opened(tmp_path / "cosine", steps=20, schedule="cosine")
     with pytest.raises(UserError, match=r"training.schedule: constant -> trapezoid"):
         opened(tmp_path / "constant", steps=10, schedule="trapezoid")
+
+
+@pytest.mark.parametrize("changes", [{"model__depth_counters": "up"}, {"model__depth_scaling": "ntk"}])
+def test_what_only_begins_like_an_allowed_key_is_refused(tmp_path, changes):
+    def at_depth(depth, **more):
+        config = tiny_config(model__depth=depth, checkpoint__allow="depth", **more)
+        return open_run(LoadedConfig(dataclasses.replace(config, run=RunConfig(dir=str(tmp_path / "run"))), {}))
+
+    at_depth(2)
+    at_depth(3)
+    with pytest.raises(UserError) as found:
+        at_depth(3, **changes)
+    assert "checkpoint.allow" not in str(found.value)

@@ -21,10 +21,10 @@ from dreamer_jax.runs import array_files
 from dreamer_jax.runs.checkpoints import Checkpoints
 from dreamer_jax.runs.folders import open_run, path_of, save_configuration
 from dreamer_jax.runs.leaves import open_model
-from dreamer_jax.runs.models import load_run, locate_run
+from dreamer_jax.runs.models import Located, load_run, locate_run
 from dreamer_jax.runs.step_folders import StepFolders
 from dreamer_jax.training.recovery import Recovery, stacking
-from dreamer_jax.training.state import create_state
+from dreamer_jax.training.state import _parameters, _require_same_model, check_beginning, create_state
 from tests.training.cases import tiny_config
 
 META = {"data": "d", "tokenizer": "t"}
@@ -200,3 +200,22 @@ def test_weights_that_do_not_fit(run, tmp_path, changes, said):
     config = run_config(tmp_path / "new", **{"training__initial_weights": str(run), **changes})
     with pytest.raises(UserError, match=said):
         create_state(config, make_mesh(config.mesh))
+
+
+@pytest.mark.parametrize("variant", ["DR", "LA+DA"])
+def test_weights_of_another_model_are_refused_before_a_run_is_made(run, tmp_path, variant):
+    """Those of more parts too, whose other parts would be left out without a word."""
+    config = run_config(tmp_path / "new", training__initial_weights=str(run))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, variant=variant))
+    with pytest.raises(UserError, match=r"training.initial_weights: .* holds another model: "):
+        check_beginning(config)
+
+
+def test_weights_of_a_model_with_more_parts(tmp_path):
+    """Without depth attention the rest would fit."""
+    config = run_config(tmp_path / "more")
+    more = dataclasses.replace(config, model=dataclasses.replace(config.model, variant="LA+DA"))
+    ours, theirs = (_parameters(its.model) for its in (config, more))
+    assert ours.items() < theirs.items()
+    with pytest.raises(UserError, match=r"holds another model: layers\.depth_attention"):
+        _require_same_model(Located(path_of(tmp_path), more, 1), config)

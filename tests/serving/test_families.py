@@ -134,3 +134,28 @@ def test_what_others_have_left_in_the_pool_changes_nothing(name, monkeypatch):
     answers((12, 12, 12, 12), 20, 1)  # they fill the pool
     assert answers((9, 10, 17), 1, 0) == fresh
     engine.close(0)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "ouro" else pytest.mark.slow) for name in MODELS]
+)
+def test_a_request_whose_numbers_overflow_spoils_itself_only(name, monkeypatch):
+    """Neither those that get its row and its pages later nor the one beside it."""
+    monkeypatch.setattr(served_engine, "choosings", lambda likeliest: (Choosing(),))
+    model, bad, prompt = folded(name), 22, tuple(range(1, 7))
+
+    def overflown(path: Any, its: jax.Array) -> jax.Array:
+        tables = [axis for axis, size in enumerate(its.shape) if size == model.family.config.vocab_size]
+        return its.at[bad].set(jnp.nan) if tables[:1] == [0] and "embedding" in jax.tree_util.keystr(path) else its
+
+    spoilt = model.replace(params=jax.tree_util.tree_map_with_path(overflown, model.params))
+    engine = ServedEngine(spoilt, [Static()], Options(rows=2, context=32, page=2, chunk=4, pages=20, logprobs=0))
+    until(lambda: engine.ready or not engine._thread.is_alive())
+    before, beside, after = Taken(), Taken(), [Taken() for _ in range(3)]
+    engine.submit(Request(prompt, 6), before)
+    before.wait()
+    engine.submit(Request((bad, *range(5, 15)), 20), Taken())
+    for its in (beside, *after):
+        engine.submit(Request(prompt, 6), its)
+    assert [its.wait().tokens for its in (beside, *after)] == [before.tokens] * 4
+    engine.close(0)

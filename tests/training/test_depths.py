@@ -115,6 +115,22 @@ def test_outputs_that_a_family_does_not_speak_of():
             forward(family, params, {}, batch, drawn, kept_states=kept)
 
 
+def test_a_row_that_waits_is_not_counted():
+    """Also where rows with fewer depths begin later."""
+    config = TINY_MODELS["huginn"]
+
+    class Counting(type(build(config))):
+        def step(self, weights, state, inputs, depth, memory, context, tape=None):
+            stepped = super().step(weights, state, inputs, depth, memory, context, tape)
+            return stepped._replace(counts={"tokens": jnp.sum(context.segment_ids > 0, keepdims=True)})
+
+    family, params = Counting(config), jax.tree.map(jnp.asarray, drawn_params(config))
+    batch = jax.tree.map(lambda rows: rows[:2], a_batch(config))
+    passed = forward(family, params, {}, batch, Drawn(jnp.array([1, 3]), 3), key=jax.random.key(0))
+    of_each = jnp.sum(batch["segment_ids"] > 0, axis=1)
+    assert np.asarray(passed.counts["tokens"]).sum() == of_each[0] + 3 * of_each[1]
+
+
 def test_what_cannot_be_is_refused():
     layered = build(small_config("LA"))
     ouro = build(TINY_MODELS["ouro"])

@@ -38,7 +38,8 @@ ENTRY_POINTS = "dreamer_jax.families"
 BUILT_IN = "built in"
 OPTION = "--family-module"
 VARIABLE = "DREAMER_FAMILY_MODULE"
-"""Environment variable in which the command line leaves the value of `--family-module`, for child processes.
+"""Environment variable in which the command line leaves the values of `--family-module`, for child processes; between
+them stands what stands between the folders of PATH.
 
 A run's config.yaml never names code to import, because a run directory may come from somebody else. So whoever starts a
 killed run again gives the same command line again, `--family-module` included."""
@@ -112,7 +113,27 @@ def at_hand() -> tuple[Registered, ...]:
     return tuple(_registered(place) for place in (*_built_in(), *_given()))
 
 
-def family_module(text: str) -> str:
+def give(*modules: str) -> None:
+    """Make families known, here and in child processes, beside those that are; a file takes the place of one of its
+    name.
+
+    Args:
+        modules: values of `--family-module`.
+    Raises:
+        ConfigError: there is no such file, or two of them have one name.
+    """
+    given = {_name_of(each): each for each in (*_values(), *map(_lasting, modules))}
+    for each in map(_lasting, modules):
+        if given[_name_of(each)] != each:
+            raise ConfigError(f"{OPTION}: {each} and {given[_name_of(each)]} have one name; rename one of them")
+    os.environ[VARIABLE] = os.pathsep.join(given.values())
+
+
+def _values() -> list[str]:
+    return [each for each in os.environ.get(VARIABLE, "").split(os.pathsep) if each]
+
+
+def _lasting(text: str) -> str:
     """The value of `--family-module` as child processes can use it: a module's name, or a file's absolute path.
 
     Raises:
@@ -145,16 +166,15 @@ def _built_in() -> list[_Place]:
 
 
 def _given() -> list[_Place]:
-    """The family of `--family-module`, if one is given."""
-    given = os.environ.get(VARIABLE, "")
-    if not given:
-        return []
-    name, origin = family_module(given), f"{OPTION} {given}"
-    if _is_file_name(given):
-        name, path = _name_of_file(given), name
-        if getattr(sys.modules.get(name), "__file__", path) != path:  # another file of this name, in this process
-            del sys.modules[name]
-    return [_Place(key_of(_config_of(_import(name, origin), origin)), name, origin)]
+    """The families of `--family-module`."""
+    return [_place_of(each) for each in _values()]
+
+
+def _place_of(given: str) -> _Place:
+    name, path, origin = _name_of(given), _lasting(given), f"{OPTION} {given}"
+    if _is_file_name(given) and getattr(sys.modules.get(name), "__file__", path) != path:
+        del sys.modules[name]  # another file of this name, in this process
+    return _Place(key_of(_config_of(_import(name, origin), origin)), name, origin)
 
 
 def _registered(place: _Place) -> Registered:
@@ -190,6 +210,9 @@ def _config_of(module: ModuleType, origin: str) -> type[ModelConfig]:
     field = config.__dataclass_fields__.get("family") if frozen else None
     if field is None or not isinstance(field.default, str):
         raise ConfigError(f'{origin}: CONFIG must be a frozen dataclass with a field `family: Literal["key"] = "key"`')
+    needed = ("hidden_size", "vocab_size", "dtype", "implementation")
+    if missing := [name for name in needed if name not in config.__dataclass_fields__ and not hasattr(config, name)]:
+        raise ConfigError(f"{origin}: CONFIG has no {', '.join(missing)}; every family has {', '.join(needed)}")
     return config
 
 
@@ -197,9 +220,9 @@ def _is_file_name(text: str) -> bool:
     return text.endswith(".py") or not all(part.isidentifier() for part in text.split("."))
 
 
-def _name_of_file(path: str) -> str:
-    """The name under which the file of `--family-module` is imported."""
-    return "dreamer_family_" + re.sub(r"\W", "_", Path(path).stem)
+def _name_of(given: str) -> str:
+    """The name under which a value of `--family-module` is imported."""
+    return "dreamer_family_" + re.sub(r"\W", "_", Path(given).stem) if _is_file_name(given) else given
 
 
 class _GivenFile(importlib.abc.MetaPathFinder):
@@ -210,9 +233,9 @@ class _GivenFile(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        given = os.environ.get(VARIABLE, "")
-        if given and _is_file_name(given) and fullname == _name_of_file(given):
-            return importlib.util.spec_from_file_location(fullname, os.path.abspath(given))
+        for given in _values():
+            if _is_file_name(given) and fullname == _name_of(given):
+                return importlib.util.spec_from_file_location(fullname, os.path.abspath(given))
         return None
 
 
