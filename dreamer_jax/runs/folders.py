@@ -7,6 +7,7 @@ and copied, because a bucket can't append to a file.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import os
@@ -169,14 +170,17 @@ def open_run(
 
 
 def save_configuration(loaded: LoadedConfig, folder: RunFolder) -> None:
-    """Write config.yaml, which a run that goes on may change where `CHANGEABLE` and `checkpoint.allow` let it.
+    """Write config.yaml, which a run that goes on may change where `CHANGEABLE` and `checkpoint.allow` let it. What was
+    allowed isn't written: it is for one start.
 
     Raises:
         UserError: if the directory can't be written.
     """
+    checkpoint = dataclasses.replace(loaded.config.checkpoint, allow="")
+    config = dataclasses.replace(loaded.config, checkpoint=checkpoint)
     try:
         folder.local.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder.local / "config.yaml", to_yaml(loaded))
+        write_atomically(folder.local / "config.yaml", to_yaml(config, loaded.origins))
         folder.publish()
     except OSError as error:
         raise UserError(

@@ -16,6 +16,7 @@ from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import Family
 
 KEY = "training.trainable"
+ROUTER: Role = "router_key"
 
 
 def learning_rate(config: TrainingConfig, step: jax.typing.ArrayLike) -> jax.Array:
@@ -155,6 +156,17 @@ def trained_leaves(config: TrainingConfig, roles: Any) -> Any:
             )
     flags = [not wanted or any(covers(name, path, role) for name in wanted) for path, role in named]
     return jax.tree.unflatten(jax.tree.structure(roles), flags)
+
+
+def routing_rests(trained: Any, roles: Any) -> bool:
+    """Whether a model has routers and none of their keys is trained: then what balances them stays, too.
+
+    Args:
+        trained: the tree of `trained_leaves`.
+        roles: the tree of the parameters' roles.
+    """
+    keys = [flag for flag, role in zip(jax.tree.leaves(trained), jax.tree.leaves(roles), strict=True) if role == ROUTER]
+    return bool(keys) and not any(keys)
 
 
 def trained_parameters(config: TrainingConfig, family: Family) -> int | None:

@@ -28,7 +28,7 @@ from dreamer_jax.parallel.layout import parameter_layouts
 from dreamer_jax.parallel.mesh import EXPERT, batch_spec
 from dreamer_jax.runs.state import TrainState
 from dreamer_jax.training import depths
-from dreamer_jax.training.optimizer import make_optimizer, next_learning_rate, trained_leaves
+from dreamer_jax.training.optimizer import make_optimizer, next_learning_rate, routing_rests, trained_leaves
 from dreamer_jax.training.penalties import check_likeness, likeness
 from dreamer_jax.training.state import state_specs
 
@@ -52,8 +52,14 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[TrainState, Batch],
     def divided(gradients: Any) -> Any:
         return scatter(gradients, layouts, mesh, config.training.scatter_dtype)
 
+    trained = trained_leaves(config.training, family.roles)
+    balances = not routing_rests(trained, family.roles)
+
+    def updated(model_state: Any, counts: Any, step: jax.Array) -> Any:
+        return family.update(model_state, counts, step) if balances else model_state
+
     def balanced(model_state: Any, counts: Any, step: jax.Array) -> Any:
-        return family.update(model_state, sum_over(mesh, counts), step)
+        return updated(model_state, sum_over(mesh, counts), step)
 
     at_once = config.training.balance == "microbatch"
     smooth = None
@@ -62,7 +68,6 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[TrainState, Batch],
     loss_and_gradient = make_loss_and_gradient(
         config, family, divided if each else None, balanced if at_once else None, smooth
     )
-    trained = trained_leaves(config.training, family.roles)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         weights = gather(state.params, layouts, family.cast)
@@ -81,7 +86,7 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[TrainState, Batch],
         after = (
             optax.apply_updates(state.params, updates),
             optimizer_state,
-            model_state if at_once else family.update(model_state, counts, state.step),
+            model_state if at_once else updated(model_state, counts, state.step),
         )
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
         metrics = {

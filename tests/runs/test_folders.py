@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from dreamer_jax.config import LoadedConfig
+from dreamer_jax.config import LoadedConfig, load_config
 from dreamer_jax.config.sections import RunConfig
 from dreamer_jax.errors import UserError
-from dreamer_jax.runs.folders import open_run, run_and_step
+from dreamer_jax.runs.folders import open_run, run_and_step, save_configuration
 from tests.training.cases import tiny_config
 
 
@@ -50,10 +50,13 @@ def test_a_run_may_become_longer_unless_its_rate_depends_on_the_end(tmp_path):
 def test_what_only_begins_like_an_allowed_key_is_refused(tmp_path, changes):
     def at_depth(depth, **more):
         config = tiny_config(model__depth=depth, checkpoint__allow="depth", **more)
-        return open_run(LoadedConfig(dataclasses.replace(config, run=RunConfig(dir=str(tmp_path / "run"))), {}))
+        loaded = LoadedConfig(dataclasses.replace(config, run=RunConfig(dir=str(tmp_path / "run"))), {})
+        return loaded, open_run(loaded)
 
     at_depth(2)
-    at_depth(3)
+    save_configuration(*at_depth(3))
+    saved = load_config(tmp_path / "run" / "config.yaml").config
+    assert saved.model.depth == 3 and saved.checkpoint.allow == "", "it is for one start"
     with pytest.raises(UserError) as found:
         at_depth(3, **changes)
     assert "checkpoint.allow" not in str(found.value)

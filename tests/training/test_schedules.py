@@ -91,6 +91,18 @@ def test_what_is_not_trained_keeps_its_bits(tmp_path):
     checkpoints.close()
 
 
+@pytest.mark.parametrize(("trainable", "moves"), [("head,norm", False), ("router_key", True)])
+def test_biases_that_balance_rest_with_their_routers(trainable, moves):
+    """A frozen layer goes on choosing the same experts."""
+    config = tiny_config(training__trainable=trainable, training__warmup_steps=0)
+    mesh = make_mesh(config.mesh)
+    state = create_state(config, mesh)
+    before = jax.device_get(state.model_state)
+    state, _ = make_train_step(config, mesh)(state, random_batch(1))
+    alike = jax.tree.map(np.array_equal, before, jax.device_get(state.model_state))
+    assert jax.tree.leaves(alike) and all(jax.tree.leaves(alike)) != moves
+
+
 @pytest.mark.parametrize("variant", ["LA", "DR+DA"])
 def test_names_are_roles_or_parts(variant):
     family = build(tiny_config(model__variant=variant).model)
