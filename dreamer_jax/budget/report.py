@@ -57,7 +57,7 @@ def render(report: Report, sentence: str) -> str:
     blocks = [
         _heading(report, sentence),
         _parts(report),
-        _folding(report),
+        *([_folding(report)] if report["parameters"] != report["parameters_folded"] else []),
         _training_text(report),
         _memory_text(report),
     ]

@@ -31,9 +31,9 @@ complete -c dreamer -a '(dreamer completion of (commandline -opc)[2..] (commandl
 """
 SCRIPTS = {"bash": BASH, "zsh": f"autoload -U +X bashcompinit && bashcompinit\n{BASH}", "fish": FISH}
 
-SETTINGS = ("train", "budget", "match", "plan", "bench", "config")
+SETTINGS = ("train", "budget", "match", "plan", "bench", "config", "study", "frontier")
 """Commands that take any key of a configuration as an option."""
-KINDS: dict[str, str] = {"study": "study", "data": "mixture"} | dict.fromkeys(SETTINGS, "configuration")
+KINDS = dict.fromkeys(SETTINGS, "configuration") | {"study": "study", "data": "mixture", "frontier": "none"}
 """Command -> what of the package it takes by name."""
 
 
@@ -66,6 +66,8 @@ def candidates(words: Sequence[str]) -> list[str]:
         found = []
     elif before[-1].startswith("--") and "." in before[-1]:
         found = _values(before[-1].removeprefix("--"))
+    elif before[-1].startswith("--") and (choices := _choices(before)):
+        found = choices
     elif word.startswith("-"):
         found = _options(before)
     else:
@@ -83,21 +85,32 @@ def _names(before: Sequence[str]) -> list[str]:
 
 
 def _actions(command: str) -> list[str]:
-    """Of a command with a usage such as `dreamer data prepare ...`."""
-    return list(dict.fromkeys(re.findall(rf"^(?:usage:|      ) dreamer {command} ([a-z]+)\b", _help([command]), re.M)))
+    """Of a command with a usage such as `dreamer data prepare ...` or `dreamer checkpoint list|verify|prune ...`."""
+    printed = _help([command])
+    if several := re.match(rf"usage: dreamer {command} (?:\[-h\] )?([a-z]+(?:\|[a-z]+)+) ", printed):
+        return several[1].split("|")
+    return list(dict.fromkeys(re.findall(rf"^(?:usage:|      ) dreamer {command} ([a-z]+)\b", printed, re.M)))
 
 
 def _options(before: Sequence[str]) -> list[str]:
     """The options that a command's help names, and the keys of configurations."""
+    from dreamer_jax.cli.main import OPTION
     from dreamer_jax.config.keys import key_types
     from dreamer_jax.config.models import at_hand
 
-    keys = {f"--{key}": None for family in at_hand() for key in key_types(family.config)}
-    if before[0] in ("train", "config"):  # their help is the keys
-        return list(keys)
-    action = [word for word in before[1:2] if word in _actions(before[0])]
-    named = re.findall(r"(?<![\w-])--[a-z][a-z_-]*", _help([before[0], *action]))
-    return [*dict.fromkeys(named), *(keys if before[0] in SETTINGS else [])]
+    keys = [f"--{key}" for family in at_hand() for key in key_types(family.config)]
+    named = re.findall(r"(?<![\w-])--[a-z][a-z_-]*(?![a-z_.-])", _help([before[0], *_action(before)]))
+    return list(dict.fromkeys([*named, *(keys if before[0] in SETTINGS else []), OPTION]))
+
+
+def _choices(before: Sequence[str]) -> list[str]:
+    """Of an option whose help is such as `--preset {paper,laptop}`."""
+    found = re.search(rf"{re.escape(before[-1])} \{{([^}}]*)\}}", _help([before[0], *_action(before)]))
+    return re.split(r",\s*", found[1]) if found else []
+
+
+def _action(before: Sequence[str]) -> list[str]:
+    return [word for word in before[1:2] if word in _actions(before[0])]
 
 
 def _values(key: str) -> list[str]:

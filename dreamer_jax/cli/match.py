@@ -43,8 +43,8 @@ def _parser() -> Parser:
         usage="dreamer match CONFIG --to BASELINE [options] [--section.key value ...]\n"
         "       dreamer match CONFIG [--params N] [--flops N] [options]\n"
         "       dreamer match --family DEPTHS [--variants LA,DR,DR+DA] [--to BASELINE] [--write DIR]",
-        description="Search expert_size until the FLOPs per token, and num_experts until the parameters are closest "
-        "to a baseline's (section 3.8), whatever both are in CONFIG.",
+        description="Search the setting that moves the FLOPs per token (Dreamer's expert_size) and the one that moves "
+        "the parameters (num_experts) until both are closest to a baseline's (section 3.8), whatever CONFIG says.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -58,9 +58,9 @@ def _parser() -> Parser:
         "--hold",
         choices=("both", "flops", "params"),
         default="both",
-        help="which quantity is made equal: flops moves only expert_size, params only num_experts (both)",
+        help="which quantity is made equal: flops moves only the one setting, params only the other (both)",
     )
-    parser.add_argument("--granularity", type=positive, default=8, help="expert_size is a multiple of this (8)")
+    parser.add_argument("--granularity", type=positive, default=8, help="of which expert_size is a multiple (8)")
     parser.add_argument("--context", type=positive, default=1024, help="tokens of a generated sequence (1024)")
     parser.add_argument("--family", metavar="DEPTHS", type=_depths, help="a matched family, e.g. 8,16,24,32,48")
     parser.add_argument("--variants", metavar="NAMES", help=f"variants of the family ({VARIANTS})")

@@ -51,10 +51,12 @@ class Engine:
         mesh: devices to share the rows and, along an axis `expert`, the experts (see `sharding`); None for one.
 
     Raises:
-        UserError: the sampler needs what the model hasn't.
+        UserError: the sampler needs what the model hasn't, or isn't one.
     """
 
     def __init__(self, model: FoldedModel, sampler: Sampler | None = None, mesh: Mesh | None = None):
+        if not isinstance(sampler, Sampler | None):
+            raise UserError(f"sampler {sampler!r} is none; make one, such as dreamer_jax.inference.Adaptive()")
         self.sampler = (sampler or Static()).for_model(model)
         self.exits_early = self.sampler.early or model.family.flags.halts
         """Whether a token may stop before the last depth."""

@@ -135,6 +135,9 @@ def folder_of(directory: str | Path) -> RunFolder:
 
 def not_a_run(directory: str | Path, local: Path) -> UserError:
     """What is said of a directory without a run, whose files are in `local`."""
+    run, step = run_and_step(directory)
+    if step is not None:
+        return UserError(f"{directory} is one checkpoint; name its run, {run}")
     exported = (local / "config.json").is_file() and any(local.glob("*.safetensors"))
     fix = "It looks like an exported folder: `dreamer import` makes a run of it" if exported else ""
     return UserError(

@@ -186,6 +186,10 @@ BROKEN = {
         SOURCE.replace('family: Literal["toy"] = "toy"', "family: str = None"),
         "CONFIG must be a frozen dataclass",
     ),
+    "no size": (
+        SOURCE.replace("    hidden_size: int", "    width: int"),
+        "CONFIG has no hidden_size; every family has hidden_size, vocab_size, dtype, implementation",
+    ),
     "an import": (
         SOURCE.replace("\nfrom dataclasses", "\nimport no_such_package\nfrom dataclasses"),
         "can't be imported: No module named 'no_such_package'",

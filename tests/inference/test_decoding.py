@@ -12,7 +12,7 @@ import pytest
 
 from dreamer_jax.blocks.memory import Slots
 from dreamer_jax.errors import UserError
-from dreamer_jax.inference import Flight, FoldedModel, fold
+from dreamer_jax.inference import Engine, Flight, FoldedModel, fold
 from dreamer_jax.inference import model as folding
 from pallas_kernels.weights import OutputRows
 from tests.families import test_huginn
@@ -144,6 +144,8 @@ def test_another_depth_at_run_time_equals_the_full_forward_at_that_depth(variant
 def test_a_depth_that_layers_do_not_have_is_refused():
     with pytest.raises(UserError, match="3 layers"):
         model_of("LA", depth=4)
+    with pytest.raises(UserError, match=r"sampler 'adaptive' is none; make one, .*Adaptive\(\)"):
+        Engine(model_of("DR"), "adaptive")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="depth 0: must be 1 or more"):
         model_of("DR", depth=0)
     with pytest.raises(UserError, match="must be a whole number"):

@@ -332,3 +332,5 @@ def test_command_line(two, tmp_path, capsys):
     assert main(["checkpoint", "verify", str(directory), "--step", "9"]) == 2
     assert main(["checkpoint", "list", str(tmp_path)]) == 2
     assert "is not a run directory" in capsys.readouterr().err
+    assert main(["checkpoint", "list", "runs/x/checkpoints/15"]) == 2
+    assert "runs/x/checkpoints/15 is one checkpoint; name its run, runs/x" in capsys.readouterr().err
