@@ -5,6 +5,7 @@ Every choice has the extension `tokens`: the text and the depth of each token of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 from dreamer_jax.data.tokenizers import Tokenizer
 from dreamer_jax.inference.growing import UNFINISHED
 from dreamer_jax.serving.contract import Token
+
+UNLIKELY = -9999.0
+"""The logarithm of a probability that can't be named."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ class Shapes:
             place += len(text)
         return {
             "tokens": [self._name(token.id) for token in part.tokens],
-            "token_logprobs": [token.logprob for token in part.tokens],
+            "token_logprobs": [_number(token.logprob) for token in part.tokens],
             "top_logprobs": [
                 None if token.logprob is None else self._by_name(token.likeliest) for token in part.tokens
             ],
@@ -136,16 +140,16 @@ class Shapes:
         text = self._text(token)
         return {
             "token": self._name(token),
-            "logprob": logprob,
+            "logprob": _number(logprob),
             "bytes": None if text is None else list(text.encode()),
         }
 
-    def _by_name(self, likeliest: Sequence[tuple[int, float]]) -> dict[str, float]:
+    def _by_name(self, likeliest: Sequence[tuple[int, float]]) -> dict[str, float | None]:
         """By the names of tokens; of several with one text the likeliest has it, and the others their numbers."""
-        found: dict[str, float] = {}
+        found: dict[str, float | None] = {}
         for token, value in likeliest:
             name = self._name(token)
-            found[f"token_id:{token}" if name in found else name] = value
+            found[f"token_id:{token}" if name in found else name] = _number(value)
         return found
 
     def _name(self, token: int) -> str:
@@ -158,6 +162,11 @@ class Shapes:
         alone, twice = self.tokenizer.decode([token]), self.tokenizer.decode([token, token])
         text = twice[len(alone) :] if twice.startswith(alone) else alone
         return text if text and UNFINISHED not in text else None
+
+
+def _number(logprob: float | None) -> float | None:
+    """As JSON can have it: of a model whose numbers overflow it may be none, which OpenAI's answers have as -9999."""
+    return logprob if logprob is None or math.isfinite(logprob) else UNLIKELY
 
 
 def usage(prompt_tokens: int, answers: Sequence[Sequence[Token]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,14 @@ def test_tokens_that_decode_to_one_text_have_names_of_their_own(tmp_path):
     assert choice["logprobs"]["tokens"] == [" T"] and choice["text"] == "T"
     names = [" T", "T", " ", " F", "token_id:6", "token_id:7", "token_id:0"]
     assert choice["logprobs"]["top_logprobs"][0] == dict(zip(names, (-2, -3, -4, -5, -6, -7, 0), strict=True))
+
+
+def test_what_is_no_number_has_no_place_in_json():
+    token = Token(65, 4, math.nan, ((65, math.nan), (66, -math.inf)))
+    for chat in (False, True):
+        shapes = Shapes(ByteTokenizer(), chat, "x", 0, "m", True, False)
+        text = json.dumps(shapes.whole([Part(0, (token,), ("A",))], {}), allow_nan=False)
+        assert text.count("-9999.0") == 3
 
 
 def test_keys(tmp_path):
