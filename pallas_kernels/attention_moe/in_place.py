@@ -37,8 +37,8 @@ def _in_shares(x: jax.Array, index: jax.Array, weight: OutputRows) -> jax.Array:
     """`linear` of many rows: one and a half times the mean rows of all experts in one product, which copies no matrix,
     and what busier experts have beyond that block by block."""
     rows, count = len(x), weight.shape[0]
-    sizes = min(rows, 3 * rows // (2 * count)), block_for(rows // count)
-    plan = plan_shares(index[:, None], count, sizes)
+    size = min(rows, 3 * rows // (2 * count))
+    plan = plan_shares(index[:, None], count, (size, min(size, block_for(rows // count))))
     shares = fetch(x, token_of(plan.share, plan.place.shape))  # [G, C, a]
     found = plan.of_pairs(jnp.einsum("nra,nba->nrb", shares, weight.matrices))[:, 0]  # [T, b]
 

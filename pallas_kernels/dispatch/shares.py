@@ -103,7 +103,7 @@ def plan_shares(indices: jax.Array, num_experts: int, sizes: tuple[int, int] | N
     Args:
         indices: [T, k] int32, the experts each token selected, different within a token. E stands for no expert here.
         num_experts: E.
-        sizes: (C, b); None for those of `sizes_for`.
+        sizes: (C, b), b at most C, or there may be too few blocks; None for those of `sizes_for`.
 
     Returns:
         The plan, with N = k (T - C + b - 1) // b blocks: as many as there can be, when all tokens choose the same.

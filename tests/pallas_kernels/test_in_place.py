@@ -56,6 +56,14 @@ def test_an_expert_is_asked_for_its_own_rows(choices: list[list[int]]):
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_every_row_has_room_whatever_is_chosen():
+    """Seven of twelve experts with one row more than their shares hold: as many blocks as there can be."""
+    index = np.append(np.repeat(np.arange(7), 14), np.full(10, 11)).astype(np.int32)
+    x, matrices = (RNG.normal(size=shape).astype(np.float32) for shape in ((108, 8), (12, 5, 8)))
+    found = jax.jit(linear)(jnp.asarray(x), jnp.asarray(index), OutputRows.of(jnp.asarray(matrices)))
+    np.testing.assert_allclose(found, np.einsum("ta,tba->tb", x, matrices[index]), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_one_expert_for_all_rows(rows: int):
     x = RNG.normal(size=(rows, 32)).astype(np.float32)
