@@ -30,6 +30,7 @@ shift $((OPTIND - 1))
 venv=${DREAMER_VENV:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv}
 python=${PYTHON:-$venv/bin/python}
 [[ -n "${PYTHON:-}" || -x "$python" ]] || python=$(command -v python3)
+command -v "$python" >/dev/null || usage "there is no Python at '$python'; set PYTHON"
 
 export JAX_PLATFORMS=cpu
 export XLA_FLAGS="${XLA_FLAGS:-} --xla_force_host_platform_device_count=$devices"

@@ -31,6 +31,7 @@ def run(arguments: list[str]) -> int:
     if len(arguments) != 2 or any(word.startswith("-") for word in arguments):
         raise UserError(f"import: expected a folder and a run directory\n{USAGE}")
     folder, out = map(Path, arguments)
+    from dreamer_jax.export.description import form_of
     from dreamer_jax.export.reading import import_run
     from dreamer_jax.families import build
 
@@ -38,7 +39,8 @@ def run(arguments: list[str]) -> int:
     print(f"imported {folder}: {build(description.model).headline()}, step {description.step}")
     of_a_run = bool(description.meta.get("data"))
     missing = "" if of_a_run or (folder / "tokenizer.json").is_file() else NO_TOKENIZER
-    print(f"tokenizer: {description.config.data.tokenizer}{missing}")
+    if form_of(description.config).texts:
+        print(f"tokenizer: {description.config.data.tokenizer}{missing}")
     training, place = description.config.training, shlex.quote(str(out))
     command = f"dreamer train {shlex.quote(str(out / 'config.yaml'))}"
     if not of_a_run:  # whose data it could go on with

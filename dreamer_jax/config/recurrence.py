@@ -16,9 +16,9 @@ class RecurrenceConfig:
     """How deep train steps go; evaluation and generation go to model.depth. See docs/depth.md."""
 
     draw: Literal["model", "fixed", "uniform", "poisson_lognormal", "exponential"] = "model"
-    """model: as the family does, model.depth for most. fixed: to `mean`. The others draw it anew for every step: each
-    depth from least to most alike, or around `mean` as Huginn does (Poisson with a log-normal rate), or from an
-    exponential distribution."""
+    """model: as the family does, model.depth for most. fixed: to `mean`, or `most` if that is less. The others draw it
+    anew for every step: each depth from least to most alike, or around `mean` as Huginn does (Poisson with a log-normal
+    rate), or from an exponential distribution."""
     least: int = 1
     """The least depth that is drawn, and where a curriculum starts."""
     most: int = 0

@@ -130,8 +130,10 @@ class JaxSide:
                 node[last] = jax.device_put(values)  # uses mapped values where they lie
             if self.config.pa_embedding_size:
                 its, texts = params["parameter_attention"], jnp.asarray(self._global("texts"))
-                for leaf in ("keys", "values"):
-                    its[leaf] = slots_of(texts, its[leaf], self.config.pa_heads, self.config.dtype)
+                for leaf in ("keys", "values"):  # a bfloat16 folder's maps would round what they make
+                    its[leaf] = slots_of(
+                        texts, its[leaf].astype(self.config.dtype), self.config.pa_heads, self.config.dtype
+                    )
             self._layers = {index: (params, bias, [matrices["gate_up"], matrices["down"]])}
         return self._layers[index]
 

@@ -232,6 +232,27 @@ def _refuse_other(place: epath.Path, before: Config, now: Config) -> None:
     )
 
 
+def refuse_untrained(place: epath.Path, trained: Config, now: Config) -> None:
+    """Of a run that has all its steps: what `checkpoint.allow` names can't change any more, as no step would be trained
+    with it, and config.yaml would say that they were.
+
+    Args:
+        place: of the run.
+        trained: the configuration of its newest checkpoint.
+        now: the one that it shall go on with.
+
+    Raises:
+        UserError: something of that differs.
+    """
+    keys = tuple(key for its in ALLOWED.values() for key in its if key != "training.steps")
+    if changed := [line for line in difference(trained, now) if _about(line, keys)]:
+        raise UserError(
+            f"{place}: the run is complete, so no step would be trained with\n  "
+            + "\n  ".join(changed)
+            + f"\nGive more --training.steps than {now.training.steps}, or the old values"
+        )
+
+
 def _about(line: str, keys: tuple[str, ...]) -> bool:
     """Whether a line of `difference` is about one of the keys, or is in one of the sections, which end with a dot."""
     key = line.partition(": ")[0]

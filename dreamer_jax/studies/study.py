@@ -116,14 +116,17 @@ def _complete(job: Job) -> bool:
     """Whether a run has all its steps, and was evaluated where that is asked for.
 
     Raises:
-        UserError: its folder holds a run with another configuration.
+        UserError: its folder holds a run with another configuration, or a longer one.
     """
     if not (job.run / "summary.json").is_file():
         return False
     open_run(job.loaded)
-    if job.depths and not _evaluated(job):
-        return False
-    return locate_run(job.run).step == job.loaded.config.training.steps
+    done, steps = locate_run(job.run).step, job.loaded.config.training.steps
+    if done > steps:
+        raise UserError(
+            f"{job.run} has {done} steps, and this study's runs have {steps}; name another folder with --out"
+        )
+    return done == steps and (not job.depths or _evaluated(job))
 
 
 def _evaluated(job: Job) -> bool:

@@ -32,7 +32,7 @@ def check(config: RecurrenceConfig, family: Family) -> None:
     family.check_depth(slots)
     if config.least > slots:
         raise ConfigError(f"recurrence.least: {config.least} is more than the most, {slots}", "recurrence.least")
-    if config.depths_per_step > slots:  # the loss of the steps would be of none
+    if config.steps and config.depths_per_step > slots:  # the loss of the steps would be of none
         problem = f"{config.depths_per_step} is more than the deepest pass has, {slots}"
         raise ConfigError(f"recurrence.depths_per_step: {problem}", "recurrence.depths_per_step")
     name, flags = family.config.family, family.flags

@@ -18,7 +18,7 @@ from dreamer_jax.errors import DIVERGED, UserError
 from dreamer_jax.families import build
 from dreamer_jax.parallel.distributed import is_primary, wait_for_all
 from dreamer_jax.runs.checkpoints import Checkpoints
-from dreamer_jax.runs.folders import config_of_text
+from dreamer_jax.runs.folders import config_of_text, refuse_untrained
 from dreamer_jax.runs.integrity import manifests, problem_of
 from dreamer_jax.runs.state import TrainState
 from dreamer_jax.runs.step_folders import StepFolders
@@ -84,6 +84,9 @@ class Recovery:
             for damaged in folders.all():
                 if damaged > step:
                     folders.disqualify(damaged)
+        text = folders.meta(step).get("config")
+        if step >= self._config.training.steps and text:
+            refuse_untrained(folders.path.parent, config_of_text(text), self._config)
         state = self._restore(step)
         self._say(f"resumed from checkpoint {step}")
         return state, self._counters_at(step)

@@ -146,6 +146,7 @@ def test_the_texts_leave_with_the_model(folder: Path) -> None:
     np.testing.assert_array_equal(exported.model_state[KNOWLEDGE]["texts"], own.model_state[KNOWLEDGE]["texts"])
     assert main(["import", out, back]) == 0
     np.testing.assert_array_equal(load_run(back).model_state[KNOWLEDGE]["texts"], own.model_state[KNOWLEDGE]["texts"])
+    assert main(["export", str(folder / "run"), str(folder / "half"), "--dtype", "bfloat16"]) == 0
 
 
 def test_what_does_not_fit_is_said(folder: Path, capsys) -> None:

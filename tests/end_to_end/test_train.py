@@ -160,6 +160,16 @@ def test_a_complete_run_says_so(config, finished, capsys):
     assert after["metrics.jsonl"] == before["metrics.jsonl"] and after["summary.json"] == before["summary.json"]
 
 
+@pytest.mark.parametrize("change", [["--model.depth=3", "depth"], ["--training.learning_rate=3e-3", "learning_rate"]])
+def test_a_complete_run_takes_no_change_that_no_step_would_see(config, finished, capsys, change):
+    """Its configuration would say of steps what they never saw."""
+    before = files(finished)
+    setting, name = change
+    assert main(["train", config, "--run.dir", str(finished), setting, f"--checkpoint.allow={name}"]) == 2
+    assert "no step would be trained with" in error_of(capsys)
+    assert files(finished) == before
+
+
 def test_another_configuration_changes_nothing(config, finished, capsys):
     before = files(finished)
     words = ["train", config, "--run.dir", str(finished), "--training.learning_rate=2e-2", "--model.num_experts", "8"]

@@ -166,7 +166,7 @@ def test_a_name_that_is_a_path_is_refused(tmp_path, monkeypatch, capsys, command
         ({"tpu": "v5p-100"}, "the number counts TensorCores, two a chip); offered: v5p-8, v5p-16"),
         ({"tpu": "v5e-9"}, "offered: v5litepod-1, v5litepod-4"),
         ({"tpu": "a100"}, "there is no TPU type 'a100'"),
-        ({"run_dir": "runs/demo"}, "is not gs://BUCKET/FOLDER"),
+        ({"run_dir": "runs/demo"}, "is not gs://BUCKET/FOLDER ("),
         ({"name": "Demo_1"}, "lower-case letters"),
         ({"spott": True}, "did you mean 'spot'?"),
         ({"spot": "yes"}, "spot is 'yes', which is not of type bool"),

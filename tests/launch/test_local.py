@@ -37,6 +37,15 @@ def test_so_many_processes_with_so_many_devices(local):
     assert all("device_count=3 -m dreamer_jax train tiny.yaml " in line and "--processes 2" in line for line in lines)
 
 
+def test_an_interpreter_that_is_not_there_is_a_mistake():
+    """Which no restart would mend."""
+    command = ["bash", str(ROOT / "launch/local.sh"), "--", "train", "x"]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHON": "/no/python"}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and "there is no Python at '/no/python'" in done.stderr
+
+
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_reaches_the_processes(tmp_path, presses):
     """Which bash starts with Ctrl-C ignored. The first has them save, as SIGTERM does; the second doesn't wait."""

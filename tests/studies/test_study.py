@@ -339,6 +339,9 @@ def test_what_a_file_asks_for_since_then_is_made_up_for(tmp_path, monkeypatch):
         missing({**whole, "experts": []})
     with pytest.raises(UserError, match=r"seed0: its metrics\.jsonl has no records of training"):
         measured(run, "loss")
+    monkeypatch.setattr(study_module, "locate_run", lambda run: SimpleNamespace(step=3))
+    with pytest.raises(UserError, match="seed0 has 3 steps, and this study's runs have 2; name another folder"):
+        missing(whole)
 
 
 # Comparing.

@@ -131,6 +131,10 @@ def test_a_row_that_waits_is_not_counted():
     assert np.asarray(passed.counts["tokens"]).sum() == of_each[0] + 3 * of_each[1]
 
 
+def test_steps_that_are_not_scored_need_no_depths():
+    depths.check(RecurrenceConfig(draw="uniform", steps=0, depths_per_step=6), DREAMER)
+
+
 def test_what_cannot_be_is_refused():
     layered = build(small_config("LA"))
     ouro = build(TINY_MODELS["ouro"])
