@@ -25,7 +25,10 @@ from dreamer_jax.recurrence import Stepped, Weights
 
 ROWS, LENGTH = 2, 3
 """Rows and places of what is traced."""
-OF_THE_RUN = {"loss", "gradient_norm", "learning_rate", "counts", "skipped", "tokens", "rollbacks", "step"}
+OF_THE_RUN = {
+    *("step", "loss", "gradient_norm", "learning_rate", "counts", "skipped", "tokens", "rollbacks"),
+    *("depth", "last_change", "steps_loss", "last_jacobian", "likeness"),
+}
 """What a run logs itself, beside `time/...`."""
 
 

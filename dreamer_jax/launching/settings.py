@@ -65,7 +65,7 @@ class Settings:
         check_name(self.name)
         if not re.fullmatch(r"gs://[a-z0-9][-_.a-z0-9]+/.+", self.run_dir):
             raise UserError(
-                f"run_dir '{self.run_dir}' is not gs://BUCKET/FOLDER (a bucket's name has 3 to 63 letters); "
+                f"run_dir '{self.run_dir}' is not gs://BUCKET/FOLDER (a bucket's name: 3 to 63 characters); "
                 "a run in a machine's own folder is lost with it"
             )
         if any(word.partition("=")[0] == "--run.dir" for word in self.options):
