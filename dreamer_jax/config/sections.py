@@ -113,8 +113,8 @@ class TrainingConfig:
     its model must have the same sizes, its data may be other."""
     trainable: str = ""
     """What is trained: roles (matrix, embedding, norm, ...) and parts of the model by name (such as head, or
-    layer.expert_attention), commas between them (empty: everything). The rest stays as it starts, and with all
-    router keys the biases that balance their routers."""
+    layer.expert_attention), commas between them (empty: everything). The rest stays as it starts; where no
+    router key is trained, so do the biases that balance experts."""
     optimizer: Literal["adamw", "adam_atan2"] = "adamw"
     """The update of a step. adam_atan2 is Huginn's: the arctangent of the moments' quotient in place of the quotient,
     without an epsilon, and a smaller step for an array whose gradient has suddenly grown."""

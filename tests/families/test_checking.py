@@ -164,30 +164,23 @@ LOG = """\
 """
 
 
-def write_module(path, method):
-    path.write_text(
+@pytest.mark.parametrize(
+    ("method", "message", "begins"),
+    [
+        (STEP, "family toy: Broken.step: returns a dict, not a Stepped", False),
+        (LOG, "family toy: Broken.log: logs time/mine, tokens, which the run logs itself", True),
+    ],
+)
+def test_commands_say_so_as_soon_as_it_is_known(tmp_path, monkeypatch, capsys, method, message, begins):
+    """Before they begin; what `log` returns, at the first step that is logged."""
+    monkeypatch.setenv(VARIABLE, "")
+    (tmp_path / "broken.py").write_text(
         "from tests.families.toy import Toy, ToyConfig\n\n\n"
         f"class Broken(Toy):\n{method}\n\nCONFIG, CORE = ToyConfig, Broken\n"
     )
-
-
-def test_a_log_takes_the_place_of_nothing(tmp_path, monkeypatch, capsys):
-    """It is known at the first step that is logged."""
-    monkeypatch.setenv(VARIABLE, "")
-    write_module(tmp_path / "broken.py", LOG)
     (tmp_path / "toy.yaml").write_text("model: {family: toy}\ntraining: {batch_size: 8}\n")
     words = ["--family-module", str(tmp_path / "broken.py"), "--run.dir", str(tmp_path / "run")]
     assert main(["train", str(tmp_path / "toy.yaml"), *words]) == 2
     said = capsys.readouterr()
-    assert "family toy: Broken.log: logs time/mine, tokens, which the run logs itself" in said.err, said
-
-
-def test_commands_say_so_before_they_begin(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv(VARIABLE, "")
-    write_module(tmp_path / "broken.py", STEP)
-    (tmp_path / "toy.yaml").write_text("model: {family: toy}\n")
-    words = ["--family-module", str(tmp_path / "broken.py"), "--run.dir", str(tmp_path / "run")]
-    assert main(["train", str(tmp_path / "toy.yaml"), *words]) == 2
-    said = capsys.readouterr()
-    assert "family toy: Broken.step: returns a dict, not a Stepped" in said.err and "Traceback" not in said.err
-    assert not (tmp_path / "run").exists()
+    assert message in said.err and "Traceback" not in said.err
+    assert (tmp_path / "run").exists() == begins

@@ -122,8 +122,9 @@ def give(*modules: str) -> None:
     Raises:
         ConfigError: there is no such file, or two of them have one name.
     """
-    given = {_name_of(each): each for each in (*_values(), *map(_lasting, modules))}
-    for each in map(_lasting, modules):
+    new = [_lasting(module) for module in modules]
+    given = {_name_of(each): each for each in (*_values(), *new)}
+    for each in new:
         if given[_name_of(each)] != each:
             raise ConfigError(f"{OPTION}: {each} and {given[_name_of(each)]} have one name; rename one of them")
     os.environ[VARIABLE] = os.pathsep.join(given.values())
