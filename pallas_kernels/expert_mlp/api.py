@@ -94,7 +94,7 @@ class ExpertMLP:
         experts = gate_up.shape[0]
         block = _tiles(indices.size, gate_up.shape, x.dtype).block
         plan = plan_dispatch(indices, experts, block, multiple=target().cores)
-        # A pair without an expert has a padding slot: finite values, weighted by nothing, and exactly zero gradients.
+        # A pair without an expert has a padding slot: weighted by nothing, it adds nothing, with zero gradients.
         weights = jnp.where(indices < experts, weights, 0)
         if isinstance(gate_up, OutputRows):
             values = tpu_int8.forward(filled_blocks_of(x, plan), gate_up, down, plan, target=target())
@@ -228,11 +228,15 @@ _expert_mlp.defvjp(_forward, _backward)
 
 
 def _combine(rows, plan, weights):
-    """Sum of each token's rows of [N b, h], weighted: [T, h] float32. One choice at a time, for less memory."""
+    """Sum of each token's rows of [N b, h], weighted: [T, h] float32. One choice at a time, for less memory.
+
+    A row that has no weight adds nothing, even if it isn't finite: it is a padding slot's, and holds another token.
+    """
     out = jnp.zeros((), jnp.float32)
     for choice in range(plan.slot.shape[1]):
         row = rows.at[plan.slot[:, choice]].get(mode="promise_in_bounds").astype(jnp.float32)
-        out = out + (row if weights is None else row * weights[:, choice, None])
+        weight = None if weights is None else weights[:, choice, None]
+        out = out + (row if weight is None else jnp.where(weight != 0, row * weight, 0))
     return out
 
 

@@ -26,7 +26,7 @@ def expert_mlp(
     """Same contract as `ExpertMLP`; a tape has no rows aside."""
     num_experts = gate_up.shape[0]
     plan = plan_dispatch(indices, num_experts, products.block_size(indices.size, num_experts))
-    # A pair without an expert has a padding slot: finite values, weighted by nothing, and exactly zero gradients.
+    # A pair without an expert has a padding slot: weighted by nothing, it adds nothing and has exactly zero gradients.
     return _expert_mlp(x, jnp.where(indices < num_experts, weights, 0), gate_up, down, plan, tape, products)
 
 
@@ -38,7 +38,8 @@ def _expert_mlp(x, weights, gate_up, down, plan: Dispatch, tape, products) -> ja
 def _forward(x, weights, gate_up, down, plan, tape, products):
     gate_and_up = keep(products.up(blocks_of(x, plan), gate_up, plan))  # [N, b, 2F]
     values = products.down(_swiglu(gate_and_up), down, plan)  # [N, b, h]
-    out = jnp.einsum("tkh,tk->th", rows_of(values, plan), weights.astype(x.dtype))
+    counted = jnp.where((weights != 0)[..., None], rows_of(values, plan), 0)  # nothing times NaN would be NaN
+    out = jnp.einsum("tkh,tk->th", counted, weights.astype(x.dtype))
     return out, (x, weights, gate_up, down, plan, gate_and_up, tape)
 
 

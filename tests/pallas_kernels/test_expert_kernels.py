@@ -32,6 +32,7 @@ from tests.pallas_kernels.expert_cases import (
     linear_case,
     linear_halves_case,
     mlp_case,
+    normal,
     on_tape,
     with_an_empty_expert,
 )
@@ -46,6 +47,18 @@ def test_mlp(kind):
     jax.tree.map(assert_close, (value, gradients), compiled(with_an_empty_expert)(indices, floats, cotangent))
     unused = np.setdiff1d(np.arange(EXPERTS), indices)
     assert not np.any(np.asarray(gradients[2])[unused]) and (kind != "one hot" or len(unused) == 3)
+
+
+@pytest.mark.parametrize(("form", "int8"), [("pallas", False), ("pallas", True), ("xla", False)])
+def test_what_is_no_number_stays_in_its_token(form, int8):
+    """Also where a token's expert is another device's: its place is padding, which holds the last token's row, and
+    every block is used."""
+    operation = ExpertMLP(form, int8=int8)
+    matrices = normal(2, 2, 32, HIDDEN), normal(4, 2, 16, HIDDEN)
+    kept = operation.arrange(*matrices) if int8 else matrices
+    x = jnp.asarray(normal(0, 3, HIDDEN)).at[-1].set(jnp.nan)
+    out = jax.jit(operation)(x, np.array([[2], [0], [1]], np.int32), np.ones((3, 1), np.float32), *kept)
+    assert not np.any(np.asarray(out)[0]) and np.all(np.isfinite(out[1])) and np.all(np.isnan(out[2]))
 
 
 def test_blocks_filled_to_a_half():
