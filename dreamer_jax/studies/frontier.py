@@ -18,9 +18,9 @@ from dreamer_jax.config import Config
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import Family, build
 from dreamer_jax.json_files import read_object
-from dreamer_jax.runs.folders import open_run, write_atomically
-from dreamer_jax.runs.models import locate_run
+from dreamer_jax.runs.folders import write_atomically
 from dreamer_jax.studies.cells import accuracies, gradient_norms, source_of
+from dreamer_jax.studies.jobs import trained
 from dreamer_jax.studies.published import PUBLISHED
 from dreamer_jax.studies.variants import BASE, Variant, parameters
 from dreamer_jax.training.depths import deepest
@@ -178,10 +178,7 @@ def gradient_steps(config: Config) -> int:
 def _train(variant: Variant, run: Path, seed: int) -> int:
     """Train a run to its end, or go on with it; returns the exit code."""
     loaded = variant.with_run(run, seed)
-    if (run / "summary.json").is_file() and locate_run(run).step == loaded.config.training.steps:
-        open_run(loaded)  # it must be of this configuration
-        return 0
-    return train(loaded, Extras())
+    return 0 if trained(loaded) else train(loaded, Extras())
 
 
 def mean_cells(result: Result, name: str) -> np.ndarray:

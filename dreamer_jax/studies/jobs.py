@@ -21,10 +21,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO
 
-from dreamer_jax.config import LoadedConfig
+from dreamer_jax.config import LoadedConfig, load_config
 from dreamer_jax.config.writing import to_yaml
 from dreamer_jax.errors import DIVERGED, INTERRUPTED_EXIT_CODE, RESTART_EXIT_CODE, UserError
-from dreamer_jax.runs.folders import write_atomically
+from dreamer_jax.runs.folders import open_run, write_atomically
+from dreamer_jax.runs.models import locate_run
 
 PROGRAM = (sys.executable, "-m", "dreamer_jax")
 """What commands start with."""
@@ -56,6 +57,26 @@ class Job:
     def run(self) -> Path:
         """The run directory."""
         return Path(self.loaded.config.run.dir)
+
+
+def trained(loaded: LoadedConfig) -> bool:
+    """Whether a run has all its steps.
+
+    Raises:
+        UserError: its folder holds a run with another configuration, or of another length: its learning rate has
+            fallen, or will fall, elsewhere, so that going on with it doesn't make the run that the study compares.
+    """
+    run, steps = Path(loaded.config.run.dir), loaded.config.training.steps
+    if (run / "config.yaml").is_file():
+        begun = load_config(run / "config.yaml").config.training.steps
+        if begun != steps:
+            raise UserError(
+                f"{run} is a run of {begun} steps, and this study's runs have {steps}; name another folder with --out"
+            )
+    if not (run / "summary.json").is_file():
+        return False
+    open_run(loaded)
+    return locate_run(run).step == steps
 
 
 class RunsFailed(UserError):

@@ -20,15 +20,14 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.evaluation.comparison import HELDOUT, accuracies
 from dreamer_jax.families import build
 from dreamer_jax.json_files import read_object
-from dreamer_jax.runs.folders import open_run, write_atomically
+from dreamer_jax.runs.folders import write_atomically
 from dreamer_jax.runs.metrics import read_metrics
-from dreamer_jax.runs.models import locate_run
 from dreamer_jax.studies.depths import FILE as DEPTHS
 from dreamer_jax.studies.depths import Kept, takes, usual_depths
 from dreamer_jax.studies.difficulty import generated
 from dreamer_jax.studies.entrants import Entrant, again, choosing, describe, entrants, warnings
 from dreamer_jax.studies.expert_use import SETTINGS as COUNTED
-from dreamer_jax.studies.jobs import Job, RunsFailed, run_jobs
+from dreamer_jax.studies.jobs import Job, RunsFailed, run_jobs, trained
 from dreamer_jax.studies.study_file import LOSS, TRIAL_SHARE, StudyFile, Sweep
 from dreamer_jax.training.evaluation import kept_parts
 from dreamer_jax.training.figures import heldout_curve
@@ -116,17 +115,9 @@ def _complete(job: Job) -> bool:
     """Whether a run has all its steps, and was evaluated where that is asked for.
 
     Raises:
-        UserError: its folder holds a run with another configuration, or a longer one.
+        UserError: as of `trained`.
     """
-    if not (job.run / "summary.json").is_file():
-        return False
-    open_run(job.loaded)
-    done, steps = locate_run(job.run).step, job.loaded.config.training.steps
-    if done > steps:
-        raise UserError(
-            f"{job.run} has {done} steps, and this study's runs have {steps}; name another folder with --out"
-        )
-    return done == steps and (not job.depths or _evaluated(job))
+    return trained(job.loaded) and (not job.depths or _evaluated(job))
 
 
 def _evaluated(job: Job) -> bool:

@@ -308,8 +308,8 @@ def test_what_a_file_asks_for_since_then_is_made_up_for(tmp_path, monkeypatch):
     """A run that is complete but for an evaluation isn't; what is damaged is said."""
     made: list[str] = []
     monkeypatch.setattr(study_module, "run_jobs", lambda jobs, *_: made.extend(job.name for job in jobs) or 75)
-    monkeypatch.setattr(study_module, "open_run", lambda loaded: None)
-    monkeypatch.setattr(study_module, "locate_run", lambda run: SimpleNamespace(step=2))
+    monkeypatch.setattr(jobs, "open_run", lambda loaded: None)
+    monkeypatch.setattr(jobs, "locate_run", lambda run: SimpleNamespace(step=2))
     monkeypatch.setattr(study_module, "measured", lambda run, metric: {})
     run = tmp_path / "easy/plain/seed0"
     run.mkdir(parents=True)
@@ -339,9 +339,14 @@ def test_what_a_file_asks_for_since_then_is_made_up_for(tmp_path, monkeypatch):
         missing({**whole, "experts": []})
     with pytest.raises(UserError, match=r"seed0: its metrics\.jsonl has no records of training"):
         measured(run, "loss")
-    monkeypatch.setattr(study_module, "locate_run", lambda run: SimpleNamespace(step=3))
-    with pytest.raises(UserError, match="seed0 has 3 steps, and this study's runs have 2; name another folder"):
-        missing(whole)
+    monkeypatch.setattr(jobs, "locate_run", lambda run: SimpleNamespace(step=1))
+    assert missing(whole)  # its last checkpoint is damaged
+    for steps in (1, 3):
+        (run / "config.yaml").write_text(f"training: {{steps: {steps}}}")
+        for _ in ("complete", "begun"):
+            with pytest.raises(UserError, match=f"seed0 is a run of {steps} steps, and this study's runs have 2; name"):
+                missing(whole)
+            (run / "summary.json").unlink(missing_ok=True)
 
 
 # Comparing.
