@@ -42,6 +42,8 @@ def run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("--help", "-h"):
         print(USAGE)
         return 0 if arguments else 2
+    if arguments[0] in SCRIPTS and arguments[1:]:
+        raise UserError(f"completion: it takes the shell alone; leave out {arguments[1]}")
     if arguments[0] == "of":
         print("\n".join(candidates(arguments[1:])))
     elif arguments[0] in SCRIPTS:

@@ -58,6 +58,8 @@ def _huginn(source: Any, options: argparse.Namespace) -> None:
         raise UserError("--select influence and --text FILE are given together")
     if options.select and any(isinstance(its, tuple) for its in sizes):
         raise UserError("--select chooses the layers; say how many with --prelude, --core and --coda")
+    if options.seed is not None and options.adapter != "random":
+        raise UserError("--seed is of --adapter random; give both or leave it out")
     influence = None
     if options.select:
         from dreamer_jax.export.influence import block_influence, rows_of
@@ -72,7 +74,8 @@ def _huginn(source: Any, options: argparse.Namespace) -> None:
     kept = {l for layers in split for l in layers}
     print(f"dropped: {', '.join(str(l) for l in range(source.layers) if l not in kept) or 'none'}", flush=True)
     config = config_of(source, split)
-    write_converted(source, config, Path(options.run), lambda: params_of(source, split, options.adapter, options.seed))
+    seed = options.seed or 0
+    write_converted(source, config, Path(options.run), lambda: params_of(source, split, options.adapter, seed))
     print(
         f"converted: {build(config).headline()}; trained, recurrences grow from 1 to model.depth {config.depth} over "
         f"model.curriculum_steps {config.curriculum_steps}"
@@ -138,7 +141,7 @@ def _huginn_options(parser: Parser) -> list[argparse.Action]:
             default="identity",
             help="what the core's input starts as: what the prelude put out, or a random mix of it and the state",
         ),
-        group.add_argument("--seed", type=natural, default=0, metavar="N", help="of the random adapter (0)"),
+        group.add_argument("--seed", type=natural, metavar="N", help="of the random adapter (0)"),
     ]
 
 

@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="dreamer frontier",
-        usage="dreamer frontier TASK [options] [--section.key value ...]",
+        usage="dreamer frontier graph|boolean|family [options] [--section.key value ...]",
         description="Trains the models of a paper, evaluates every task depth after every number of thinking "
         "steps, and shows the result beside the paper's. The same command goes on with a study that was stopped.",
         allow_abbrev=False,

@@ -28,10 +28,11 @@ from dreamer_jax.cli.main import COMMANDS, main
         (["generate", "runs/x", "--samp"], ["--sampler"]),
         (["generate", "runs/"], []),
         (["checkpoint", ""], ["list", "verify", "prune"]),
+        (["frontier", ""], ["graph", "boolean", "family"]),
         (["checkpoint", "prune", "x", "--keep"], ["--keep", "--keep-every"]),
         (["frontier", "boolean", "--preset", "l"], ["laptop"]),
         (["frontier", "boolean", "--training.wa"], ["--training.warmup_steps"]),
-        (["frontier", ""], []),
+        (["frontier", "graph", ""], []),
         (["study", "zoo", "--training.wa"], ["--training.warmup_steps"]),
         (["train", "quickstart", "--coord"], ["--coordinator"]),
         (["train", "quickstart", "--fam"], ["--family-module"]),
@@ -58,5 +59,7 @@ def test_bash_completes() -> None:
 def test_an_unknown_shell(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "tcsh"]) == 2
     assert "one of: bash, zsh, fish" in capsys.readouterr().err
+    assert main(["completion", "bash", "now"]) == 2
+    assert "leave out now" in capsys.readouterr().err
     assert main(["completion", "zsh"]) == 0
     assert "bashcompinit" in capsys.readouterr().out

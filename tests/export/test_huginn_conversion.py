@@ -144,6 +144,7 @@ def test_what_does_not_fit_is_refused(llama, tmp_path, capsys):
         (["--prelude", "1", "--core", "2", "--coda", "1", "--loops", "3"], "--loops is an option of --to recursive"),
         (["--prelude", "1", "--core", "2", "--coda", "1", "--select", "influence"], "are given together"),
         (["--prelude", "0-0", "--core", "2-3", "--coda", "5-5", *select, str(text)], "--select chooses the layers"),
+        (["--prelude", "1", "--core", "2", "--coda", "1", "--seed", "3"], "--seed is of --adapter random"),
         (["--prelude", "1", "--core", "2", "--coda", "1", *select, str(tmp_path / "no")], "--text: can't read"),
         (["--prelude", "1", "--core", "2", "--coda", "1", *select, str(empty)], "is empty"),
         (
