@@ -123,14 +123,17 @@ class ExpertLinear:
         """x times the matrix of each row's expert, `arrange`d; where rows are too many for the kernel, as an array."""
         if self._backend(index.size, routed.shape, x.dtype) != "pallas":
             return self(x, index, None, routed.as_array(x.dtype))
+        index = jnp.broadcast_to(index, x.shape[:1])
         its = _tiles(x.shape[0], routed.shape, x.dtype)
         plan = plan_dispatch(index[:, None], routed.shape[0], its.block, multiple=target().cores)
         product = tpu_int8.forward(_flat(blocks_of(x, plan)), routed, plan, tile=its.outputs, target=target())
         return _of_token(product, plan)
 
     def _takes_few(self, x, routed):
-        """Whether rows are taken one by one, on a GPU."""
-        if not backends.on_gpu() or self._backend(x.shape[0], routed.shape, x.dtype) != "gpu":
+        """Whether rows are taken one by one, on a GPU, whose kernel has no matrices with outputs as rows."""
+        if isinstance(routed, OutputRows) or not backends.on_gpu():
+            return False
+        if self._backend(x.shape[0], routed.shape, x.dtype) != "gpu":
             return False
         return few.few(x.shape[0], routed)
 

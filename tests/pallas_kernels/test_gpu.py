@@ -1,6 +1,7 @@
 """What a user with an NVIDIA GPU gets by default, lowered for one on a machine without: our kernels, or cuDNN."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import re
 import types
@@ -13,11 +14,15 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from dreamer_jax.benchmarks.kernels import kernel_cases
 from dreamer_jax.blocks.operations import in_int8, operations_of
+from dreamer_jax.families import build, initialise
+from dreamer_jax.inference.model import FoldedModel
 from dreamer_jax.parallel.mesh import make_mesh
 from dreamer_jax.training.state import abstract_state
 from dreamer_jax.training.train_step import make_train_step
 from pallas_kernels.depth_attention import DepthCache
 from pallas_kernels.expert_mlp import reference
+from pallas_kernels.weights import OutputRows
+from tests.families.cases import TINY_MODELS
 from tests.training.cases import random_batch, tiny_config
 
 
@@ -95,6 +100,15 @@ def test_depth_attention_and_linear_experts(implementation, taken):
     linear = with_gradient(lambda index, x, *rest: operations.expert_linear(x, index, *rest))
     index, score = (shape(tokens, dtype=dtype) for dtype in (jnp.int32, jnp.float32))
     assert calls(lowered(linear, index, shape(tokens, 128), score, shape(6, 128, 256), shape(128, 256))) == taken
+
+
+@pytest.mark.parametrize("of", [(), (4,)])
+def test_matrices_whose_outputs_are_rows(of):
+    """As decoding has those of a feed-forward network that every depth has of its own: the kernel for few rows takes
+    others, so they are XLA's."""
+    linear = jax.jit(operations_of().expert_linear)
+    text = lowered(linear, shape(4, 64), shape(*of, dtype=jnp.int32), None, OutputRows(shape(2, 96, 64)))
+    assert calls(text) == set()
 
 
 @pytest.mark.parametrize(
@@ -176,6 +190,36 @@ def test_attention_over_slots(queries, implementation, taken):
         attend, shape(2, queries, 4, 16), keys, keys, shape(dtype=jnp.int32), shape(2, queries, dtype=jnp.int32)
     )
     assert calls(text) == taken
+
+
+SHARINGS = ("cycle", "sequence", "middle_cycle", "middle_sequence")
+DECODING = {
+    **{name: model for name, model in TINY_MODELS.items() if build(model).flags.generates},
+    **{f"recursive {each}": dataclasses.replace(TINY_MODELS["recursive"], layers=3, sharing=each) for each in SHARINGS},
+}
+
+
+@pytest.mark.parametrize("name", DECODING)
+def test_every_family_decodes(name):
+    """In sizes that kernels take: one position of a row and several, at one depth and at depths of their own."""
+    model = DECODING[name]
+    sizes = {"hidden_size": 64, "head_size": 32, "sa_head_size": 32, "mlp_size": 96, "expert_size": 32, "rank": 16}
+    has = {field.name for field in dataclasses.fields(model)}
+    model = dataclasses.replace(model, dtype="bfloat16", **{key: its for key, its in sizes.items() if key in has})
+    family = build(model)
+    params, state = jax.eval_shape(lambda: initialise(family, jax.random.key(0)))
+
+    def step(params, state, tokens, depth):
+        folded = FoldedModel(family.fold(family.prepare(params, state)), state, family, family.depth)
+        flight, slots = folded.enter(tokens, tokens, folded.empty_slots(len(tokens), 256))
+        flight, slots = folded.step(flight, tokens, depth, slots)
+        return folded.logits(folded.leave(flight, tokens, slots)[0])
+
+    for positions in (1, 64):
+        tokens = shape(2, positions, dtype=jnp.int32)
+        for depth in (shape(dtype=jnp.int32), tokens):
+            logits = jax.eval_shape(step, params, state, tokens, depth)
+            assert logits.shape == (2, positions, model.vocab_size)
 
 
 NAMES = ("expert_product", "expert_outer", "depth_attention_backward", "sequence_attention_d_kv")

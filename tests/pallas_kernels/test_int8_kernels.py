@@ -47,6 +47,7 @@ def test_linear(kind):
     own = on_two_cores(jax.jit(lambda weight: LINEAR(x, index, score, weight)), kept)
     assert_close(own, ExpertLinear("xla")(x, index, score, meant))
     assert_close(own, score[:, None] * LINEAR(x, index, None, kept))
+    assert_close(LINEAR(x, jnp.int32(2), None, kept), LINEAR(x, jnp.full_like(index, 2), None, kept))
 
 
 def test_experts_of_one_depth_of_several():
