@@ -25,7 +25,7 @@ from dreamer_jax.evaluation.comparison import (
 from dreamer_jax.families import build
 from dreamer_jax.json_files import read_object
 from dreamer_jax.runs.folders import not_a_run
-from dreamer_jax.runs.metrics import read_metrics
+from dreamer_jax.runs.metrics import newest_values, read_metrics
 from dreamer_jax.training.figures import heldout_curve
 
 LOSS = "held-out loss (nats per token)"
@@ -95,6 +95,9 @@ def _row(directory: Path) -> dict[str, Any]:
     for name, value in last.items():
         if not isinstance(value, int | float):
             raise UserError(f"{summary} is damaged: '{name}' isn't a number; {fix}")
+    newest = newest_values(read_metrics(directory))
+    if newest.get("step", 0) > last["step"]:  # the run goes on, as do the curves that accuracies are taken from
+        last = {"tokens": last["tokens"], **newest}
     model = build(config.model)
     context = analytic.average_context(config.data.places, model.flags.causal)
     return {

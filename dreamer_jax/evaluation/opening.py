@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from dreamer_jax.config.sections import Config
@@ -14,7 +12,7 @@ from dreamer_jax.families import KNOWLEDGE, build
 from dreamer_jax.inference import Engine, LanguageModel, Sampler, Sampling, Static, tokenizer_of
 from dreamer_jax.runs.folders import run_and_step
 from dreamer_jax.runs.knowledge import label
-from dreamer_jax.runs.models import changed, load_run
+from dreamer_jax.runs.models import changed, digest, load_run
 
 LONGEST_INPUT = 2048
 """Default of the most tokens a request takes, or the run's row length where that is more."""
@@ -72,18 +70,10 @@ def subject_of(
         name += f"-{key}-{value}" if key in ("average", "cache", "knowledge") else f"-{value}"
     tokens = step * config.training.batch_size * config.data.sequence_length
     # A run that went back comes to the same step with other weights.
-    source = {"step": step, "tokens": tokens, "checkpoint": _digest(weights), "depth": depth, "dtype": dtype}
+    source = {"step": step, "tokens": tokens, "checkpoint": digest(weights), "depth": depth, "dtype": dtype}
     source |= named
     folder = Path(directory.partition("://")[2] or directory) / "evaluation" / name
     return Subject(folder, source, config.data.sequence_length, space_in_prompt(config))
-
-
-def _digest(weights: Any) -> str:
-    """What tells weights from others."""
-    found = hashlib.sha256()
-    for leaf in jax.tree.leaves(weights):
-        found.update(np.asarray(leaf).tobytes())
-    return found.hexdigest()[:16]
 
 
 def space_in_prompt(config: Config) -> bool:

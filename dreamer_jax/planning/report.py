@@ -27,7 +27,12 @@ def describe(config: Config, topology: Topology, compiled: Compiled | None, boun
     variant = getattr(config.model, "variant", config.model.family)
     plan: Plan = {
         "topology": {"name": topology.name, "slices": topology.slices, "chips": topology.chips},
-        "model": {"variant": variant, "depth": model.depth, "implementation": config.model.implementation},
+        "model": {
+            "variant": variant,
+            "depth": model.depth,
+            "implementation": config.model.implementation,
+            "dtype": config.model.dtype,
+        },
         "mesh": {"slices": config.mesh.slices, "data": list(config.mesh.data), "expert": config.mesh.expert},
         "settings": settings_of(config, topology),
         "tokens": {"step": tokens, "chip": tokens // topology.chips, "row": row},
@@ -185,9 +190,10 @@ def _roofline_text(its: dict[str, Any]) -> str:
 def _bound_text(plan: Plan) -> str:
     its = plan["roofline"]
     source = "the compiled program's" if its["compiled"] else "estimated"
+    wider = "; counted in bfloat16, and this model computes in float32" if plan["model"]["dtype"] == "float32" else ""
     return (
         f"bound, not a prediction (collectives {source}): at most {100 * its['mfu']:.1f} % MFU, "
-        f"{its['tokens_per_second']:,.0f} tokens/s a chip, at least {its['seconds']:.3f} s a step"
+        f"{its['tokens_per_second']:,.0f} tokens/s a chip, at least {its['seconds']:.3f} s a step" + wider
     )
 
 

@@ -156,7 +156,8 @@ def _expected(config: Config, wires: Wires) -> tuple[Exchange, ...]:
     if config.mesh.slices > 1:
         parameters = analytic.total(analytic.parameters(build(config.model)))
         share = 4 * parameters / (config.mesh.size // config.mesh.slices)
-        exchanges.append(Exchange("between slices", share, wires.seconds("all-reduce", share, [SLICE])))
+        seconds = wires.seconds("all-reduce", share, [SLICE]) * times
+        exchanges.append(Exchange("between slices", share * times, seconds))
     return tuple(exchange for exchange in exchanges if exchange.seconds)
 
 

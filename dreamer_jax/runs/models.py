@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -11,6 +12,7 @@ from typing import Any, get_type_hints
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from etils import epath
 
 from dreamer_jax.config import Config, load_config
@@ -47,6 +49,11 @@ class TrainedModel:
     def family(self) -> Family:
         """The model."""
         return build(self.config.model)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of the weights: a run that went back comes to the same step with other ones."""
+        return digest((self.params, self.model_state))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +212,14 @@ def locate_run(path: str | Path, step: int | None = None) -> Located:
     if text:  # a run whose depth was changed has steps of both
         config = dataclasses.replace(config, model=config_of_text(text).model)
     return Located(path_of(directory), config, step)
+
+
+def digest(weights: Any) -> str:
+    """What tells weights from others."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(weights):
+        found.update(np.asarray(leaf).tobytes())
+    return found.hexdigest()[:16]
 
 
 def fingerprints(meta: Mapping[str, Any]) -> dict[str, str]:

@@ -83,7 +83,7 @@ def report(
     check_writable(run)
     family = model.family
     asked = checked(family, all_depths(family) if depths is None else [*depths, family.depth])
-    kept = Kept(run / FILE, model.step)
+    kept = Kept(run / FILE, model.step, model.digest)
     found = heldout(run, model, asked, kept, say)
     sample = sample_of(model, rows)
     agreed = agreement(model, sample, asked, kept.part("agreement", {"rows": rows}), say)

@@ -52,7 +52,7 @@ def by_depth(run: Path, depths: Sequence[int] | None, say: Say) -> ByDepth:
     """
     model = open_run(run)
     asked = checked(model.family, usual_depths(model.family) if depths is None else depths)
-    return heldout(run, model, asked, Kept(run / FILE, model.step), say)
+    return heldout(run, model, asked, Kept(run / FILE, model.step, model.digest), say)
 
 
 def open_run(run: Path) -> TrainedModel:
@@ -160,14 +160,15 @@ class Kept:
     Args:
         file: JSON; what it has of another checkpoint is forgotten.
         step: the checkpoint.
+        digest: of its weights; "" where they aren't at hand, and the step alone must do.
     """
 
-    def __init__(self, file: Path, step: int):
+    def __init__(self, file: Path, step: int, digest: str = ""):
         self._file = file
-        self._content: dict[str, Any] = {"step": step}
+        self._content: dict[str, Any] = {"step": step, "weights": digest}
         if file.is_file():
             before = read_object(file)
-            parts = {name: part for name, part in before.items() if name != "step"}
+            parts = {name: part for name, part in before.items() if name not in ("step", "weights")}
             if any(not isinstance(part, dict) for part in parts.values()):
                 raise UserError(f"{file} is damaged: a part of it isn't an object; {AGAIN}")
             if not all(_numbers(its) and "loss" in its for its in parts.get("depths", {}).values()):
@@ -176,7 +177,7 @@ class Kept:
                 found = parts.get(name, {}).get("found", {})
                 if not (isinstance(found, dict) and all(map(fits, found.values()))):
                     raise UserError(f"{file} is damaged: its part {name} has something else; {AGAIN}")
-            if before.get("step") == step:
+            if before.get("step") == step and (not digest or before.get("weights") == digest):
                 self._content = before
 
     def part(self, name: str, settings: Any = None) -> dict[str, Any]:

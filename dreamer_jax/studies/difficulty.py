@@ -105,7 +105,7 @@ def by_difficulty(run: Path, depths: Sequence[int] | None, instances: int, say: 
     if not generated(model.config):
         raise UserError(f"{run}: only generated tasks have difficulties; leave --instances out")
     asked = checked(model.family, usual_depths(model.family) if depths is None else depths)
-    return accuracy(model, asked, instances, Kept(run / FILE, model.step), say)
+    return accuracy(model, asked, instances, Kept(run / FILE, model.step, model.digest), say)
 
 
 def _exactly(config: Config, difficulty: int, instances: int, length: int | None = None) -> Config:

@@ -36,7 +36,7 @@ def expert_use(run: Path, say: Say) -> dict[str, float]:
         say: gets lines of progress.
     """
     model = open_run(run)
-    kept = Kept(run / FILE, model.step)
+    kept = Kept(run / FILE, model.step, model.digest)
     found = kept.part("experts", SETTINGS)
     if "gini" not in found:
         found["gini"] = _gini(model, open_data(model.config), say)

@@ -164,6 +164,15 @@ def test_damaged_files_are_said_in_one_line(runs, tmp_path, capsys):
         assert said in told.err and not told.out
 
 
+def test_a_run_that_goes_on_is_shown_as_far_as_it_is(runs, capsys):
+    """Its summary is of the end that it had; curves go on, and so must steps, tokens and losses."""
+    with open(f"{runs[1]}/metrics.jsonl", "a") as file:
+        file.writelines(json.dumps(it) + "\n" for it in ({"step": 9, "tokens": 90}, {"step": 9, "heldout/loss": 0.5}))
+    assert main(["compare", *runs, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["steps"], row["tokens"], row["heldout_loss"]) for row in rows] == [(5, 50, 2.0), (9, 90, 0.5)]
+
+
 def test_unfinished_run_is_refused(runs, tmp_path, capsys):
     (tmp_path / "DR" / "summary.json").unlink()
     assert main(["compare", *runs]) == 2

@@ -295,8 +295,12 @@ def test_slices_are_connected_by_the_network():
     two = parse_topology("v5p:4x4x4", 2)
     wires = Wires(MeshConfig(slices=2, data=(4, 4, 4)), two)
     assert wires.seconds("all-reduce", 6.25e9, ["slice"]) == pytest.approx(1.0)
-    bound = roofline(config(MeshConfig(slices=2, data=(4, 4, 4)), batch_size=128), two)
-    assert one(bound.exchanges, "between slices").seconds > 0
+    mesh = MeshConfig(slices=2, data=(4, 4, 4))
+    once, often = (
+        one(roofline(config(mesh, batch_size=512, microbatches=4, scatter=each), two).exchanges, "between slices")
+        for each in ("step", "microbatch")
+    )
+    assert once.seconds > 0 and (often.bytes, often.seconds) == pytest.approx((4 * once.bytes, 4 * once.seconds))
 
 
 def collective(**changes) -> Collective:

@@ -277,6 +277,11 @@ def test_what_is_kept_is_of_one_checkpoint_and_of_the_same_settings(tmp_path):
     assert Kept(file, 7).part("agreement", {"rows": 3}) == {"1": 0.5}
     assert Kept(file, 7).part("agreement", {"rows": 4}) == {}
     assert Kept(file, 8).part("depths") == {}
+    assert Kept(file, 7, "of these weights").part("depths") == {}
+    (kept := Kept(file, 7, "of these weights")).part("depths")["2"] = {"loss": 1.0}
+    kept.write()
+    assert Kept(file, 7, "of these weights").part("depths") == Kept(file, 7).part("depths") == {"2": {"loss": 1.0}}
+    assert Kept(file, 7, "of others").part("depths") == {}
 
 
 @pytest.mark.parametrize("found", [3, ["loss"], {}, {"loss": "low"}, {"loss": None}])
