@@ -28,7 +28,7 @@ class Text:
     """A generated text.
 
     Attributes:
-        text: without the prompt, cut before the first stop string.
+        text: without the prompt, cut before the stop string that was complete first.
         tokens: that were generated for it, those after a stop string included.
         finish: "stop": end of text or a stop string. "length": the limit of tokens.
         mean_depth: depths that its tokens went through.
@@ -208,11 +208,14 @@ class LanguageModel:
         return _shortened(row, room) if len(following) <= self.max_length else row[-room:]
 
     def _text(self, row: Generated, stop: Sequence[str]) -> Text:
-        text = self.tokenizer.decode(row.tokens)
-        end = find(text, stop)
+        text, finish = self.tokenizer.decode(row.tokens), row.finish
+        if find(text, stop) is not None:  # which of them was complete first is known token by token
+            growing = Growing(self.tokenizer, stop)
+            growing.add(row.tokens)
+            growing.end()
+            text, finish = growing.text, "stop"
         depths = sum(row.depths) / len(row.depths) if row.depths else 0.0
-        finish = row.finish if end is None else "stop"
-        return Text(text[:end], row.tokens, finish, depths, row.steps, row.drafted, row.accepted)
+        return Text(text, row.tokens, finish, depths, row.steps, row.drafted, row.accepted)
 
 
 def _shortened(row: list[int], room: int) -> list[int]:

@@ -250,4 +250,5 @@ def group_of(
             if depth != model.total_depth:
                 raise UserError(f"sampler {own.name}: its depth is the server's, {model.total_depth}")
             return number, depth, own.numbers()
-    raise UserError(f"sampler {sampler.label}: not among those that this server has compiled ({', '.join(offered)})")
+    has = ", ".join(offered)
+    raise UserError(f"sampler {sampler.label}: this server has compiled {has}; start it with one more --offer")

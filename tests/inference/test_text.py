@@ -51,6 +51,16 @@ def test_a_text_is_cut_before_its_first_stop_string():
     assert (text.text, text.finish, text.mean_depth) == ("one two", "stop", 2.0)
 
 
+@pytest.mark.parametrize(("stop", "kept"), [(["he t", "e"], " th"), (["e", "he t"], " th"), (["he", "the"], " ")])
+def test_of_several_stop_strings_the_one_that_is_complete_first_counts(stop, kept):
+    """Where they overlap, too, and whether tokens come one by one or many at once."""
+    for block in (1, 3, 40):
+        model = LanguageModel(Says(" the the", ends=False), TOKENIZER)
+        *_, (shown,) = model.stream(["a"], 8, stop=stop, block=block)
+        whole = model.generate(["a"], 8, stop=stop)[0]
+        assert (shown.text, shown.finish) == (whole.text, whole.finish) == (kept, "stop")
+
+
 def test_a_text_without_a_stop_string_is_whole():
     text = LanguageModel(Says("plain", ends=False), TOKENIZER).generate(["a"], 5, stop=["STOP"])[0]
     assert (text.text, text.finish, len(text.tokens)) == ("plain", "length", 5)
