@@ -31,9 +31,10 @@ _NAMES = {
 class JsonTokenizer:
     """Any tokenizer that Hugging Face's `tokenizers` reads from a file.
 
-    Bos and eos that the file lacks get ids of their own after the last one. Without a token for padding, eos pads:
-    padding is masked, and a model that was trained elsewhere may have no further row. Nothing is added to a text, and
-    text that spells a special token is encoded as plain text.
+    Bos and eos are tokens of well-known names, or else those that tokenizer_config.json beside the file names, as of a
+    model that was trained elsewhere; without either they get ids of their own after the last one. Without a token for
+    padding, eos pads: padding is masked, and such a model may have no further row. Nothing is added to a text, and text
+    that spells a special token is encoded as plain text.
 
     Args:
         path: a tokenizer.json.
@@ -62,9 +63,10 @@ class JsonTokenizer:
             raise UserError(f"{path}: holds no tokens")
         self._text_ids = max(vocabulary.values()) + 1
         self.vocab_size = self._text_ids
-        special = {}
+        special, beside = {}, settings_beside(path)
         for kind, names in _NAMES.items():
-            found = next((vocabulary[name] for name in names if name in vocabulary), None)
+            known = (*names, beside.get(f"{kind}_token"))
+            found = next((vocabulary[name] for name in known if name in vocabulary), None)
             if found is None and kind == "pad":
                 found = special["eos"]
             elif found is None:
@@ -93,6 +95,25 @@ class JsonTokenizer:
         """Text of the ids; special and unused ids are dropped."""
         kept = [int(i) for i in ids if 0 <= i < self._text_ids and i not in self._special]
         return self._tokenizer.decode(kept, skip_special_tokens=True)
+
+
+def settings_beside(path: Path) -> dict[str, Any]:
+    """What tokenizer_config.json beside a tokenizer.json says, its special tokens as strings; nothing without one.
+
+    Raises:
+        UserError: it can't be read.
+    """
+    file = path.parent / "tokenizer_config.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (OSError, ValueError):
+        raise UserError(f"{file}: isn't JSON that can be read; mend it or remove it") from None
+    found = found if isinstance(found, dict) else {}
+    for name in ("bos_token", "eos_token", "pad_token"):
+        its = found.get(name)
+        its = its.get("content") if isinstance(its, dict) else its
+        found[name] = its if isinstance(its, str) else ""
+    return found
 
 
 def train_tokenizer(mixture: Mixture, size: int, out: Path) -> JsonTokenizer:

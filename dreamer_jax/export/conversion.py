@@ -25,7 +25,7 @@ def write_converted(source: Source, model: Any, out: Path, make: Callable[[], di
     Raises:
         UserError: `out` exists or can't be written.
     """
-    values, meta = without_run(source.folder, source.length, source.dtype)
+    values, meta = without_run(source.folder, source.length, source.dtype, source.vocab_size)
     values |= {f"model.{field.name}": getattr(model, field.name) for field in dataclasses.fields(model)}
     loaded = build({key: Setting(value, str(source.folder)) for key, value in values.items()})
     description = Description(loaded.config, loaded.origins, source.dtype, False, 0, meta)

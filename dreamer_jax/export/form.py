@@ -275,12 +275,22 @@ def dtype_of(folder: Path, tensors: Mapping[str, Stored], *names: str) -> str:
     return next((dtype for dtype, code in CODES.items() if code == table.dtype), "float32")
 
 
-def without_run(folder: Path, length: int, dtype: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """(dotted key -> value, meta) for a folder that came from no run: its tokenizer, rows of S tokens, and a dtype."""
+def without_run(folder: Path, length: int, dtype: str, vocabulary: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """(dotted key -> value, meta) for a folder that came from no run: its tokenizer, rows of S tokens, and a dtype.
+
+    Raises:
+        UserError: its tokenizer has more ids than the model has tokens.
+    """
     path = folder.absolute() / "tokenizer.json"
-    tokenizer = str(path) if path.is_file() else "bytes"
-    settings = {"data.tokenizer": tokenizer, "data.sequence_length": length, "model.dtype": dtype}
-    return settings, {"data": "", "tokenizer": load_tokenizer(tokenizer).fingerprint}
+    spec = str(path) if path.is_file() else "bytes"
+    settings = {"data.tokenizer": spec, "data.sequence_length": length, "model.dtype": dtype}
+    tokenizer = load_tokenizer(spec)
+    if spec != "bytes" and tokenizer.vocab_size > vocabulary:
+        raise UserError(
+            f"{path}: with begin and end of text it has {tokenizer.vocab_size} ids, and the model {vocabulary} tokens; "
+            "name its bos_token and eos_token in a tokenizer_config.json beside it"
+        )
+    return settings, {"data": "", "tokenizer": tokenizer.fingerprint}
 
 
 def checked(path: Path, key: str, value: Any, model: type[ModelConfig]) -> Any:

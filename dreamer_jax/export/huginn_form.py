@@ -92,7 +92,7 @@ class HuginnForm(Form):
         dtype = dtype_of(folder, tensors, EMBEDDING, HEAD)
         values, step, meta = read_training_run(path, content)
         if not values:
-            values, meta = _without_run(folder, content, dtype)
+            values, meta = _without_run(folder, content, dtype, tensors[EMBEDDING].shape[0])
         values = {key: checked(path, key, value, HuginnConfig) for key, value in values.items()}
         pre_norm = not any(name.endswith(".norm_3.weight") for name in tensors)
         for name, value in read_model(path, content, pre_norm, values).items():
@@ -188,10 +188,12 @@ def rotations(shape: tuple[int, ...], base: float) -> np.ndarray:
     return np.stack([np.cos(angle), np.sin(angle)], axis=-1).reshape(shape)
 
 
-def _without_run(folder: Path, content: Mapping[str, Any], dtype: str) -> tuple[dict[str, Any], dict[str, str]]:
+def _without_run(
+    folder: Path, content: Mapping[str, Any], dtype: str, vocabulary: int
+) -> tuple[dict[str, Any], dict[str, str]]:
     """(settings, meta) of a run for a folder that came from none."""
     block = content.get("block_size")
-    return without_run(folder, min(block, BLOCK_SIZE) if type(block) is int else BLOCK_SIZE, dtype)
+    return without_run(folder, min(block, BLOCK_SIZE) if type(block) is int else BLOCK_SIZE, dtype, vocabulary)
 
 
 def _tensor(stored: StoredModel, names: list[Name], description: Description) -> Tensor:

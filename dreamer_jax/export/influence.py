@@ -37,7 +37,7 @@ def rows_of(source: Source, path: Path) -> np.ndarray:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"--text: can't read {path}: {error.strerror}") from None
-    settings, _ = without_run(source.folder, source.length, source.dtype)
+    settings, _ = without_run(source.folder, source.length, source.dtype, source.vocab_size)
     ids = load_tokenizer(settings["data.tokenizer"]).encode(text[: 16 * TOKENS])[:TOKENS]
     if not ids:
         raise UserError(f"--text: {path} is empty; influence is measured on a text")

@@ -59,3 +59,15 @@ def _value(path: Path, content: Mapping[str, Any], key: str, default: Any) -> An
     if value is None:
         raise UserError(f"{path}: {key} is missing")
     return value
+
+
+def refuse_other_layers(path: Path, content: Mapping[str, Any]) -> None:
+    """Refuse a config.json with layers of another type than full attention.
+
+    Raises:
+        UserError: there are some.
+    """
+    types = content.get("layer_types") or []
+    others = [its for its in types if its != "full_attention"] if isinstance(types, list) else [types]
+    if others:
+        raise UserError(f"{path}: layer_types has {others[0]!r}; only full_attention can be computed")

@@ -54,7 +54,9 @@ class MoeutForm(CausalForm):
         if missing:
             raise UserError(f"{folder / 'config.json'}: {' and '.join(missing)} missing; tensors don't tell, so add it")
         if not content.get("training_run"):
-            values, meta = without_run(folder, ROW_LENGTH, dtype_of(folder, tensors, EMBEDDING))
+            values, meta = without_run(
+                folder, ROW_LENGTH, dtype_of(folder, tensors, EMBEDDING), tensors[EMBEDDING].shape[0]
+            )
             content = content | {"training_run": {"step": 0, "meta": meta, "config": values}}
         return super().read(folder, sizes | content)
 

@@ -28,7 +28,7 @@ from dreamer_jax.export.form import (
     training_run,
     without_run,
 )
-from dreamer_jax.export.json_values import number, rope_base, whole
+from dreamer_jax.export.json_values import number, refuse_other_layers, rope_base, whole
 from dreamer_jax.export.ouro import EMBEDDING, MODEL_TYPE, Name, columns_of, names_of, to_leaf
 from dreamer_jax.runs.leaves import StoredModel
 from dreamer_jax.runs.safetensors_files import Stored, Tensor, open_tensors
@@ -116,7 +116,7 @@ class OuroForm(Form):
         values, step, meta = read_training_run(path, content)
         if not values:
             length = min(whole(path, content, "max_position_embeddings", ROW_LENGTH), ROW_LENGTH)
-            values, meta = without_run(folder, length, dtype)
+            values, meta = without_run(folder, length, dtype, tensors[EMBEDDING].shape[0])
         values = {key: checked(path, key, value, OuroConfig) for key, value in values.items()}
         values |= {f"model.{name}": value for name, value in _read_model(path, content).items()}
         values["model.family"] = self.family
@@ -192,8 +192,7 @@ def _read_model(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
         found = content.get(key)
         if found is not None and found != value:
             raise UserError(f"{path}: {key} is {found!r}; only models with {value!r} can be computed")
-    if set(content.get("layer_types") or ()) - {"full_attention"}:
-        raise UserError(f"{path}: layer_types has others than 'full_attention', which can't be computed")
+    refuse_other_layers(path, content)
     if content.get("early_exit_step") is not None:
         raise UserError(f"{path}: early_exit_step stops at one loop; remove it, and set total_ut_steps to that loop")
     model: dict[str, Any] = {ours: whole(path, content, key) for key, ours in SIZES.items()}

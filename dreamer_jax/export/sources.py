@@ -15,7 +15,7 @@ import numpy as np
 
 from dreamer_jax.errors import UserError
 from dreamer_jax.export.form import dtype_of
-from dreamer_jax.export.json_values import flag, number, rope_base, whole
+from dreamer_jax.export.json_values import flag, number, refuse_other_layers, rope_base, whole
 from dreamer_jax.runs.safetensors_files import Stored, open_tensors, read_json
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -119,14 +119,25 @@ class Source:
             node = tree
             for key in scope:
                 node = node.setdefault(key, {})
-            found = np.concatenate([np.asarray(self.tensors[name].array(), np.float32) for name in tensors])
+            found = np.concatenate([self._values(name) for name in tensors])
             node[last] = found if found.ndim == 1 or leaf in ROWS else np.ascontiguousarray(found.T)
         return tree
 
     def around(self) -> dict[str, Any]:
         """`embedding`, `final_norm` and, unless it is tied, `head`, float32."""
         names = {"embedding": EMBEDDING, "final_norm": FINAL_NORM} | ({} if self.tied_head else {"head": HEAD})
-        return {leaf: np.asarray(self.tensors[name].array(), np.float32) for leaf, name in names.items()}
+        return {leaf: self._values(name) for leaf, name in names.items()}
+
+    def _values(self, name: str) -> np.ndarray:
+        """A tensor, float32.
+
+        Raises:
+            UserError: a number isn't finite.
+        """
+        values = np.asarray(self.tensors[name].array(), np.float32)
+        if not np.isfinite(values).all():
+            raise UserError(f"{self.folder}: {name} holds numbers that aren't finite; take a whole copy of the folder")
+        return values
 
 
 def read_source(folder: Path) -> Source:
@@ -137,18 +148,19 @@ def read_source(folder: Path) -> Source:
     """
     path = folder / "config.json"
     content = read_json(path)
-    kind = KINDS.get(content.get("model_type"))  # type: ignore[arg-type]
+    named = content.get("model_type")
+    kind = KINDS.get(named) if isinstance(named, str) else None
     if kind is None:
         known = ", ".join(KINDS)
         raise UserError(f"{path} describes a model of type {content.get('model_type')!r}; conversions read {known}")
     for key, value in BUILT.items():
         if content.get(key, value) not in (value, None):
             raise UserError(f"{path}: {key} is {content[key]!r}; only {value!r} can be computed")
-    others = set(content.get("layer_types") or ()) - {"full_attention"}
-    if others:
-        raise UserError(f"{path}: layer_types has {min(others)!r}; only full_attention can be computed")
+    refuse_other_layers(path, content)
     tensors = {name: its for name, its in open_tensors(folder).items() if not name.endswith(DERIVED)}
     rope = content.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or any(isinstance(its, dict) for its in rope.values()):
+        raise UserError(f"{path}: rope_parameters is {rope!r}; only one rotation of all layers can be computed")
     heads = whole(path, content, "num_attention_heads")
     hidden = whole(path, content, "hidden_size")
     size = kind.head_size or hidden // max(heads, 1)

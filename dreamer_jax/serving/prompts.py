@@ -7,10 +7,9 @@ import json
 import re
 import secrets
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
-from dreamer_jax.data.json_tokenizer import JsonTokenizer
+from dreamer_jax.data.json_tokenizer import JsonTokenizer, settings_beside
 from dreamer_jax.data.jsonl import Template
 from dreamer_jax.data.tokenizers import Tokenizer
 from dreamer_jax.errors import UserError
@@ -170,25 +169,11 @@ def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
     if not isinstance(tokenizer, JsonTokenizer):
         return None
     folder = tokenizer.path.parent
-    settings = _read(folder / "tokenizer_config.json")
+    settings = settings_beside(tokenizer.path)
     path = folder / "chat_template.jinja"
     source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
     if isinstance(source, list):  # several by name
         source = next((each.get("template") for each in source if each.get("name") == "default"), None)
     if not isinstance(source, str):
         return None
-    names = {}
-    for name in ("bos_token", "eos_token"):
-        value = settings.get(name)
-        names[name] = value.get("content", "") if isinstance(value, dict) else value or ""
-    return ChatTemplate(source, tokenizer, names)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise UserError(f"{path}: isn't JSON; mend it or remove it") from None
-    return found if isinstance(found, dict) else {}
+    return ChatTemplate(source, tokenizer, {name: settings[name] for name in ("bos_token", "eos_token")})

@@ -80,6 +80,29 @@ def test_the_names_of_published_tokenizers(trained: Path, tmp_path: Path) -> Non
     assert (its.bos, its.eos, its.pad, its.vocab_size) == (own.bos, own.eos, own.pad, own.vocab_size)
 
 
+def test_a_token_of_another_name_is_the_one_that_lies_beside(trained: Path, tmp_path: Path) -> None:
+    """As of published models whose begin and end are one token, or an end of a turn. Well-known names come first."""
+    text = trained.read_text()
+    (tmp_path / "tokenizer.json").write_text(
+        text.replace("<|bos|>", "<|im_start|>").replace("<|eos|>", "<|endoftext|>")
+    )
+    found = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert (found.bos, found.vocab_size) == (600, 601)
+    for named, bos in (
+        ("<|endoftext|>", 1),
+        ({"content": "<|im_start|>", "lstrip": False}, 0),
+        (None, 600),
+        ("x|", 600),
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": named, "eos_token": "<|im_start|>"}))
+        its = load_tokenizer(str(tmp_path / "tokenizer.json"))
+        assert (its.bos, its.eos, its.vocab_size) == (bos, 1, 600 + (bos == 600))
+        assert (its.fingerprint == found.fingerprint) == (bos == 600)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: isn't JSON that can be read; mend it or remove it"):
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
 def test_prepared_data_refuse_another_tokenizer(trained: Path, tmp_path: Path) -> None:
     mixture = trained.parent / "m.yaml"
     text = mixture.read_text()

@@ -225,6 +225,10 @@ def test_folders_of_transformers_itself(tmp_path, capsys, kind, sharing):
         ({"attention_bias": True}, "attention_bias is True; only False can be computed"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
         ({"layer_types": ["sliding_attention"] * 6}, "layer_types has 'sliding_attention'"),
+        ({"layer_types": 5}, "layer_types has 5; only full_attention"),
+        ({"model_type": ["llama"]}, "a model of type ['llama']; conversions read"),
+        ({"rope_parameters": 5}, "rope_parameters is 5; only one rotation of all layers"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0}}}, "only one rotation of all"),
         ({"hidden_size": "8"}, "hidden_size can't be '8'; it is a whole number"),
         ({"num_attention_heads": None}, "num_attention_heads is missing"),
         ({"intermediate_size": 7}, "mlp.gate_proj.weight has shape (6, 8) where config.json asks for (7, 8)"),
@@ -237,6 +241,31 @@ def test_folders_of_transformers_itself(tmp_path, capsys, kind, sharing):
 def test_folders_that_do_not_fit_are_refused(llama, tmp_path, capsys, settings, said):
     folder = write_folder(tmp_path / "folder", llama_tensors(), SETTINGS | settings)
     refuses(capsys, [str(folder), str(tmp_path / "run")], said)
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path, capsys):
+    tensors = llama_tensors()
+    tensors["model.layers.1.mlp.up_proj.weight"][2, 3] = np.nan
+    folder, out = write_folder(tmp_path / "folder", tensors, SETTINGS), tmp_path / "run"
+    said = "model.layers.1.mlp.up_proj.weight holds numbers that aren't finite"
+    refuses(capsys, [str(folder), str(out), "--rank", "2"], said)
+    refuses(capsys, [str(folder), str(out)], said)
+    assert not out.exists()
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_tokens_is_refused(tmp_path, capsys):
+    """Begin and end of text count, unless the folder says which tokens they are: then it trains and generates."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder, out = write_folder(tmp_path / "folder", llama_tensors(), SETTINGS), tmp_path / "run"
+    words = {"<|im_start|>": 0, "<|im_end|>": 1} | {f"w{i}": i for i in range(2, 11)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w2"))
+    made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    made.save(str(folder / "tokenizer.json"))
+    refuses(capsys, [str(folder), str(out)], "begin and end of text it has 13 ids, and the model 11 tokens; name its")
+    assert not out.exists()
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
+    assert main(["convert", str(folder), str(out), "--to", "recursive"]) == 0
+    assert dreamer_jax.load(out).encode("w5") == [0, 5]
 
 
 def refuses(capsys, words, said):

@@ -109,7 +109,7 @@ def test_rows_of_diffusion_forcing_have_settings_of_their_own(one_choosing):
         requests.append(dataclasses.replace(request, sampler=sampler, sampling=sampling, depth=None))
     taken = check("huginn", engine, requests, rng)
     assert len({depth for its in taken for depth in its.depths}) > 1
-    with pytest.raises(UserError, match="this server has compiled .*; start it with one more --offer"):
+    with pytest.raises(UserError, match=r"this server has compiled .*; start it with one more --offer"):
         engine.submit(Request((1,), 2, sampler=dataclasses.replace(noisy, inner_recurrences=2)), Taken())
     engine.close(0)
 
