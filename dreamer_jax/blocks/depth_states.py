@@ -20,6 +20,7 @@ from dreamer_jax.blocks.memory import Context
 from dreamer_jax.blocks.positions import Depth, tell_depth
 from pallas_kernels.kept import keep
 from pallas_kernels.tape import Tape
+from pallas_kernels.weights import own
 
 REMEMBERED = 16.0
 """Depths after which a fresh state has fallen to 1/e by itself."""
@@ -139,11 +140,12 @@ class GatedDelta(DepthState):
         q, k = tell_depth(self, code, depth.flat(1), _unit(q), _unit(k))
         k = _unit(k)  # what is learned of depths may have stretched them
         wide = x.astype(jnp.float32)
-        gates = self.weight("gates", nn.initializers.normal(self.std), (self.hidden_size, 2 * self.kv_heads), *_GATES)
-        fall = self.weight("fall", nn.initializers.zeros, (self.kv_heads,), ("norm",), "gate")
+        draw, size = nn.initializers.normal(self.std), 2 * self.kv_heads
+        gates = self.weight("gates", draw, (self.hidden_size, size), *_GATES)
+        fall = own(self.weight("fall", nn.initializers.zeros, (self.kv_heads,), ("norm",), "gate"))
         start = nn.initializers.constant(math.log(math.expm1(1 / REMEMBERED)))
-        rate = self.weight("rate", start, (self.kv_heads,), ("norm",), "gate")
-        falling, taking = jnp.split(jnp.matmul(wide, gates, precision="highest"), 2, axis=-1)  # [T, kv]
+        rate = own(self.weight("rate", start, (self.kv_heads,), ("norm",), "gate"))
+        falling, taking = jnp.split(_gated(wide, gates), 2, axis=-1)  # [T, kv]
         kept = jnp.exp(-jnp.exp(fall) * jax.nn.softplus(falling + rate))[..., None]
         taken = jax.nn.sigmoid(taking)[..., None]
         stood = jnp.einsum("tkvd,tkd->tkv", state, k, precision="highest")
@@ -195,8 +197,8 @@ class GatedRecurrent(DepthState):
         draw = nn.initializers.normal(self.std)
         matrix = self.weight("gates", draw, (self.hidden_size, size), *_GATES)
         start = nn.initializers.constant(math.log(TAKEN / (1 - TAKEN)))
-        offset = self.weight("offset", start, (size,), ("norm",), "gate")
-        z = jax.nn.sigmoid(jnp.matmul(x.astype(jnp.float32), matrix, precision="highest") + offset).reshape(v.shape)
+        offset = own(self.weight("offset", start, (size,), ("norm",), "gate"))
+        z = jax.nn.sigmoid(_gated(x.astype(jnp.float32), matrix) + offset).reshape(v.shape)
         state = (1 - z) * state + z * v
         grouped = jax.nn.sigmoid(q).reshape(len(q), self.kv_heads, -1, self.head_size)
         return (grouped * state[:, :, None]).reshape(q.shape), state
@@ -236,6 +238,13 @@ FORMS = {"gated_delta": GatedDelta, "gated_recurrent": GatedRecurrent}
 """`model.da_form` -> its block, but for the softmax."""
 _GATES: Any = (("hidden", "norm"), "gate")
 _SHORTEST = 1e-6
+
+
+def _gated(x: jax.Array, weight: Any) -> jax.Array:
+    """x [T, h] times a matrix [h, n] that may be stacked, in float32."""
+    matrix = own(weight)  # in decoding, layers of their own may be another for every token
+    t = "t" * (matrix.ndim - 2)
+    return jnp.einsum(f"th,{t}hn->tn", x, matrix, precision="highest")
 
 
 def _unit(x: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ from dreamer_jax.budget import analytic, memory, program
 from dreamer_jax.config.sections import MeshConfig
 from dreamer_jax.errors import ConfigError
 from dreamer_jax.families import Drawn, build, depth_of
+from dreamer_jax.inference.engine import Engine
 from dreamer_jax.parallel import make_mesh
 from tests.families.cases import (
     PACKED,
@@ -79,6 +80,18 @@ def test_gradients_are_those_of_an_unrolled_loop(name, remat):
     found = jax.jit(jax.value_and_grad(loss))(*random_weights(config))
     expected = jax.jit(jax.value_and_grad(functools.partial(unrolled_loss, config=config)))(*random_weights(config))
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize("form", ["gated_delta", "gated_recurrent"])
+def test_layers_of_their_own_decode(form):
+    """Their gates are stacked: a row for every position in flight, and one for all where rows are scored."""
+    config = small_config("LA+DA", **SMALL, da_form=form)
+    model, found = flying(config)
+    whole, tokens = passed_whole(config), random_tokens(config, 1, (2, 6))
+    assert relative_error(found, whole) < 1e-5
+    logprobs = np.take_along_axis(np.asarray(jax.nn.log_softmax(whole))[:, :-1], tokens[:, 1:, None], -1)[..., 0]
+    scored = np.stack([its.logprobs for its in Engine(model).score(tokens.tolist())])
+    np.testing.assert_allclose(scored, logprobs, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -164,7 +164,7 @@ def test_official_traces(exit):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (test_universal.TINY, "rule of their own"),
+        (test_universal.TINY, "rule it was trained with; take the sampler static"),
         (test_ouro.TINY, "no input beside the state"),
         (test_algoformer.TINY, "no input beside the state"),
         (dataclasses.replace(test_huginn.TINY, depth_draw="fixed"), "one depth only"),

@@ -316,8 +316,8 @@ def test_the_rules_of_keeping_drafts():
         (config_of("huginn", cache="compress-s2"), "compress-s2.*--cache"),
         (config_of("huginn", cache="always-last"), "always-last.*--cache"),
         (config_of("ouro", cache="last"), "cache last"),
-        (config_of("ouro", exit_threshold=0.5), "rule of their own"),
-        (test_universal.TINY, "rule of their own"),
+        (config_of("ouro", exit_threshold=0.5), "rule it was trained with; take the sampler static"),
+        (test_universal.TINY, "rule it was trained with; take the sampler static"),
     ],
 )
 def test_families_that_cannot_are_refused(config, said):

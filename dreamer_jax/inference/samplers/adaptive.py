@@ -43,7 +43,7 @@ class Adaptive(Sampler):
         flags = family.flags
         if flags.recurrent or flags.shares_caches:
             return None
-        return f"early exit needs a recurrent model; {family.headline()}: distinct layers"
+        return f"early exit needs depths that have all weights in common, which those of {family.headline()} haven't"
 
     @property
     def program(self) -> Adaptive:

@@ -409,7 +409,9 @@ def needs_depths_apart(family: Family) -> str | None:
     can."""
     flags = family.flags
     if flags.halts:
-        return f"tokens of this model ({family.headline()}) stop by a rule of their own; turn that rule off"
+        return (
+            f"tokens of this model ({family.headline()}) stop by the rule it was trained with; take the sampler static"
+        )
     if not flags.depths_apart:
         return (
             f"it needs keys of every depth, which model.cache {family.config.cache} doesn't keep apart; "

@@ -106,7 +106,7 @@ class DiffusionForcing(Sampler):
         """Section 3.2 of the paper: the input is injected, states can be decoded at any depth, caches are shared."""
         flags, its = family.flags, family.headline()
         if flags.halts:
-            return f"tokens of this model ({its}) stop by a rule of their own; turn that rule off"
+            return f"tokens of this model ({its}) stop by the rule it was trained with; take the sampler static"
         if not flags.injects_inputs:
             return f"a state has to follow its token, but the steps of this model ({its}) get no input beside the state"
         if not flags.shares_caches or family.flight(1, 1, 1) is not None:
