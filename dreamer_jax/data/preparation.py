@@ -127,6 +127,7 @@ def _plan(mixture: Mixture, tokenizer: Tokenizer) -> tuple[list[Unit], dict[str,
 def _locked(out: Path) -> Iterator[None]:
     try:
         out.mkdir(parents=True, exist_ok=True)
+        _refuse_others(out)
         lock = (out / ".lock").open("w")
     except OSError as error:
         raise UserError(f"--out {out}: {error.strerror}") from None
@@ -138,11 +139,15 @@ def _locked(out: Path) -> Iterator[None]:
         yield
 
 
+def _refuse_others(out: Path) -> None:
+    mine = (out / "plan.json").is_file()
+    if not mine and [p for p in out.iterdir() if p.name != ".lock" and ".tmp-" not in p.name]:
+        raise UserError(f"{out}: is not empty and holds no prepared data; name another directory")
+
+
 def _open_directory(out: Path, plan: dict[str, Any]) -> bool:
     """Make the directory ready; whether all is done already."""
     if not (out / "plan.json").is_file():
-        if [p for p in out.iterdir() if p.name != ".lock" and ".tmp-" not in p.name]:
-            raise UserError(f"{out}: is not empty and holds no prepared data; name another directory")
         write_json(out / "plan.json", plan)
     found = read_object(out / "plan.json", DAMAGED)
     if found != plan:

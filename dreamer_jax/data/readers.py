@@ -48,7 +48,8 @@ def files_of(spec: Spec, key: str) -> list[Path]:
     else:
         found = sorted(Path(p) for p in glob.glob(spec.path, recursive=True) if Path(p).is_file())
     if not found:
-        raise ConfigError(f"{key}.path: no file '{spec.path}' (seen from {Path.cwd()})", f"{key}.path")
+        what = "no file in the folder" if path.is_dir() else "no file"
+        raise ConfigError(f"{key}.path: {what} '{spec.path}' (seen from {Path.cwd()})", f"{key}.path")
     return found
 
 

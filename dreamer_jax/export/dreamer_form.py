@@ -118,8 +118,9 @@ class DreamerForm(Form):
             if name in content and name not in NOT_DESCRIBED:
                 values[f"model.{name}"] = content[name]
         dtype = content.get("dtype", content.get("torch_dtype"))
+        dtype = "float32" if dtype == "float16" else dtype  # bfloat16 would round it
         if not isinstance(dtype, str) or dtype not in CODES:
-            raise UserError(f"{path}: dtype must be bfloat16 or float32, not {dtype!r}")
+            raise UserError(f"{path}: dtype must be bfloat16, float16 or float32, not {dtype!r}")
         found = {key: checked(path, key, value, DreamerConfig) for key, value in values.items()}
         loaded = build({key: Setting(value, str(path)) for key, value in found.items()})
         return Description(loaded.config, loaded.origins, dtype, bool(content.get("keep_shared")), step, meta)

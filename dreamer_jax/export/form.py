@@ -27,6 +27,8 @@ CODES = {"bfloat16": "BF16", "float32": "F32"}
 LARGEST = 10**18
 """What integers are below, as in a configuration file."""
 LARGEST_SIZE = 1 << 31
+MOST_LAYERS = 1 << 12
+"""More would take minutes before it is seen that the tensors are of fewer."""
 """What sizes of a model are below, so that shapes and indices can be computed."""
 
 
@@ -310,6 +312,7 @@ def checked(path: Path, key: str, value: Any, model: type[ModelConfig]) -> Any:
     if expected is float and type(value) is int:
         value = float(value)
     limit = LARGEST_SIZE if key.startswith("model.") else LARGEST
+    limit = MOST_LAYERS if key.endswith("layers") else limit
     if expected == INTEGERS:  # a list in JSON; one integer in folders of earlier versions
         value = tuple(value) if isinstance(value, list) else (value,)
         right = bool(value) and all(type(number) is int and abs(number) < limit for number in value)

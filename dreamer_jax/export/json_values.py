@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dreamer_jax.errors import UserError
-from dreamer_jax.export.form import LARGEST_SIZE
+from dreamer_jax.export.form import LARGEST_SIZE, MOST_LAYERS
 
 LARGEST = 1e30
 
@@ -19,7 +19,8 @@ def whole(path: Path, content: Mapping[str, Any], key: str, default: int | None 
         UserError: it is something else, or missing and has no default.
     """
     value = _value(path, content, key, default)
-    if type(value) is not int or abs(value) >= LARGEST_SIZE:
+    limit = MOST_LAYERS if "layers" in key else LARGEST_SIZE
+    if type(value) is not int or abs(value) >= limit:
         raise UserError(f"{path}: {key} can't be {value!r}; it is a whole number")
     return value
 

@@ -273,7 +273,8 @@ class MoeutForCausalLM(PreTrainedModel, GenerationMixin):
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.compute_dtype: torch.dtype | None = None
         self.post_init()
-        self._keep_in_fp32_modules_strict = {r"ln\d", "out_norm", r"\w*sel\w*", "lm_head.bias"}
+        # Without a star, which transformers 5 would take for a glob's.
+        self._keep_in_fp32_modules_strict = {r"ln\d", "out_norm", "expert_sel", "sel_v", "sel_o", "lm_head.bias"}
 
     def _init_weights(self, module: nn.Module) -> None:
         c = self.config

@@ -138,7 +138,7 @@ def open_tensors(folder: Path) -> dict[str, Stored]:
         raise UserError(f"{index}: weight_map must map tensors to files")
     names = sorted(set(weight_map.values()))
     for name in names:
-        if Path(name).name != name or not name.isprintable():
+        if not name or Path(name).name != name or not name.isprintable():
             raise UserError(f"{index}: {name!r} is not the name of a file in this folder")
     # transformers, saving one file over several, removes these and leaves their index.
     if (folder / SINGLE).is_file() and not any((folder / name).exists() for name in names):

@@ -264,6 +264,7 @@ def test_other_settings_or_inputs_are_refused(corpus: Path, tmp_path: Path) -> N
     with pytest.raises(UserError, match="is not empty and holds no prepared data"):
         run(corpus, tmp_path / "full")
     assert (tmp_path / "full" / "thesis.txt").read_text() == "mine"
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.txt"]
 
 
 def test_a_missing_tokenizer_is_named_by_its_file(corpus: Path, tmp_path: Path) -> None:

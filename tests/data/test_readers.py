@@ -44,6 +44,9 @@ def test_folders_patterns_and_gzip(tmp_path: Path) -> None:
     assert unit.file == str(tmp_path / "in" / "b.jsonl"), "of one file as always"
     with pytest.raises(ConfigError, match=r"sources\.s\.path: no file"):
         read(SourceSpec(path=str(tmp_path / "none*")))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"sources\.s\.path: no file in the folder '.*empty'"):
+        read(SourceSpec(path=str(tmp_path / "empty")))
     with pytest.raises(ConfigError, match=r"sources\.s\.format: .*doesn't end in \.jsonl"):
         read(SourceSpec(path=str(tmp_path / "x")))
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import flax.linen as nn
 import jax
 import ml_dtypes
 import numpy as np
+import pytest
 
 from dreamer_jax.config.loading import LoadedConfig
 from dreamer_jax.config.models.dreamer import DreamerConfig
@@ -64,6 +67,21 @@ def torch_model(
     named = torch_weights(params, bias, model, keep_shared, texts)
     dreamer.load_state_dict({name: torch.tensor(values) for name, values in named.items()})
     return dreamer.eval()
+
+
+def check_dtypes(folder: Path) -> None:
+    """That transformers loads every tensor of a bfloat16 folder in its dtype: no norm, gate or router is rounded."""
+    transformers = pytest.importorskip("transformers", reason=WHY_SKIPPED)
+    from safetensors.torch import load_file
+
+    with contextlib.ExitStack() as stack:
+        for module in (transformers.dynamic_module_utils, transformers.utils.hub, transformers.utils):
+            place = str(folder.parent / "modules")
+            stack.enter_context(mock.patch.object(module, "HF_MODULES_CACHE", place, create=True))
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype="auto")
+    found, stored = model.state_dict(), load_file(folder / "model.safetensors")
+    assert {name: found[name].dtype for name in stored} == {name: its.dtype for name, its in stored.items()}
+    assert len({its.dtype for its in stored.values()}) == 2
 
 
 def run_config(directory: Path, variant: str = "DR+DA", **changes: Any) -> Config:

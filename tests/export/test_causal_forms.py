@@ -21,7 +21,7 @@ from dreamer_jax.export.writing import export
 from dreamer_jax.runs import safetensors_files
 from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run
-from tests.export.cases import WHY_SKIPPED, write_folder, write_small_run
+from tests.export.cases import WHY_SKIPPED, check_dtypes, write_folder, write_small_run
 from tests.families import test_algoformer, test_ponder
 from tests.families.cases import drawn_params
 from tests.families.plain_ouro import wide
@@ -161,6 +161,8 @@ def test_export_verifies_and_import_goes_on(folders, tmp_path: Path, capsys, nam
     assert {p.name: p.read_bytes() for p in first.iterdir()} == {p.name: p.read_bytes() for p in second.iterdir()}
     original, again = load_run(run), load_run(back)
     assert dataclasses.replace(again.config, run=original.config.run) == original.config
+    if dtype == "bfloat16":
+        check_dtypes(second)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +170,7 @@ def test_export_verifies_and_import_goes_on(folders, tmp_path: Path, capsys, nam
     [
         ("algoformer", "loop.1.mlp_norm.weight", {}, "the tensor loop.1.mlp_norm.weight is missing"),
         ("algoformer", None, {"post_layers": 0}, "post.0.attention.out.weight is not part of the model"),
+        ("algoformer", None, {"post_layers": 1 << 30}, "model.post_layers can't be 1073741824"),
         ("algoformer", None, {"scored": 4}, "4 losses, but model.depth is 3"),
         ("ponder", None, {"mlp_size": 13}, "has shape (12, 16) where config.json asks for (13, 16)"),
         ("ponder", None, {"model_type": "ponder_lm"}, "describes a model of type 'ponder_lm'"),

@@ -21,7 +21,7 @@ from dreamer_jax.export.writing import export
 from dreamer_jax.runs import safetensors_files
 from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run
-from tests.export.cases import WHY_SKIPPED, write_folder, write_small_run
+from tests.export.cases import WHY_SKIPPED, check_dtypes, write_folder, write_small_run
 from tests.families import plain_cotformer as plain
 from tests.families.test_cotformer import FORMS, RULES, drawn_params, wide
 
@@ -53,6 +53,10 @@ def runs(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def exported(runs) -> Path:
     return write(runs["threshold"], runs["threshold"].parent / "folder")
+
+
+def test_transformers_rounds_nothing_that_is_kept_wide(runs, tmp_path: Path) -> None:
+    check_dtypes(write(runs["threshold"], tmp_path / "folder", "bfloat16"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

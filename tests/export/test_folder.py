@@ -316,6 +316,8 @@ def test_float16_is_widened(copy: Path, tmp_path: Path) -> None:
 
     tensors = {name: its.half() for name, its in load_file(copy / "model.safetensors").items()}
     save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    content = json.loads((copy / "config.json").read_text()) | {"dtype": "float16"}  # as transformers writes it
+    (copy / "config.json").write_text(json.dumps(content))
     import_run(copy, tmp_path / "back")
     embedding = load_run(tmp_path / "back").params["embedding"]
     np.testing.assert_array_equal(embedding, tensors["model.embedding.weight"].float().numpy())
@@ -341,7 +343,7 @@ def test_a_header_of_brackets_is_refused(copy: Path, tmp_path: Path, nested: byt
         import_run(copy, tmp_path / "back")
 
 
-@pytest.mark.parametrize("name", ["../model.safetensors", "x\0y", "\ud800"])
+@pytest.mark.parametrize("name", ["../model.safetensors", "x\0y", "\ud800", ""])
 def test_an_index_names_files_of_its_folder(copy: Path, tmp_path: Path, name: str) -> None:
     index = {"weight_map": {"model.embedding.weight": name}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -355,7 +357,7 @@ def test_an_index_names_files_of_its_folder(copy: Path, tmp_path: Path, name: st
         ({"format_version": 2}, "newer than this version"),
         ({"format_version": None}, "must be a number"),
         ({"model_type": "llama"}, "those that can be read are dreamer, huginn_raven.*dreamer convert"),
-        ({"dtype": "float16"}, "dtype must be bfloat16 or float32"),
+        ({"dtype": "float64"}, "dtype must be bfloat16, float16 or float32"),
         ({"depth": 4}, "has shape"),
         ({"depth": -1}, "too small"),
         ({"depth": "3"}, "model.depth can't be '3'"),
@@ -369,7 +371,7 @@ def test_an_index_names_files_of_its_folder(copy: Path, tmp_path: Path, name: st
         ({"training_run": {"meta": {"data": ""}}}, "training_run is damaged"),
         ({"training_run": {"config": "x"}}, "training_run is damaged"),
         ({"training_run": {"config": {"training.steps": 10**18}}}, "training.steps can't be 10"),
-        ({"dtype": ["float32"]}, "dtype must be bfloat16 or float32"),
+        ({"dtype": ["float32"]}, "dtype must be bfloat16, float16 or float32"),
         ({"depth": 10**30}, "model.depth can't be 10"),
     ],
 )

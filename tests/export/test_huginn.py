@@ -226,6 +226,7 @@ def refused(folder: Path, place: Path, capsys, message: str) -> None:
         ({"norm_eps": 10**400}, "norm_eps can't be"),
         ({"tie_embeddings": 1}, "tie_embeddings can't be 1"),
         ({"n_layers_in_prelude": 2}, "transformer.prelude.1.norm_1.weight is missing"),
+        ({"n_layers_in_coda": 1 << 30}, "n_layers_in_coda can't be 1073741824"),
         ({"n_layers_in_recurrent_block": 0}, "model.core_layers: 0 is too small"),
         ({"init_values": {"std": 0.0}}, "must be more than zero"),
         ({"init_values": [1]}, "init_values can't be [1]"),

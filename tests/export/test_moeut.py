@@ -24,7 +24,7 @@ from dreamer_jax.export.writing import export
 from dreamer_jax.runs import safetensors_files
 from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run
-from tests.export.cases import WHY_SKIPPED, write_folder, write_small_run
+from tests.export.cases import WHY_SKIPPED, check_dtypes, write_folder, write_small_run
 from tests.families.cases import drawn_params
 from tests.families.plain_moeut import PlainMoeut
 from tests.families.plain_ouro import wide
@@ -55,6 +55,11 @@ def runs(tmp_path_factory) -> dict[str, Path]:
 def write(run: Path, out: Path, dtype: str = "float32") -> Path:
     export(open_model(run), out, dtype, False, lambda folder: None)
     return out
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_transformers_rounds_nothing_that_is_kept_wide(runs, tmp_path: Path, form: str) -> None:
+    check_dtypes(write(runs[form], tmp_path / "folder", "bfloat16"))
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from dreamer_jax.export.writing import export
 from dreamer_jax.runs import safetensors_files
 from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run
-from tests.export.cases import WHY_SKIPPED, write_folder, write_small_run
+from tests.export.cases import WHY_SKIPPED, check_dtypes, write_folder, write_small_run
 from tests.export.source_cases import SETTINGS, llama_tensors
 from tests.families.cases import drawn_params
 from tests.families.plain_recursive import PlainRecursive, wide
@@ -147,6 +147,7 @@ def test_export_verifies_and_import_goes_on(folders, tmp_path: Path, capsys) -> 
     assert main(["import", str(first), str(back)]) == 0
     assert "recursive transformer, 2 layers 2 times (cycle)" in capsys.readouterr().out
     second = write(back, tmp_path / "second", "bfloat16")
+    check_dtypes(second)
     assert {p.name: p.read_bytes() for p in first.iterdir()} == {p.name: p.read_bytes() for p in second.iterdir()}
     original, again = load_run(run), load_run(back)
     assert dataclasses.replace(again.config, run=original.config.run) == original.config

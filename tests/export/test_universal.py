@@ -24,7 +24,7 @@ from dreamer_jax.families import build, initialise
 from dreamer_jax.runs import safetensors_files
 from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run
-from tests.export.cases import WHY_SKIPPED, write_folder, write_small_run
+from tests.export.cases import WHY_SKIPPED, check_dtypes, write_folder, write_small_run
 from tests.families import plain_universal as plain
 from tests.families.test_universal import FORMS, wide
 
@@ -64,6 +64,10 @@ def run(drawn, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def exported(run: Path) -> Path:
     return write(run, run.parent / "folder")
+
+
+def test_transformers_rounds_nothing_that_is_kept_wide(run: Path, tmp_path: Path) -> None:
+    check_dtypes(write(run, tmp_path / "folder", "bfloat16"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
