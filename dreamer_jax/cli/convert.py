@@ -20,12 +20,16 @@ def run(arguments: list[str]) -> int:
         for action in actions if family != options.to else ():
             if getattr(options, action.dest) != action.default:
                 raise UserError(f"{action.option_strings[0]} is an option of --to {family}, not of --to {options.to}")
+    from dreamer_jax.config import load_config
+    from dreamer_jax.export.form import note_on_tokenizer
     from dreamer_jax.export.sources import read_source
 
     source = read_source(Path(options.folder))
     print(f"{options.folder}: {source.kind.name}, {source.layers} layers, hidden size {source.hidden_size}", flush=True)
     TARGETS[options.to](source, options)
     out = options.run
+    spec = load_config(Path(out) / "config.yaml").config.data.tokenizer
+    print(f"tokenizer: {spec}{note_on_tokenizer(spec)}")
     train = f"dreamer train {out}/config.yaml --training.initial_weights {out} --run.dir NEW"
     print(f"done: {out}; train it on your data with `{train}`")
     return 0

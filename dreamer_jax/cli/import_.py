@@ -20,8 +20,6 @@ on with it. Where all steps were done, give it more: --training.steps MORE, and 
 and another --run.dir. Shared experts that were folded stay folded: the run's are zero. Export with --keep-shared to
 keep them."""
 
-NO_TOKENIZER = ", as the folder has no tokenizer.json; unless the model reads bytes, put its own there and import again"
-
 
 def run(arguments: list[str]) -> int:
     """Write the run; returns the exit code."""
@@ -32,15 +30,16 @@ def run(arguments: list[str]) -> int:
         raise UserError(f"import: expected a folder and a run directory\n{USAGE}")
     folder, out = map(Path, arguments)
     from dreamer_jax.export.description import form_of
+    from dreamer_jax.export.form import note_on_tokenizer
     from dreamer_jax.export.reading import import_run
     from dreamer_jax.families import build
 
     description = import_run(folder, out)
     print(f"imported {folder}: {build(description.model).headline()}, step {description.step}")
     of_a_run = bool(description.meta.get("data"))
-    missing = "" if of_a_run or (folder / "tokenizer.json").is_file() else NO_TOKENIZER
     if form_of(description.config).texts:
-        print(f"tokenizer: {description.config.data.tokenizer}{missing}")
+        spec = description.config.data.tokenizer
+        print(f"tokenizer: {spec}{'' if of_a_run else note_on_tokenizer(spec)}")
     training, place = description.config.training, shlex.quote(str(out))
     command = f"dreamer train {shlex.quote(str(out / 'config.yaml'))}"
     if not of_a_run:  # whose data it could go on with

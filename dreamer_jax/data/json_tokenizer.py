@@ -61,8 +61,9 @@ class JsonTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise UserError(f"{path}: holds no tokens")
-        self._text_ids = max(vocabulary.values()) + 1
-        self.vocab_size = self._text_ids
+        self.file_ids = max(vocabulary.values()) + 1
+        """Ids that the file has; those of `vocab_size` beyond were added here."""
+        self.vocab_size = self.file_ids
         special, beside = {}, settings_beside(path)
         for kind, names in _NAMES.items():
             known = (*names, beside.get(f"{kind}_token"))
@@ -93,7 +94,7 @@ class JsonTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; special and unused ids are dropped."""
-        kept = [int(i) for i in ids if 0 <= i < self._text_ids and i not in self._special]
+        kept = [int(i) for i in ids if 0 <= i < self.file_ids and i not in self._special]
         return self._tokenizer.decode(kept, skip_special_tokens=True)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from dreamer_jax.config import Config, LoadedConfig
 from dreamer_jax.config.keys import INTEGERS, key_types, values_of
 from dreamer_jax.config.values import ModelConfig
+from dreamer_jax.data.json_tokenizer import JsonTokenizer
 from dreamer_jax.data.tokenizers import load_tokenizer
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import build
@@ -293,6 +294,16 @@ def without_run(folder: Path, length: int, dtype: str, vocabulary: int) -> tuple
             "name its bos_token and eos_token in a tokenizer_config.json beside it"
         )
     return settings, {"data": "", "tokenizer": tokenizer.fingerprint}
+
+
+def note_on_tokenizer(spec: str) -> str:
+    """What has to be known of the tokenizer that `without_run` found, behind its name; "" where it is all right."""
+    if spec == "bytes":
+        return ", as the folder has no tokenizer.json; unless the model reads bytes, put its own there and begin again"
+    tokenizer = JsonTokenizer(Path(spec))
+    if tokenizer.bos < tokenizer.file_ids:
+        return ""
+    return f"; it names no begin of text, and {tokenizer.bos}, which all texts begin with now, is new to the model"
 
 
 def checked(path: Path, key: str, value: Any, model: type[ModelConfig]) -> Any:

@@ -261,11 +261,22 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_tokens_is_refused(tmp_path
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w2"))
     made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     made.save(str(folder / "tokenizer.json"))
+    capsys.readouterr()
     refuses(capsys, [str(folder), str(out)], "begin and end of text it has 13 ids, and the model 11 tokens; name its")
     assert not out.exists()
     (folder / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
     assert main(["convert", str(folder), str(out), "--to", "recursive"]) == 0
     assert dreamer_jax.load(out).encode("w5") == [0, 5]
+    assert f"tokenizer: {folder / 'tokenizer.json'}\n" in capsys.readouterr().out
+
+
+def test_a_begin_of_text_that_is_new_to_the_model_is_said(tmp_path, capsys):
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = write_folder(tmp_path / "folder", llama_tensors(), SETTINGS)
+    words = {f"w{i}": i for i in range(9)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    assert main(["convert", str(folder), str(tmp_path / "run"), "--to", "recursive"]) == 0
+    assert "it names no begin of text, and 9, which all texts begin with now, is new" in capsys.readouterr().out
 
 
 def refuses(capsys, words, said):
