@@ -288,6 +288,7 @@ def bench_serving(
     seed: int,
     costs: Mapping[str, tuple[float, float]],
     say: Callable[[str], None],
+    names: Sequence[str] = MODES,
 ) -> dict[str, Any]:
     """The same load on an engine in each of the modes, one after the other.
 
@@ -297,6 +298,7 @@ def bench_serving(
         sampler: how tokens go through the depths, but at full depth.
         costs: F0 and Fr, see `bound`; by what they are counted in, "flops" and perhaps "seconds".
         say: gets a line of progress now and then.
+        names: of the modes; tokens of a model that halts by itself have no full depth.
 
     Returns:
         `modes`: the `summary` of each, with `steady`; `allowed`: the `bound` of the depths that tokens took over full
@@ -306,7 +308,7 @@ def bench_serving(
     """
     modes: dict[str, Any] = {}
     depth = 0
-    for mode in MODES:
+    for mode in names:
         engine = engine_for(mode)
         began = time.perf_counter()
         while not engine.ready:
@@ -339,10 +341,11 @@ def allowed(modes: Mapping[str, Any], costs: tuple[float, float], depth: int) ->
     for the slowest take as many steps a token as they were seen to take."""
     batched, waiting = modes["depth batching"], modes["slowest row"]["steady"]
     mean = (batched["steady"] or batched)["mean_depth"]
-    return {
+    found = {
         "slowest row": None if mean is None or waiting is None else bound(*costs, waiting["steps_a_token"], mean),
         "full depth": None if mean is None else bound(*costs, depth, mean),
     }
+    return {mode: its for mode, its in found.items() if mode in modes}
 
 
 def speedups(rates: Mapping[str, float | None]) -> dict[str, float | None]:

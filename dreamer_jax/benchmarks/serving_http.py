@@ -35,6 +35,7 @@ class Remote:
         try:
             parts = urllib.parse.urlsplit(url)
             right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+            right = right and parts.path in ("", "/", "/v1", "/v1/")
         except ValueError:  # brackets without an end, a port beyond 65535
             right = False
         if not right:

@@ -66,7 +66,7 @@ def _remote(options: argparse.Namespace, sampler: Sampler, plan: list[Arrival]) 
 def _in_process(
     options: argparse.Namespace, sampler: Sampler, depths: tuple[int, ...], plan: list[Arrival]
 ) -> dict[str, Any]:
-    from dreamer_jax.benchmarks.serving import Replayed, bench_serving
+    from dreamer_jax.benchmarks.serving import MODES, Replayed, bench_serving
     from dreamer_jax.benchmarks.step_costs import step_costs
     from dreamer_jax.budget.analytic import average_context, flops_by_depth
     from dreamer_jax.model import load
@@ -83,7 +83,11 @@ def _in_process(
     def engine(mode: str) -> ServingEngine:
         return engine_for(mode, model, own, options.rows, context, options.requests)
 
-    return bench_serving(engine, plan, own, vocabulary, options.seed, costs, say)
+    names = MODES
+    if model.family.flags.halts:
+        names = MODES[:2]
+        say("full depth: left out, as tokens of this model stop by the rule it was trained with")
+    return bench_serving(engine, plan, own, vocabulary, options.seed, costs, say, names)
 
 
 def engine_for(mode: str, model: Model, sampler: Sampler, rows: int, context: int, queue: int) -> ServingEngine:

@@ -41,7 +41,7 @@ tokens = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**tokens, max_new_tokens=20)[0]))
 ```
 
-`depth` allows another number of repeats than {repeats}."""
+`depth` allows {others} repeats than {repeats}."""
 
 
 class CotformerForm(TransformersForm):
@@ -92,6 +92,7 @@ class CotformerForm(TransformersForm):
     def about(self, description: Description, tokenizer: Tokenizer) -> About:
         """Sizes, and whether routers decide how often positions are repeated."""
         model = description.model
+        by_repeat = model.adaptive or model.depth_embedding == "learned"
         adaptive = "; routers decide which positions go on after each repeat" if model.adaptive else ""
         return About(
             ("cotformer", *(("mixture-of-repeats",) if model.adaptive else ())),
@@ -102,5 +103,5 @@ and attend to the keys of all repeats so far, and {model.end_layers} more{adapti
 `dreamer export`. Hidden size {model.hidden_size}, feed-forward {model.mlp_size}, vocabulary {model.vocab_size}.
 
 Matrices are {description.dtype}; norms, depth embedding and routers are float32.""",
-            _USE.format(repeats=model.depth),
+            _USE.format(others="fewer" if by_repeat else "another number of", repeats=model.depth),
         )

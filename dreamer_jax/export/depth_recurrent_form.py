@@ -48,10 +48,14 @@ _USE = """\
 ```python
 import sys
 
+import torch
+
 sys.path.append("FOLDER")
 from modeling_depth_recurrent import DepthRecurrent
 
 model = DepthRecurrent.load("FOLDER")
+tokens = torch.zeros(1, 8, dtype=torch.long)  # put a puzzle's in its place
+read = torch.tensor([{places}]){matrix}
 logits = model(tokens, read{visible}, steps={steps})  # [{steps}, B, {classes}], after every step
 ```
 
@@ -100,6 +104,8 @@ class DepthRecurrentForm(PlainForm):
         model, graph = description.model, description.model.positions == "none"
         use = _USE.format(
             visible=", visible=visible" if graph else "",
+            places=[0] if model.readout == "cls" else [0, 1],
+            matrix="\nvisible = torch.ones(1, 8, 8, dtype=torch.bool)" if graph else "",
             steps=model.depth,
             classes=model.classes,
             vocabulary=model.vocab_size - 1,

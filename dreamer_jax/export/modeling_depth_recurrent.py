@@ -135,7 +135,11 @@ class DepthRecurrent(nn.Module):
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
         state = self.embedding(tokens).float()
         rows, states, logits = torch.arange(len(tokens), device=tokens.device)[:, None], [], []
-        for step in range(steps or self.settings["depth"]):
+        steps = self.settings["depth"] if steps is None else steps
+        most = steps if self.depth_embedding is None else self.settings["max_depth"]
+        if not 1 <= steps <= most:
+            raise ValueError(f"steps {steps}: must be 1 or more, and at most max_depth {self.settings['max_depth']}")
+        for step in range(steps):
             state = self.step(state, step, seen, positions)
             states.append(state)
             logits.append(self.classifier(state[rows, read].flatten(1)))

@@ -73,6 +73,11 @@ print(tokenizer.decode(model.generate(**tokens, max_new_tokens=20)[0]))
 the loop at which the gate stops it; all loops are computed all the same. Names, shapes and keys are those of the
 published Ouro, so that its own modelling code loads these files too."""
 
+_LAST = """
+
+The run has `model.cache: last`, which is for `dreamer generate`: there later tokens see the keys of the last loop
+alone. Here they see those of the same loop, so that other tokens are written."""
+
 
 class OuroForm(Form):
     """See the module."""
@@ -178,7 +183,7 @@ applied {model.depth} times, and after each loop a gate says with which probabil
 Hidden size {model.hidden_size}, feed-forward {model.mlp_size}, vocabulary {model.vocab_size}.
 
 Tensors are {description.dtype}.""",
-            _USE.replace("{loops}", str(model.depth)),
+            _USE.replace("{loops}", str(model.depth)) + (_LAST if model.cache == "last" else ""),
         )
 
 

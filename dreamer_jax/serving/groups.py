@@ -19,6 +19,8 @@ from dreamer_jax.serving import scheduler
 from dreamer_jax.serving.contract import Request
 from dreamer_jax.serving.programs import Brought, OneByOne, Programs, Row, Rows, in_flight
 
+NOT_SERVED = "sampler speculative: rows wait for each other's drafts, so it isn't served; take lossless"
+
 
 class Joining(NamedTuple):
     """A row that takes a place: its request, L of its passes, the numbers of its sampling and its sampler's."""
@@ -184,7 +186,7 @@ def programs_of(model: FoldedModel, samplers: Sequence[Sampler]) -> list[Sampler
     for sampler in sorted(samplers, key=lambda its: isinstance(its, Static)):
         own = sampler.for_model(model)
         if isinstance(own, Speculative):
-            raise UserError("sampler speculative: rows wait for each other's drafts, so it isn't served; take lossless")
+            raise UserError(NOT_SERVED)
         if not own.prefills:
             raise UserError(f"sampler {own.name}: prompts go through all depths first here; leave prefill at true")
         if isinstance(own, Static):
@@ -250,5 +252,7 @@ def group_of(
             if depth != model.total_depth:
                 raise UserError(f"sampler {own.name}: its depth is the server's, {model.total_depth}")
             return number, depth, own.numbers()
+    if isinstance(own, Speculative):
+        raise UserError(NOT_SERVED)
     has = ", ".join(offered)
     raise UserError(f"sampler {sampler.label}: this server has compiled {has}; start it with one more --offer")

@@ -114,7 +114,8 @@ class ChatTemplate:
         said = [{"role": m.role, "content": self._special.sub(hide, m.content) if self._special else m.content}
                 for m in messages]  # fmt: skip
         try:
-            text = self._template.render(messages=said, add_generation_prompt=True, **self._names)
+            asked = {"messages": said, "tools": None, "documents": None, "add_generation_prompt": True}
+            text = self._template.render(**asked, **self._names)
         except Exception as error:  # a template may do whatever Python does: add texts to numbers, divide by zero
             raise Refused(400, f"the model's chat template refuses the messages: {error}", "messages") from None
         ids, plain = [], 0

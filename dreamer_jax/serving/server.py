@@ -141,7 +141,9 @@ class Server:
             raise Refused(403, "this server answers to the names of this machine only; see --host", code="wrong_host")
         keys = self.served.keys if scope["path"] not in OPEN else None
         if keys is not None and not keys.open(headers.get("authorization")):
-            raise Refused(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+            raise Refused(
+                401, "a key is needed, and none or a wrong one came: Authorization: Bearer KEY", code="invalid_api_key"
+            )
         if scope["method"] == "POST":
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":

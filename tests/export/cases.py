@@ -21,7 +21,9 @@ from dreamer_jax.config.models.huginn import HuginnConfig
 from dreamer_jax.config.models.ouro import OuroConfig
 from dreamer_jax.config.sections import Config, DataConfig, RunConfig
 from dreamer_jax.data import open_data
+from dreamer_jax.data.tokenizers import ByteTokenizer
 from dreamer_jax.export.description import NOT_DESCRIBED
+from dreamer_jax.export.form import Description
 from dreamer_jax.export.names import FOLDED, fold, names_of
 from dreamer_jax.families import build, initialise
 from dreamer_jax.runs import safetensors_files
@@ -82,6 +84,11 @@ def check_dtypes(folder: Path) -> None:
     found, stored = model.state_dict(), load_file(folder / "model.safetensors")
     assert {name: found[name].dtype for name in stored} == {name: its.dtype for name, its in stored.items()}
     assert len({its.dtype for its in stored.values()}) == 2
+
+
+def use_of(form: Any, model: Any) -> str:
+    """How the README of a folder says that its model is used."""
+    return form.about(Description(Config(model=model), {}, "float32", False, 1, {}), ByteTokenizer()).use
 
 
 def run_config(directory: Path, variant: str = "DR+DA", **changes: Any) -> Config:

@@ -21,8 +21,9 @@ from dreamer_jax.export.writing import export
 from dreamer_jax.runs import safetensors_files
 from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run
-from tests.export.cases import WHY_SKIPPED, check_dtypes, write_folder, write_small_run
+from tests.export.cases import WHY_SKIPPED, check_dtypes, use_of, write_folder, write_small_run
 from tests.families import plain_cotformer as plain
+from tests.families.cases import TINY_MODELS
 from tests.families.test_cotformer import FORMS, RULES, drawn_params, wide
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -141,6 +142,13 @@ def test_export_verifies_and_import_goes_on(runs, tmp_path: Path, capsys) -> Non
     assert main(["import", str(folder), str(tmp_path / "back")]) == 0
     assert "adaptive CoTFormer 1+2x3+1" in capsys.readouterr().out
     assert "CoTFormer, 2 layers repeated 3 times" in (folder / "README.md").read_text()
+
+
+def test_the_card_says_which_depths_there_are() -> None:
+    """Routers and learned depth embeddings are of so many repeats."""
+    model = TINY_MODELS["cotformer"]
+    for its, said in ((model, "fewer"), (dataclasses.replace(model, adaptive=False), "another number of")):
+        assert f"`depth` allows {said} repeats than {its.depth}." in use_of(CotformerForm(), its)
 
 
 def missing(tensors):

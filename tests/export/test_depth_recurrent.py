@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,20 @@ def test_pytorch_computes_the_equations(run: Path, tmp_path: Path) -> None:
     wanted = np.stack([answers(model, wide, batch, state) for state in states])
     real = batch["loss_mask"].any(1)  # the last row is padding
     np.testing.assert_allclose(logits[:, real], wanted[:, real], atol=2e-4, rtol=1e-4)
+
+
+def test_the_card_runs_as_it_stands(run: Path, tmp_path: Path, monkeypatch) -> None:
+    """And steps that the model can't take are refused in one sentence."""
+    pytest.importorskip("torch", reason=WHY_SKIPPED)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    folder, found = write(run, tmp_path / "folder"), {}
+    code = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    exec(code[1].replace("FOLDER", str(folder)), found)
+    model, settings = found["model"], load_run(run).config.model
+    assert found["logits"].shape == (settings.depth, 1, settings.classes)
+    for steps in (0, -1, *([settings.max_depth + 1] if settings.depth_embedding_std else [])):
+        with pytest.raises(ValueError, match=f"steps {steps}: must be 1 or more, and at most max_depth"):
+            model(found["tokens"], found["read"], visible=found.get("visible"), steps=steps)
 
 
 def test_pytorch_computes_where_its_inputs_are(run: Path, tmp_path: Path) -> None:

@@ -14,12 +14,13 @@ import pytest
 
 import dreamer_jax
 from dreamer_jax.cli.main import main
+from dreamer_jax.export.ouro_form import OuroForm
 from dreamer_jax.export.reading import import_run
 from dreamer_jax.export.writing import export
 from dreamer_jax.runs import safetensors_files
 from dreamer_jax.runs.leaves import open_model
 from dreamer_jax.runs.models import load_run
-from tests.export.cases import OURO, ouro_run, write_folder
+from tests.export.cases import OURO, ouro_run, use_of, write_folder
 from tests.outside import official_outputs
 
 
@@ -69,6 +70,11 @@ def test_there_and_back_gives_identical_bytes(run: Path, tmp_path: Path, dtype: 
     assert dataclasses.replace(back.config, run=original.config.run) == original.config
     if dtype == "float32":
         same_params(run, tmp_path / "back")
+
+
+def test_the_card_says_what_the_cache_is_for() -> None:
+    last, loops = (use_of(OuroForm(), dataclasses.replace(OURO, cache=cache)) for cache in ("last", "loops"))
+    assert "`model.cache: last`, which is for `dreamer generate`" in last and "cache" not in loops
 
 
 def test_what_is_written(folder: Path) -> None:

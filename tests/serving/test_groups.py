@@ -46,13 +46,15 @@ def test_a_name_alone_stands_for_what_is_offered_under_it(offered):
     assert engine.samplers["adaptive"] == Adaptive(threshold=0.2) and engine.samplers["lossless"] == Lossless(2)
     assert [program.name for program in engine.programs] == ["one-by-one", "lossless"]
     assert next(iter(engine.samplers)) == "static"
-    with pytest.raises(UserError, match=r"not among .*lossless-guess_depth-2"):
+    with pytest.raises(UserError, match=r"has compiled .*lossless-guess_depth-2"):
         engine.submit(Request((1,), 2, sampler=Adaptive("kl")), Taken())
 
 
 def test_a_refusal_says_with_which_settings_samplers_are_there():
     model, forcing = model_of("huginn"), DiffusionForcing(2, wavefront=8)
     served = programs_of(model, [forcing])
-    with pytest.raises(UserError, match=r"threshold-0.1: not among .*\(diffusion-forcing-.*-wavefront-8\)"):
+    with pytest.raises(
+        UserError, match=r"threshold-0.1: this server has compiled diffusion-forcing-.*-wavefront-8; start"
+    ):
         group_of(served, model, DiffusionForcing(threshold=0.1), None, [forcing.label])
     assert group_of(served, model, DiffusionForcing(2, wavefront=8, threshold=0.1), None, [])[:2] == (0, 4)

@@ -136,6 +136,15 @@ def test_requests_wait_for_their_arrival_and_not_for_each_other():
     assert all(max(request.prompt) < 23 for request in engine.submitted)
 
 
+def test_a_model_that_halts_by_itself_has_no_full_depth():
+    plan, costs = arrivals([SHORT], 4, math.inf, seed=0), {"flops": (4.0, 1.0)}
+    found = bench_serving(
+        lambda mode: FakeEngine(rows=4, pace=0.001), plan, Replayed((3, 9)), 23, 0, costs, lambda line: None, MODES[:2]
+    )
+    assert list(found["modes"]) == ["depth batching", "slowest row"]
+    assert list(found["allowed"]["flops"]) == list(found["by_the_clock"]) == ["slowest row"]
+
+
 def test_all_modes_get_the_same_work(capsys):
     engines: list[FakeEngine] = []
 
@@ -251,6 +260,7 @@ def test_streams_of_other_servers(stream, finish, tokens):
         (["runs/x", "--url", "http://h"], "name a RUN, or"),
         (["--url", "localhost:8000"], "must be such as http://127.0.0.1:8000"),
         (["--url", "http://127.0.0.1:99999"], "must be such as http://127.0.0.1:8000"),
+        (["--url", "http://127.0.0.1:8000/other/v1"], "must be such as http://127.0.0.1:8000"),
         (["--url", "http://[::1"], "must be such as http://127.0.0.1:8000"),
         (["runs/x", "--rate", "0"], "'0' is not a number of requests a second"),
         (["runs/x", "--answer-tokens", "9-3"], "the first must not be more than the second"),

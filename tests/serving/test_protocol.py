@@ -206,6 +206,14 @@ def test_a_chat_template_and_text_that_spells_its_tokens(tmp_path):
     assert chat_template_of(ByteTokenizer()) is None
 
 
+def test_a_template_finds_no_tools(tmp_path):
+    """As Hugging Face calls it: there are none, which is another thing than a name that isn't known."""
+    asks = "{% if tools is not none or documents is not none %}T{% endif %}{{ messages[0].content }}"
+    plain = "{{ messages[0].content }}"
+    found = [template(its, tmp_path).tokens([Message("user", "abc")]) for its in (asks, plain)]
+    assert found[0] == found[1]
+
+
 def template(source: str, tmp_path: Path) -> ChatTemplate:
     """Of a tokenizer whose tokens are characters."""
     tokenizers = pytest.importorskip("tokenizers")
