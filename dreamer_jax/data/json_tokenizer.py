@@ -66,7 +66,7 @@ class JsonTokenizer:
         self.vocab_size = self.file_ids
         special, beside = {}, settings_beside(path)
         for kind, names in _NAMES.items():
-            known = (*names, beside.get(f"{kind}_token"))
+            known = names if kind == "pad" else (*names, beside[f"{kind}_token"])
             found = next((vocabulary[name] for name in known if name in vocabulary), None)
             if found is None and kind == "pad":
                 found = special["eos"]
@@ -99,7 +99,8 @@ class JsonTokenizer:
 
 
 def settings_beside(path: Path) -> dict[str, Any]:
-    """What tokenizer_config.json beside a tokenizer.json says, its special tokens as strings; nothing without one.
+    """What tokenizer_config.json beside a tokenizer.json says, if there is one; `bos_token` and `eos_token` as strings,
+    "" where it names none.
 
     Raises:
         UserError: it can't be read.
@@ -110,7 +111,7 @@ def settings_beside(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         raise UserError(f"{file}: isn't JSON that can be read; mend it or remove it") from None
     found = found if isinstance(found, dict) else {}
-    for name in ("bos_token", "eos_token", "pad_token"):
+    for name in ("bos_token", "eos_token"):
         its = found.get(name)
         its = its.get("content") if isinstance(its, dict) else its
         found[name] = its if isinstance(its, str) else ""

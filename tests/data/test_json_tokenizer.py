@@ -81,8 +81,9 @@ def test_the_names_of_published_tokenizers(trained: Path, tmp_path: Path) -> Non
 
 
 def test_a_token_of_another_name_is_the_one_that_lies_beside(trained: Path, tmp_path: Path) -> None:
-    """As of published models whose begin and end are one token, or an end of a turn. Well-known names come first."""
-    text = trained.read_text()
+    """As of published models whose begin and end are one token, or an end of a turn. Well-known names come first, and
+    eos pads as it would without the other file."""
+    text = trained.read_text().replace("<|pad|>", "<|im_end|>")
     (tmp_path / "tokenizer.json").write_text(
         text.replace("<|bos|>", "<|im_start|>").replace("<|eos|>", "<|endoftext|>")
     )
@@ -94,9 +95,10 @@ def test_a_token_of_another_name_is_the_one_that_lies_beside(trained: Path, tmp_
         (None, 600),
         ("x|", 600),
     ):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": named, "eos_token": "<|im_start|>"}))
+        beside = {"bos_token": named, "eos_token": "<|im_start|>", "pad_token": "<|im_end|>"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(beside))
         its = load_tokenizer(str(tmp_path / "tokenizer.json"))
-        assert (its.bos, its.eos, its.vocab_size) == (bos, 1, 600 + (bos == 600))
+        assert (its.bos, its.eos, its.pad, its.vocab_size) == (bos, 1, 1, 600 + (bos == 600))
         assert (its.fingerprint == found.fingerprint) == (bos == 600)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(UserError, match=r"tokenizer_config\.json: isn't JSON that can be read; mend it or remove it"):
