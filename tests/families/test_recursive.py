@@ -243,7 +243,7 @@ def test_the_engine_generates_what_the_whole_pass_says():
     assert Engine(
         folded("cycle"), sampler=Adaptive(threshold=0.1)
     ).exits_early  # loops, though each has weights of its own
-    with pytest.raises(UserError, match="early exit needs a recurrent model"):
+    with pytest.raises(UserError, match="early exit needs the same weights at every depth, or keys"):
         Engine(folded("sequence"), sampler=Adaptive(threshold=0.1))
 
 

@@ -230,7 +230,7 @@ def test_early_exit_does_not_depend_on_the_batch():
 
 
 def test_early_exit_needs_one_layer_for_all_depths_and_a_distance():
-    with pytest.raises(UserError, match="depths that have all weights in common"):
+    with pytest.raises(UserError, match="early exit needs the same weights at every depth, or keys"):
         Engine(model_of("LA"), sampler=Adaptive(threshold=0.1))
     with pytest.raises(UserError, match=r"sampler\.criterion foo: must be one of latent-diff, "):
         Adaptive("foo")

@@ -43,7 +43,8 @@ class Adaptive(Sampler):
         flags = family.flags
         if flags.recurrent or flags.shares_caches:
             return None
-        return f"early exit needs depths that have all weights in common, which those of {family.headline()} haven't"
+        needs = "the same weights at every depth, or keys that may stand in for those of other depths"
+        return f"early exit needs {needs}; {family.headline()} has neither"
 
     @property
     def program(self) -> Adaptive:
