@@ -22,7 +22,7 @@ from dreamer_jax.families import build
 from dreamer_jax.planning import step_cost
 from dreamer_jax.planning import topology as topologies
 from dreamer_jax.planning.collectives import Collective
-from dreamer_jax.planning.report import describe
+from dreamer_jax.planning.report import describe, render
 from dreamer_jax.planning.roofline import roofline
 from dreamer_jax.planning.step_cost import blocks_of, gradient_depths, operations, rows_per_expert, share_of_tiles
 from dreamer_jax.planning.topology import parse_topology
@@ -289,6 +289,13 @@ def test_wires():
     assert line.seconds("reduce-scatter", 45e9, ["expert"]) == pytest.approx(7 / 8)  # part of a ring is a line
     square = Wires(MeshConfig(data=(4, 2), expert=8), V5P)
     assert square.seconds("all-gather", 270e9, ["expert"]) == pytest.approx(7 / 8)  # a ring of 4 by a line of 2
+
+
+def test_a_bound_of_float32_says_what_it_counts():
+    said = "counted in bfloat16, and this model computes in float32"
+    for dtype in ("float32", "bfloat16"):
+        its = config(model=dataclasses.replace(WIDE, dtype=dtype))
+        assert (said in render(describe(its, V5P, None, roofline(its, V5P)))) == (dtype == "float32")
 
 
 def test_slices_are_connected_by_the_network():
