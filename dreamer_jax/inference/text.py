@@ -137,7 +137,7 @@ class LanguageModel:
                 if row.finish != "length" or len(row.tokens) >= max_tokens:
                     text.end()
             yield [
-                dataclasses.replace(self._text(row, stop), text=text.text)
+                dataclasses.replace(self._text(row, ()), text=text.text, finish="stop" if text.stopped else row.finish)
                 for row, text in zip(generated, growing, strict=True)
             ]
 

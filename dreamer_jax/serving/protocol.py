@@ -198,12 +198,9 @@ def parse(body: bytes, chat: bool, offered: Mapping[str, Sampler] = MappingProxy
     except UnicodeDecodeError:
         raise Refused(400, "the body isn't UTF-8") from None
     except (ValueError, RecursionError) as error:
-        its = isinstance(error, json.JSONDecodeError)
-        why = (
-            f" (line {error.lineno}, column {error.colno})"
-            if its
-            else " that can be read: NaN, too many digits, or too deep"
-        )
+        why = " that can be read: NaN, too many digits, or too deep"
+        if isinstance(error, json.JSONDecodeError):
+            why = f" (line {error.lineno}, column {error.colno})"
         raise Refused(400, f"the body isn't JSON{why}", code="invalid_json") from None
     if not isinstance(values, dict):
         raise Refused(400, "the body must be a JSON object")

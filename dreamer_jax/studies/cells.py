@@ -40,7 +40,7 @@ def accuracies(run: Path, depths: Sequence[int], steps: int, instances: int, say
         say: gets a line of progress for each depth.
     """
     model = load_run(run)
-    known = {"step": model.step, "steps": steps, "instances": instances, "accuracy": {}}
+    known = {"step": model.step, "weights": model.digest, "steps": steps, "instances": instances, "accuracy": {}}
     file = run / FILE
     if file.is_file():
         before = read_object(file)

@@ -109,6 +109,10 @@ def test_nothing_is_computed_twice(folder: Path, monkeypatch, capsys) -> None:
     kept.write_text(json.dumps(known))
     assert again(folder) == 0 and computed == [4, 12]
     assert (folder / "frontier.json").read_text() == before
+    kept.write_text(json.dumps({**known, "weights": known["weights"][::-1]}))  # of the same step
+    computed.clear()
+    assert again(folder) == 0 and sorted(computed) == sorted([4, 12, *map(int, known["accuracy"])])
+    assert (folder / "frontier.json").read_text() == before
     assert "-0.50" in capsys.readouterr().out  # from what the paper has above the diagonal
 
 
@@ -138,8 +142,8 @@ def test_a_damaged_result_is_said(models: object, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("accuracy", [None, [1], {"1": None}, {"1": [0.5]}])
 def test_damaged_cells_are_said(accuracy: object, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(cells, "load_run", lambda run: SimpleNamespace(step=3))
-    kept = {"step": 3, "steps": 2, "instances": 10}
+    monkeypatch.setattr(cells, "load_run", lambda run: SimpleNamespace(step=3, digest="d"))
+    kept = {"step": 3, "weights": "d", "steps": 2, "instances": 10}
     (tmp_path / "cells.json").write_text(json.dumps({**kept, "accuracy": accuracy}))
     with pytest.raises(UserError, match=r"cells\.json is damaged: .*remove it"):
         cells.accuracies(tmp_path, [1], 2, 10, lambda _: None)
