@@ -85,17 +85,19 @@ class Timeline:
         brought: when tokens came, and how many each time.
         depths: of all of them, added up; where it is known.
         finish: how it ended: as of `contract.Finish`, or "refused".
+        counted: tokens as its server counted them at the end, where it is one that does.
     """
 
     arrived: float
     brought: list[tuple[float, int]] = field(default_factory=list)
     depths: int = 0
     finish: str = ""
+    counted: int | None = None
 
     @property
     def tokens(self) -> int:
         """That came."""
-        return sum(count for _, count in self.brought)
+        return sum(count for _, count in self.brought) if self.counted is None else self.counted
 
 
 def read_lengths(path: Path) -> tuple[list[Lengths], tuple[int, ...]]:

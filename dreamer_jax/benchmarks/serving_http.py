@@ -98,12 +98,15 @@ class Remote:
 
     def _take(self, chunk: dict[str, Any], line: Timeline, now: float) -> None:
         for choice in chunk["choices"]:
-            # Servers other than ours don't say how many tokens a chunk has: one, as a rule.
+            # Servers other than ours don't say how many tokens a chunk has: one, as a rule. One whose text is empty may
+            # hold half a character; such tokens are in the usage at the end.
             tokens = choice.get("tokens", [{}] if choice.get("text") else [])
             if tokens:
                 line.brought.append((now, len(tokens)))
                 line.depths += sum(token.get("depth", 0) for token in tokens)
             line.finish = choice.get("finish_reason") or line.finish
+        if chunk.get("usage"):
+            line.counted = int(chunk["usage"]["completion_tokens"])
 
 
 def bench_remote(remote: Remote, plan: Sequence[Arrival], extra: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -123,6 +126,7 @@ def bench_remote(remote: Remote, plan: Sequence[Arrival], extra: dict[str, Any],
             "max_tokens": each.lengths.answer,
             "temperature": 0,
             "stream": True,
+            "stream_options": {"include_usage": True},
             **extra,
         }
         for each in plan

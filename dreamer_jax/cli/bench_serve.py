@@ -26,6 +26,7 @@ _STEADY = (
     "  while requests wait: {tokens_per_second:,.1f} tokens/s, prompts apart {decoded_per_second:,.1f}; "
     "share of the bound, by steps: {share_of_bound:.3f}"
 )
+ROWS = 16
 KEY = "OPENAI_API_KEY"
 """The environment variable with the key of a server."""
 
@@ -37,6 +38,8 @@ def run(arguments: list[str]) -> int:
         return 0
     if (options.run is None) == (options.url is None):
         raise UserError("bench serve: name a RUN, or a server with --url URL")
+    if options.url and options.rows is not None:
+        raise UserError("--rows goes with RUN; a server has as many as `dreamer serve --rows` gave it")
     from dreamer_jax.benchmarks.serving import arrivals
 
     lengths, depths = _lengths(options)
@@ -74,14 +77,15 @@ def _in_process(
     model = load(options.run)
     own = Replayed(depths) if depths else sampler
     context = max(each.lengths.prompt + each.lengths.answer for each in plan)
+    rows = options.rows or ROWS
     costs = {
         "flops": flops_by_depth(model.family, average_context(context)),
-        "seconds": step_costs(model.folded(), options.rows, context),
+        "seconds": step_costs(model.folded(), rows, context),
     }
     vocabulary = model.config.model.vocab_size
 
     def engine(mode: str) -> ServingEngine:
-        return engine_for(mode, model, own, options.rows, context, options.requests)
+        return engine_for(mode, model, own, rows, context, options.requests)
 
     names = MODES
     if model.family.flags.halts:
@@ -155,7 +159,7 @@ def _parser() -> Parser:
         "recorded exit depths in a list depths are replayed")  # fmt: skip
     add("--prompt-tokens", type=_bounds, default=(16, 64), metavar="A-B", help="without --lengths: evenly (16-64)")
     add("--answer-tokens", type=_bounds, default=(16, 64), metavar="A-B", help="without --lengths: evenly (16-64)")
-    add("--rows", type=positive, default=16, metavar="N", help="with RUN: requests that a step computes (16)")
+    add("--rows", type=positive, metavar="N", help=f"with RUN: requests that a step computes ({ROWS})")
     add("--seed", type=natural, default=0, help="of arrivals, lengths and tokens (0)")
     add("--json", action="store_true", help="print the numbers as JSON")
     add_sampler(parser)

@@ -23,7 +23,9 @@ def run(arguments: list[str]) -> int:
     from dreamer_jax.config import load_config
     from dreamer_jax.export.form import note_on_tokenizer
     from dreamer_jax.export.sources import read_source
+    from dreamer_jax.export.writing import refuse_existing
 
+    refuse_existing(Path(options.run))  # before anything large is read
     source = read_source(Path(options.folder))
     print(f"{options.folder}: {source.kind.name}, {source.layers} layers, hidden size {source.hidden_size}", flush=True)
     TARGETS[options.to](source, options)

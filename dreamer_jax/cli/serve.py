@@ -32,6 +32,8 @@ def run(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     if options.port > 65535:
         raise UserError(f"--port {options.port}: must be at most 65535")
+    if options.context == 1:
+        raise UserError("--context 1: must be 2 or more; a prompt has a token, and its answer another")
     try:
         from dreamer_jax.serving import process
     except ModuleNotFoundError as error:
@@ -82,10 +84,9 @@ def offered(word: str) -> Sampler:
     if not isinstance(name, str):
         raise UserError(f"--offer {word}: has no name; as {EXAMPLE}")
     try:
-        written = as_written(settings)
+        return sampler_of(name, as_written(settings), "")
     except UserError as error:
         raise UserError(f"--offer {word}: {error}") from None
-    return sampler_of(name, written, "--offer ")
 
 
 def engine_for(

@@ -147,6 +147,9 @@ def read_source(folder: Path) -> Source:
         UserError: it is of another type, incomplete or damaged, or can't be computed here.
     """
     path = folder / "config.json"
+    if not path.exists():
+        known = ", ".join(kind.name for kind in KINDS.values())
+        raise UserError(f"{path} does not exist; name a folder of config.json and safetensors, of {known}")
     content = read_json(path)
     named = content.get("model_type")
     kind = KINDS.get(named) if isinstance(named, str) else None

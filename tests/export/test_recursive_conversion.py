@@ -291,9 +291,11 @@ def test_words_and_files_that_do_not_fit_are_refused(llama, tmp_path, capsys):
     words = ["--loops", "3", "--sharing", "middle_cycle"]
     refuses(capsys, [str(llama), out, *words], "the 4 layers between the first and the last")
     refuses(capsys, [str(llama), out, "--rank", "half"], "'half' is neither a number of 0 or more nor `full`")
-    refuses(capsys, [str(tmp_path / "nowhere"), out], "does not exist")
+    refuses(capsys, [str(tmp_path / "nowhere"), out], "of config.json and safetensors, of Llama, Qwen3, OLMo 2")
     (tmp_path / "there").mkdir()
-    refuses(capsys, [str(llama), str(tmp_path / "there")], "exists; name a path that doesn't")
+    # Said before anything is read: the folder needn't even be there.
+    for folder in (llama, tmp_path / "nowhere"):
+        refuses(capsys, [str(folder), str(tmp_path / "there")], "exists; name a path that doesn't")
     copy = Path(shutil.copytree(llama, tmp_path / "copy"))
     path = copy / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])

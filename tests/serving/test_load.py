@@ -234,6 +234,8 @@ def test_a_server_of_another_kind(body, capsys):
 
 MODELS = b'{"data": [{"id": "m"}]}'
 CHUNK = b'data: {"choices": [{"text": "a", "finish_reason": "length"}]}\n\n'
+HALF = b'data: {"choices": [{"text": "", "finish_reason": null}], "usage": null}\n\n'
+USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}}\n\n'
 
 
 @pytest.mark.parametrize(
@@ -242,6 +244,9 @@ CHUNK = b'data: {"choices": [{"text": "a", "finish_reason": "length"}]}\n\n'
         (b": ping\n\nevent: chunk\n" + CHUNK + b": ping\n\ndata: [DONE]\n\n", "length", 1),
         (CHUNK.replace(b"data: ", b"data:") + b"data:[DONE]\n\n", "length", 1),
         (CHUNK + b'data: {"error": {"message": "no"}}\n\n', "failed", 1),
+        (HALF + CHUNK + USAGE + b"data: [DONE]\n\n", "length", 2),
+        (HALF + CHUNK + b"data: [DONE]\n\n", "length", 1),
+        (CHUNK + b'data: {"choices": [], "usage": 5}\n\n', "failed", 1),
         (b"data: <html>\n\n", "failed", 0),
         (b"<html>", "failed", 0),
     ],
@@ -258,6 +263,7 @@ def test_streams_of_other_servers(stream, finish, tokens):
     [
         ([], "name a RUN, or a server with --url URL"),
         (["runs/x", "--url", "http://h"], "name a RUN, or"),
+        (["--url", "http://127.0.0.1:8000", "--rows", "4"], "--rows goes with RUN"),
         (["--url", "localhost:8000"], "must be such as http://127.0.0.1:8000"),
         (["--url", "http://127.0.0.1:99999"], "must be such as http://127.0.0.1:8000"),
         (["--url", "http://127.0.0.1:8000/other/v1"], "must be such as http://127.0.0.1:8000"),

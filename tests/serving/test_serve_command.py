@@ -74,7 +74,7 @@ def test_defaults(started, capsys):
     ("word", "said"),
     [
         ("wavy", "none of that name; one of static"),
-        ('{"name": "adaptive", "treshold": 1}', "did you mean '--offer threshold'"),
+        ('{"name": "adaptive", "treshold": 1}', "has no setting 'treshold'; did you mean 'threshold'?"),
         (
             '{"name": "adaptive", "threshold": [1]}',
             "[1]}: threshold must be a string, a number",
@@ -86,6 +86,11 @@ def test_defaults(started, capsys):
 def test_offers_that_are_none(started, word, said, capsys):
     assert main(["serve", "runs/x", "--port", "0", "--offer", word]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_context_that_has_no_room_for_an_answer(started, capsys):
+    assert main(["serve", "runs/x", "--port", "0", "--context", "1"]) == 2
+    assert "--context 1: must be 2 or more" in capsys.readouterr().err and "model" not in started
 
 
 def test_options(started, tmp_path, capsys):
