@@ -86,7 +86,7 @@ def embed(table: jax.Array, tokens: jax.Array, dtype: str) -> jax.Array:
     The table is cast before the look-up, so that one gathered in `dtype` is never widened. Its gradient is summed
     over the occurrences of a token in float32 all the same.
     """
-    return table.astype(dtype).at[tokens].get(mode="clip")
+    return table.astype(dtype).at[jnp.clip(tokens, 0, len(table) - 1)].get(mode="promise_in_bounds")
 
 
 def _embed_forward(table, tokens, dtype):

@@ -47,11 +47,12 @@ def rope_base(path: Path, content: Mapping[str, Any]) -> float:
     Raises:
         UserError: it is missing, or the rotations are scaled.
     """
-    rope: Any = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    # As transformers reads them: rope_scaling counts in place of rope_parameters, and what either says before the rest.
+    rope: Any = content.get("rope_scaling") or content.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
     if kind != "default":
         raise UserError(f"{path}: rope_scaling is of type {kind!r}; only unscaled rotations can be computed")
-    base = content.get("rope_theta", rope.get("rope_theta"))
+    base = rope.get("rope_theta", content.get("rope_theta"))
     return number(path, {"rope_theta": base}, "rope_theta")
 
 

@@ -14,11 +14,12 @@ V, H, T = 7, 3, 1024
 
 
 def test_look_up():
-    """Rows in the compute precision; numbers out of range are clipped."""
+    """Rows in the compute precision; numbers out of range are clipped, and gradients go where the rows came from."""
     table = jax.random.normal(jax.random.key(0), (V, H))
-    found = embed(table, jnp.array([[0, 6, 3], [7, 99, 2]]), "bfloat16")
+    found, back = jax.vjp(lambda table: embed(table, jnp.array([[0, 6, 3, -1], [7, 99, 2, -9]]), "bfloat16"), table)
     assert found.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(found, table.astype(jnp.bfloat16)[jnp.array([[0, 6, 3], [6, 6, 2]])])
+    np.testing.assert_array_equal(found, table.astype(jnp.bfloat16)[jnp.array([[0, 6, 3, 0], [6, 6, 2, 0]])])
+    np.testing.assert_array_equal(back(jnp.ones_like(found))[0][:, 0], [3, 0, 1, 1, 0, 0, 3])
 
 
 def test_a_token_that_occurs_often_gets_its_whole_gradient():

@@ -222,6 +222,10 @@ def test_folders_of_transformers_itself(tmp_path, capsys, kind, sharing):
     [
         ({"model_type": "gpt2"}, "a model of type 'gpt2'; conversions read llama, qwen3, olmo2"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_scaling is of type 'llama3'"),
+        (
+            {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"rope_type": "llama3", "factor": 8}},
+            "rope_scaling is of type 'llama3'",
+        ),
         ({"attention_bias": True}, "attention_bias is True; only False can be computed"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
         ({"layer_types": ["sliding_attention"] * 6}, "layer_types has 'sliding_attention'"),
@@ -241,6 +245,14 @@ def test_folders_of_transformers_itself(tmp_path, capsys, kind, sharing):
 def test_folders_that_do_not_fit_are_refused(llama, tmp_path, capsys, settings, said):
     folder = write_folder(tmp_path / "folder", llama_tensors(), SETTINGS | settings)
     refuses(capsys, [str(folder), str(tmp_path / "run")], said)
+
+
+@pytest.mark.parametrize("beside", [1e4, None])
+def test_the_rotation_that_transformers_would_take(tmp_path, beside):
+    """Version 5 writes its base into rope_parameters, and reads it there before a rope_theta of an older file."""
+    settings = SETTINGS | {"rope_theta": beside, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    folder = write_folder(tmp_path / "folder", llama_tensors(), settings)
+    assert read_source(folder).rope_base == 5e5
 
 
 def test_weights_that_are_no_numbers_are_refused(tmp_path, capsys):
