@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from dreamer_jax.errors import UserError, how_to_install
+from dreamer_jax.errors import ConfigError, UserError, how_to_install
 
 USAGE = """\
 usage: dreamer data prepare MIXTURE --out DIR [--workers N]
@@ -89,7 +89,7 @@ def _show(words: list[str]) -> None:
 
 def _train_tokenizer(words: list[str]) -> None:
     from dreamer_jax.data.json_tokenizer import train_tokenizer
-    from dreamer_jax.data.mixture import load_mixture
+    from dreamer_jax.data.mixture import at_its_line, load_mixture
 
     mixture, options = _words("train-tokenizer", words, ("--size", "--out"))
     for option in ("--size", "--out"):
@@ -100,7 +100,11 @@ def _train_tokenizer(words: list[str]) -> None:
         raise UserError(f"--out {out}: must end in .json, by which data.tokenizer knows its kind")
     if out.exists():  # what was prepared or trained with it goes by its fingerprint
         raise UserError(f"--out {out}: exists; choose another name, or remove it first")
-    tokenizer = train_tokenizer(load_mixture(mixture), _number(options["--size"], "--size"), out)
+    loaded, size = load_mixture(mixture), _number(options["--size"], "--size")
+    try:
+        tokenizer = train_tokenizer(loaded, size, out, print)
+    except ConfigError as error:
+        raise at_its_line(mixture, error) from None
     print(f"{out}: {tokenizer.vocab_size} ids, fingerprint {tokenizer.fingerprint[:12]}")
 
 

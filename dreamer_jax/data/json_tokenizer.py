@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from dreamer_jax.data.cleaning import Truncated, repair, strip_traces
 from dreamer_jax.data.filtering import templates
-from dreamer_jax.data.jsonl import Broken
+from dreamer_jax.data.jsonl import Broken, Template
 from dreamer_jax.data.mixture import Mixture
 from dreamer_jax.data.readers import plan_units, read_unit
 from dreamer_jax.data.storage import explained, whole_file
@@ -19,6 +20,8 @@ from dreamer_jax.data.tokenizers import LLAMA3_PATTERN
 from dreamer_jax.errors import UserError
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+MOST_IDS = 1 << 22
+"""Of a tokenizer that is trained here; beyond, memory would end first."""
 
 _NAMES = {
     "bos": (BOS, "<|begin_of_text|>", "<|begin_text|>", "<s>", "<bos>", "<|startoftext|>", "[CLS]"),
@@ -118,22 +121,33 @@ def settings_beside(path: Path) -> dict[str, Any]:
     return found
 
 
-def train_tokenizer(mixture: Mixture, size: int, out: Path) -> JsonTokenizer:
+def train_tokenizer(
+    mixture: Mixture, size: int, out: Path, say: Callable[[str], None] = lambda line: None
+) -> JsonTokenizer:
     """Train a byte-level BPE on the texts of a mixture's sources, and write it as a tokenizer.json.
 
-    Text is cut as Llama 3 cuts it (numbers in groups of up to three digits), repaired and without traces; broken
-    records are passed over.
+    Text is cut as Llama 3 cuts it (numbers in groups of up to three digits), repaired and without traces, and keeps its
+    calculator notes. Records that are broken or over `clean.max_characters` are left out.
 
     Args:
         size: entries: 256 bytes, three special tokens, and merges.
         out: the file to write.
+        say: gets a line about records that were left out, and one where the texts have too few merges.
+
+    Raises:
+        UserError: a size that can't be, nothing to learn from, or `out` can't be written.
+        ConfigError: a source isn't there, or a setting of it is wrong.
     """
     module = _tokenizers("training a tokenizer")
-    if size < 260:
-        raise UserError(f"--size {size}: too small; 256 bytes and 3 special tokens leave no merge, use more than 259")
+    if not 260 <= size <= MOST_IDS:
+        raise UserError(
+            f"--size {size}: must be from 260, as 256 bytes and 3 special tokens leave no merge below, to {MOST_IDS}"
+        )
+    texts = _Texts(mixture)
     with explained(out):  # before the work
         out.parent.mkdir(parents=True, exist_ok=True)
-    texts = _texts(mixture)
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
     tokenizer = module.Tokenizer(module.models.BPE())
     tokenizer.pre_tokenizer = module.pre_tokenizers.Sequence(
         [
@@ -151,27 +165,49 @@ def train_tokenizer(mixture: Mixture, size: int, out: Path) -> JsonTokenizer:
     tokenizer.train_from_iterator(texts, trainer)
     with whole_file(out) as temporary:
         temporary.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    if texts.left_out:
+        say(f"{texts.left_out:,} of {texts.records:,} records were left out; the first: {texts.first}")
+    if tokenizer.get_vocab_size() < size:
+        say(f"fewer than --size {size}: the texts have no more pairs to merge")
     return JsonTokenizer(out)
 
 
-def _texts(mixture: Mixture) -> Iterator[str]:
-    found = False
-    for name, spec in mixture.sources.items():
-        prompt, completion = templates(name, spec)
-        for unit in plan_units(name, spec, 1 << 40):
-            for _, value in read_unit(spec, unit, mixture.clean.max_record_bytes):
-                try:
-                    if isinstance(value, Broken):
-                        continue
-                    text = prompt.fill(value)
-                    answer = completion.fill(value)
-                    text += strip_traces(answer) if mixture.clean.traces == "strip" else answer
-                except (Broken, Truncated):
-                    continue
-                found = True
-                yield repair(text)
-    if not found:
-        raise UserError("training a tokenizer: the mixture's sources hold no usable record")
+class _Texts:
+    """The texts of a mixture's sources, one after the other; counts the records, and those that give none.
+
+    Raises:
+        ConfigError: a source isn't there, before any is read.
+    """
+
+    def __init__(self, mixture: Mixture):
+        self.records, self.left_out, self.first = 0, 0, ""
+        self._clean = mixture.clean
+        self._sources = [
+            (spec, *templates(name, spec), plan_units(name, spec, 1 << 40)) for name, spec in mixture.sources.items()
+        ]
+
+    def __iter__(self) -> Iterator[str]:
+        for spec, prompt, completion, units in self._sources:
+            for unit in units:
+                for where, value in read_unit(spec, unit, self._clean.max_record_bytes):
+                    self.records += 1
+                    try:
+                        yield self._text(value, prompt, completion)
+                    except (Broken, Truncated) as error:
+                        self.left_out += 1
+                        why = "breaks off within its trace or solution" if isinstance(error, Truncated) else error
+                        self.first = self.first or f"{unit.file} {where} {why}"
+        if self.left_out == self.records:
+            raise UserError("training a tokenizer: the mixture's sources hold no usable record")
+
+    def _text(self, value: Any, prompt: Template, completion: Template) -> str:
+        if isinstance(value, Broken):
+            raise value
+        text, answer = prompt.fill(value), completion.fill(value)
+        text = repair(text + (strip_traces(answer) if self._clean.traces == "strip" else answer))
+        if len(text) > self._clean.max_characters:  # one long word would keep the trainer for minutes
+            raise Broken("over max_characters", f"is longer than {self._clean.max_characters:,} characters")
+        return text
 
 
 def _tokenizers(who: str) -> Any:

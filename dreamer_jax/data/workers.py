@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -44,8 +45,12 @@ class Pool:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if self._executor is not None:
-            self._executor.shutdown(wait=True, cancel_futures=True)
+        if self._executor is None:
+            return
+        if kind is KeyboardInterrupt:  # a unit takes minutes; what they are at has left no file and begins anew
+            for process in multiprocessing.active_children():
+                process.terminate()
+        self._executor.shutdown(wait=True, cancel_futures=True)
 
     def share(self, value: Any) -> None:
         """Set `shared` of every worker object for the tasks to come."""
@@ -68,7 +73,8 @@ class Pool:
         try:
             while True:
                 for task in remaining:
-                    running.add(self._executor.submit(_run, name, task, self._shared, self._version))
+                    with _without_interrupts():
+                        running.add(self._executor.submit(_run, name, task, self._shared, self._version))
                     if len(running) >= 2 * self._workers:
                         break
                 if not running:
@@ -84,9 +90,18 @@ class Pool:
             ) from None
 
 
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ctrl-C waits meanwhile. Processes that are started never get it: it reaches the parent as well, which decides."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start(parent: int, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent as well, which decides
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     _worker = make(*arguments)
 

@@ -50,8 +50,32 @@ def test_training_again_gives_the_same_file(trained: Path, tmp_path: Path) -> No
     assert (tmp_path / "again.json").read_bytes() == trained.read_bytes()
     assert again.fingerprint == load_tokenizer(str(trained)).fingerprint
     assert train_tokenizer(mixture, 599, tmp_path / "small.json").fingerprint != again.fingerprint
-    with pytest.raises(UserError, match="--size 259: too small"):
-        train_tokenizer(mixture, 259, tmp_path / "tiny.json")
+    for size in (259, 10**10, 10**23):
+        with pytest.raises(UserError, match=f"--size {size}: must be from 260"):
+            train_tokenizer(mixture, size, tmp_path / "other.json")
+
+
+def test_what_a_tokenizer_does_not_learn_from_is_said(tmp_path: Path) -> None:
+    """Records that are broken or too long, one word of which could keep the trainer for minutes."""
+    texts = ["abab abab", "<think>", "x" * 50]
+    write_lines(tmp_path / "a.jsonl", [{"question": "q", "answer": text} for text in texts])
+    clean = "clean: {max_characters: 40, traces: strip}"
+    mixture = write_mixture(tmp_path / "m.yaml", f"{clean}\nsources: {{a: {{path: {tmp_path}/a.jsonl}}}}")
+    said: list[str] = []
+    trained = train_tokenizer(load_mixture(mixture), 400, tmp_path / "t.json", said.append)
+    assert said == [
+        f"2 of 3 records were left out; the first: {tmp_path}/a.jsonl line 2 breaks off within its trace or solution",
+        "fewer than --size 400: the texts have no more pairs to merge",
+    ]
+    assert len(trained.encode("xxxx")) == 4 and len(trained.encode("abab")) == 1
+
+
+def test_all_sources_are_looked_for_before_the_first_is_read(tmp_path: Path) -> None:
+    (tmp_path / "broken.jsonl.gz").write_bytes(b"not read")
+    sources = f"a: {{path: {tmp_path}/broken.jsonl.gz}}, b: {{path: {tmp_path}/gone.jsonl}}"
+    mixture = load_mixture(write_mixture(tmp_path / "m.yaml", f"sources: {{{sources}}}"))
+    with pytest.raises(UserError, match=r"sources\.b\.path: no file .*gone\.jsonl"):
+        train_tokenizer(mixture, 300, tmp_path / "t.json")
 
 
 def test_missing_special_tokens_get_ids_of_their_own(trained: Path, tmp_path: Path) -> None:
