@@ -48,7 +48,7 @@ install() {
     venv/bin/python -m pip install --quiet --disable-pip-version-check -c source/requirements/test.lock -e 'source[tpu,gcs]'
     venv/bin/dreamer --version
     if [[ -n "$prepare" ]]; then
-        (cd source && PATH="$home/venv/bin:$PATH" bash -euo pipefail -c "$prepare")
+        (cd source && PATH="$home/venv/bin:$PATH" bash -euo pipefail -c "$prepare" 9>&-)
     fi
     echo "$stamp $prepare" >installed
 }
@@ -99,13 +99,18 @@ stop() {
     local pid
     alive || return 0
     pid=$(read_file pid)
-    kill -TERM "$pid" 2>/dev/null || return 0
+    kill -TERM "$pid" 2>/dev/null || true
     for _ in $(seq 240); do
-        kill -0 "$pid" 2>/dev/null || return 0
+        kill -0 "$pid" 2>/dev/null || break
         sleep 0.5
     done
-    echo "the training did not end in two minutes; killing it" >&2
-    kill -KILL "$pid" 2>/dev/null || true
+    if kill -KILL "$pid" 2>/dev/null; then
+        echo "the training did not end in two minutes; killing it" >&2
+    fi
+    for _ in $(seq 300); do # until its exit code is kept, or it would be taken for the next attempt's
+        [[ -s code ]] && return 0
+        sleep 0.1
+    done
 }
 
 self=$HOME/worker.sh

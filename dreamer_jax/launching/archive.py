@@ -61,7 +61,7 @@ def pack(root: Path, target: Path) -> str:
     with (
         open(target, "wb") as raw,
         gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed,
-        tarfile.open(fileobj=packed, mode="w") as archive,
+        tarfile.open(fileobj=packed, mode="w", dereference=True) as archive,
     ):
         for path in files:
             if path.is_file() and "__pycache__" not in path.parts:

@@ -20,7 +20,7 @@ from dreamer_jax.launching.archive import check_configuration
 from dreamer_jax.launching.cloud import Cloud, Runner, run_command
 from dreamer_jax.launching.machine import Asked, Machine, Preempted
 from dreamer_jax.launching.rehearsal import Rehearsal
-from dreamer_jax.launching.settings import Settings, check_name, read_settings
+from dreamer_jax.launching.settings import Settings, behind, check_name, read_settings
 from dreamer_jax.launching.state import State, Store
 from dreamer_jax.launching.supervisor import Supervisor
 
@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None, runner: Runner = run_command) -
         runner: runs gcloud.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _interrupt)
     words = list(sys.argv[1:] if arguments is None else arguments)
     rest: list[str] | None = None
     if "--" in words:
@@ -65,6 +66,9 @@ def main(arguments: Sequence[str] | None = None, runner: Runner = run_command) -
     except UserError as error:
         print(f"launch/tpu: error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # nobody reads what is printed, as behind `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or it would be tried again, at exit
+        return 141
     except OSError as error:  # of this machine's disk: what the cloud's commands meet is in their answers
         print(f"launch/tpu: error: can't keep what this launcher knows: {error}", file=sys.stderr)
         return 2
@@ -81,12 +85,12 @@ class _Command:
 
     def __init__(self, options: argparse.Namespace, runner: Runner):
         self.options, self.name, self.store = options, options.name, Store()
-        self.dry = options.dry_run
+        self.dry = options.dry_run and self.name is not None  # a list asks the cloud nothing
         self.pace = float(os.environ.get("DREAMER_LAUNCH_PACE", "1"))
         self.runner = runner
         if self.dry:
             real, self.store = self.store, Store(Path(tempfile.mkdtemp(prefix="dreamer-launch-")))
-            entry = real.read(self.name) if self.name else None
+            entry = real.read(self.name)
             if entry is not None:
                 self.store.write(entry)
         self.in_charge = False  # only then may the entry be removed: another launcher may work with it
@@ -222,6 +226,8 @@ class _Command:
     def _settings(self, state: State | None, given: dict[str, Any]) -> Settings:
         """What is given now, over what was given when the run was created."""
         if state is not None and self.options.settings is None:  # also: nothing is given
+            if given.get("options"):
+                given = given | {"options": tuple(behind(state.settings.options, given["options"]))}
             return dataclasses.replace(state.settings, **given)
         return read_settings(self.options.settings, given | {"name": self.name})
 

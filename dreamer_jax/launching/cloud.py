@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import os
@@ -110,8 +111,6 @@ def run_command(words: Sequence[str], seconds: float) -> Answer:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
             start_new_session=True,  # its ssh children must not outlive it
         )
     except FileNotFoundError:
@@ -121,12 +120,14 @@ def run_command(words: Sequence[str], seconds: float) -> Answer:
     try:
         out, err = process.communicate(timeout=seconds)
     except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         if isinstance(error, subprocess.TimeoutExpired):
             return Answer(124, "", f"timed out after {seconds:.0f} s")
         raise
-    return Answer(process.returncode, out, err)
+    # Not read as text, where a progress bar's carriage return would end a line that it doesn't end in a worker's log.
+    return Answer(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
 
 
 class Cloud:
@@ -191,7 +192,12 @@ class Cloud:
     def _read(self, collection: str, name: str) -> dict[str, Any] | None:
         answer = self._call([collection, "describe", name, "--format=json"])
         if answer.code == 0:
-            return json.loads(answer.out)
+            try:
+                return json.loads(answer.out)
+            except ValueError:
+                raise CloudError(
+                    Kind.PASSING, f"gcloud could not describe {name}: its answer was cut off: {answer.out[-80:]!r}"
+                ) from None
         if classify(answer.err) is Kind.MISSING:
             return None
         raise _failure(f"describe {name}", answer)

@@ -157,7 +157,7 @@ class Machine:
         self._misses += 1
         if state == "MISSING" and self.state.phase == "asked" and self._misses <= 3:
             return False  # a request just made may not be readable yet
-        if state == "MISSING":
+        if state == "MISSING" and self.cloud.describe_node(self.name) is None:
             self._forget_phase()
         raise UserError(
             f"the queued resource {self.name} is {state}: someone else deleted it, so this run ends here; its "
@@ -170,10 +170,11 @@ class Machine:
         Raises:
             CloudError: when it can't be deleted; the entry stays, and the message has the command for it.
         """
+        looks = 4 if self.state.phase == "asked" else 1  # a request just made may not be readable yet
         with self.store.changing(self.name):
             self.store.update(self.name, phase="removing", installed="")
             self._say_once(f"deleting the queued resource {self.name}")
-            self._delete_until_gone()
+            self._delete_until_gone(looks)
             state = self.store.update(self.name, phase="absent")
         self.state = state or self.state
         self._say_once(f"the queued resource {self.name} is deleted")
@@ -248,14 +249,16 @@ class Machine:
             "It was deleted, since a failed request still holds quota"
         )
 
-    def _delete_until_gone(self) -> None:
+    def _delete_until_gone(self, looks: int) -> None:
         pause, problem = 5.0, ""
         for _ in range(DELETE_TRIES):
             try:
                 found = self.cloud.describe(self.name)
                 if found is None and self.cloud.describe_node(self.name) is None:
-                    return
-                if found is None:
+                    looks -= 1
+                    if looks <= 0:
+                        return
+                elif found is None:
                     self.cloud.delete_node(self.name)
                 elif not self._ours(found):
                     return

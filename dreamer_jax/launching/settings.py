@@ -112,19 +112,19 @@ def read_settings(path: Path | None, given: dict[str, Any]) -> Settings:
     written = values.get("options")
     values |= {key: value for key, value in given.items() if value is not None}
     if given.get("options") and isinstance(written, list):
-        values["options"] = [*_others([str(word) for word in written], given["options"]), *given["options"]]
+        values["options"] = behind([str(word) for word in written], given["options"])
     return settings_from(values, str(path) if path else "the command line")
 
 
-def _others(words: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Of words `--key value` or `--key=value` those of keys that aren't given."""
+def behind(words: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Words `--key value` or `--key=value`, those of keys that are given now in place of the earlier ones."""
     keys = {word.partition("=")[0] for word in given if word.startswith("--")}
     kept, keeps = [], True
     for word in words:
         if word.startswith("--"):
             keeps = word.partition("=")[0] not in keys
         kept += [word] if keeps else []
-    return kept
+    return [*kept, *given]
 
 
 def settings_from(values: dict[str, Any], where: str) -> Settings:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dreamer_jax.errors import UserError
 from dreamer_jax.launching.cloud import CloudError, Kind
-from dreamer_jax.launching.machine import Machine, Preempted, Report
+from dreamer_jax.launching.machine import TRIES, Machine, Preempted, Report
 
 NEVER_AGAIN = (1, 2, 130)
 """Exit codes of `dreamer train` after which it must not be started again: a defect, a person's error, an interrupt."""
@@ -126,6 +126,11 @@ class Supervisor:
         """Start the workers, or go on with those that run, and watch them."""
         machine = self.machine
         reports = machine.reports()
+        for _ in range(TRIES):  # connections drop, and one that does is no reason to start all workers anew
+            if len(reports) == machine.pods or machine.state.attempt == 0:
+                break
+            machine.pause()
+            reports = machine.reports()
         same = machine.state.words == tuple(machine.settings.training_words())
         current = [r for r in reports if r.attempt == machine.state.attempt and r.attempt > 0]
         alive = len(current) == machine.pods and all(r.state == "running" or r.code == 0 for r in current)
@@ -149,7 +154,7 @@ class Supervisor:
             verdict = self._judge(reports)
             if verdict is not None:
                 return verdict
-            ending = ending + 1 if any(r.state != "running" and r.code != 0 for r in reports) else 0
+            ending = ending + 1 if any(r.state != "running" for r in reports) else 0
             if ending > GRACE_POLLS:
                 machine.say("some workers have ended and others have not; ending them all")
                 machine.stop()

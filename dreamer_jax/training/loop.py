@@ -95,7 +95,7 @@ def train(loaded: LoadedConfig, extras: Extras = Extras()) -> int:
             check_settings(config)
             check_memory(config, mesh)
             data = open_data(config)
-            _check_alike(data)
+            _check_alike(config, data)
             folder = open_run(loaded, recorded_config, check_beginning)
         with folder.alone():
             console.say(f"run {folder.place}: {build(config.model).headline()}; {data.summary}")
@@ -126,8 +126,18 @@ def train(loaded: LoadedConfig, extras: Extras = Extras()) -> int:
     return 0
 
 
-def _check_alike(data: Data) -> None:
-    """Each process reads rows of its own by one plan, so all of them must have read the same files."""
+def _check_alike(config: Config, data: Data) -> None:
+    """Each process updates its part of the weights and reads rows of its own by one plan, so all of them must have the
+    same settings, but for where files lie, and have read the same files."""
+    settings = dataclasses.asdict(config)
+    for place in ("path", "heldout_path", "mixture", "knowledge", "tokenizer"):
+        del settings["data"][place]
+    if others := others_than_the_first(repr(settings)):
+        numbers = ", ".join(map(str, others))
+        raise UserError(
+            f"the configuration of process {numbers} is another than that of process 0; start all with the same file "
+            "and options"
+        )
     if others := others_than_the_first(data.fingerprint + data.tokenizer.fingerprint):
         numbers = ", ".join(map(str, others))
         raise UserError(

@@ -6,12 +6,17 @@ import dataclasses
 import functools
 import itertools
 import json
+import signal
+import subprocess
+import sys
+import tarfile
 
 import fake_gcloud
 import pytest
-from fake_gcloud import World
+from fake_gcloud import LauncherKilled, World
 
-from dreamer_jax.launching import cli
+from dreamer_jax.launching import archive, cli
+from dreamer_jax.launching.cloud import Answer, run_command
 from dreamer_jax.launching.machine import LOG_LINES
 from dreamer_jax.launching.state import Store
 
@@ -405,3 +410,121 @@ def test_changes_of_two_launchers_to_an_entry_are_both_kept():
     store.update("demo", wanted="stopped")
     store.update("demo", attempt=7)
     assert store.read("demo") == dataclasses.replace(before, wanted="stopped", attempt=7)
+
+
+def changed(world, when, change):
+    """The world, whose answers to the calls that `when` finds are changed by `change(number, answer)`."""
+    numbers = itertools.count()
+
+    def runner(words, seconds):
+        answer = world(words, seconds)
+        return change(next(numbers), answer) if when(words) else answer
+
+    return runner
+
+
+def test_half_an_answer_is_asked_for_again(capsys):
+    world = World(hosts=HOSTS)
+
+    def cut(number, answer):
+        return Answer(0, answer.out[: len(answer.out) // 2], "") if answer.code == 0 and number == 8 else answer
+
+    check_end(world, cli.main(RUN, runner=changed(world, lambda words: words[4] == "describe", cut)), "")
+    assert world.data["bucket"] == 40 and "its answer was cut off" in capsys.readouterr().err
+
+
+def test_a_worker_that_is_silent_once_is_no_reason_to_start_all_anew(capsys):
+    """The launcher comes back to a training that runs, and the first connection to a worker drops."""
+    world = World(hosts=HOSTS, faults=[{"on": "tpu-vm ssh start", "do": "kill", "after": True}])
+    with pytest.raises(LauncherKilled):
+        launch(world)
+    started = len(world.data["attempts"])
+
+    def drop(number, answer):
+        return Answer(1, "", "Connection reset by peer") if number == 0 else answer
+
+    runner = changed(world, lambda words: any("worker.sh status" in word for word in words), drop)
+    assert cli.main(["run", "demo"], runner=runner) == 0
+    assert len(world.data["attempts"]) == started and "going on with it" in capsys.readouterr().err
+
+
+def test_a_line_of_a_log_is_one_line_whatever_is_in_it():
+    """A progress bar's carriage returns end none, nor do bytes that are no text."""
+    assert run_command(["printf", r"10%%\r20%%\r30%%\nse\xffcond\n"], 5).out == "10%\r20%\r30%\nse\ufffdcond\n"
+
+
+def test_an_interrupt_is_one_also_where_the_command_has_just_ended(monkeypatch):
+    def communicate(self, **_):
+        self.wait()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
+    with pytest.raises(KeyboardInterrupt):
+        run_command(["true"], 5)
+
+
+def test_a_hang_up_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert launch(World(hosts=HOSTS), ["status"]) == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_request_that_cannot_be_read_yet_is_waited_for_and_deleted(capsys):
+    world = World(hosts=HOSTS, faults=[{"on": "queued-resources create", "do": "kill", "after": True}])
+    with pytest.raises(LauncherKilled):
+        launch(world, CREATE)
+    world.data["faults"] = [{"on": "queued-resources describe", "do": "unreadable"}]
+    assert launch(world, ["delete", "demo"]) == 0 and world.left == []
+
+
+def test_a_node_without_its_queued_resource_is_deleted(capsys):
+    world = World(hosts=HOSTS)
+
+    def lose(number, answer):
+        if number == 1:
+            world.data["resources"].clear()
+        return answer
+
+    runner = changed(world, lambda words: any("worker.sh status" in word for word in words), lose)
+    assert cli.main(RUN, runner=runner) == 2 and world.left == []
+    assert "someone else deleted it" in capsys.readouterr().err
+
+
+def test_words_for_the_training_come_behind_the_remembered_ones(capsys):
+    world = World(hosts=HOSTS)
+    assert launch(world, [*CREATE, "--", "--mesh.data", "8", "--training.steps", "20"]) == 0
+    assert launch(world, ["run", "demo", "--", "--training.steps", "40"]) == 0
+    assert world.data["attempts"][0][-4:] == ["--mesh.data", "8", "--training.steps", "40"]
+
+
+def test_a_dry_list_is_the_list(capsys):
+    world = World(hosts=HOSTS)
+    launch(world, CREATE)
+    capsys.readouterr()
+    for words in (["status"], ["status", "--dry-run"]):
+        assert launch(world, words) == 0 and capsys.readouterr().out == "demo\n"
+    launch(world, ["delete", "demo"])
+
+
+def test_nobody_reads_what_is_printed():
+    """As behind `| head`: no error of the disk."""
+    code = "import sys; from dreamer_jax.launching.cli import main; sys.exit(main(['status']))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 141
+
+
+def test_a_configuration_behind_a_link_is_sent_itself(tmp_path):
+    (tmp_path / "mine.yaml").write_text("model: {}\n")
+    configs = tmp_path / "source/dreamer_jax/configs"
+    configs.mkdir(parents=True)
+    for part in archive.PARTS[1:]:
+        (tmp_path / "source" / part).touch()
+    (configs / "mine.yaml").symlink_to(tmp_path / "mine.yaml")
+    archive.pack(tmp_path / "source", tmp_path / "sent.tar.gz")
+    with tarfile.open(tmp_path / "sent.tar.gz") as sent:
+        assert sent.extractfile("dreamer_jax/configs/mine.yaml").read() == b"model: {}\n"

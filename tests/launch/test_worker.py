@@ -103,6 +103,30 @@ def test_a_new_attempt_ends_the_old_one_first(worker):
     assert "saved" in worker("log", "1").stdout
 
 
+def test_an_attempt_that_had_to_be_killed_leaves_its_exit_code_to_nobody(worker):
+    script = worker.home / "worker.sh"
+    script.write_text(script.read_text().replace("seq 240", "seq 2"))
+    assert worker("start", "1", "train", "deaf").returncode == 0
+    worker.wait("running")
+    assert "killing it" in worker("start", "2", "train", "long").stderr
+    time.sleep(0.5)
+    assert worker.status().items() >= {"attempt": "2", "state": "running", "code": ""}.items()
+
+
+def test_what_prepare_leaves_running_holds_no_lock(worker):
+    """As what mounts a bucket does."""
+    (worker.home / "dreamer/installed").unlink(missing_ok=True)
+    script = worker.home / "worker.sh"
+    text = script.read_text()
+    begin, end = text.index("    mkdir source\n"), text.index('    if [[ -n "$prepare" ]]')
+    script.write_text(text[:begin] + "    mkdir -p source\n" + text[end:])  # nothing is installed
+    text = script.read_text().replace("rm -rf installed source venv", "true")
+    script.write_text(text)
+    assert worker("install", "s", "setsid sleep 20 </dev/null >/dev/null 2>&1 &").returncode == 0
+    begun = time.monotonic()
+    assert worker("start", "1", "train", "quick").returncode == 0 and time.monotonic() - begun < 10
+
+
 def test_a_restarted_machine_has_lost_its_attempt(worker):
     assert worker("start", "1", "train", "long").returncode == 0
     (worker.home / "dreamer/boot").write_text("another boot\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import signal
@@ -341,16 +342,38 @@ def test_throughput_and_time_left_are_those_of_the_steps(train, monkeypatch):
     assert [end for step, end in shown if step >= 8] == pytest.approx([now[0]] * 5)  # all have come once by then
 
 
-def test_hosts_that_read_other_files_are_refused(train, monkeypatch, tmp_path):
-    """Each reads its rows by a plan of its own: records would come twice, and the run couldn't be resumed."""
-    mesh = loop.make_mesh(MeshConfig())
+@pytest.mark.parametrize("other", ["configuration", "data"])
+def test_hosts_of_other_settings_or_files_are_refused(train, monkeypatch, tmp_path, other):
+    """Each updates its part of the weights by its own settings, and reads its rows by a plan of its own: records would
+    come twice, and the run couldn't be resumed."""
+    mesh, asked = loop.make_mesh(MeshConfig()), []
+
+    def gather(its):
+        asked.append(its)
+        differs = other == ("configuration", "data")[len(asked) - 1]
+        return np.stack([its, its + differs, its])
+
     monkeypatch.setattr(loop, "make_mesh", lambda _: mesh)
     monkeypatch.setattr(distributed.jax, "process_count", lambda: 3)
-    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda its: np.stack([its, its + 1, its]))
-    with pytest.raises(UserError, match="tokenizer of process 1 are others than those of process 0"):
+    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", gather)
+    said = {
+        "configuration": "the configuration of process 1 is another than",
+        "data": "tokenizer of process 1 are others",
+    }
+    with pytest.raises(UserError, match=said[other]):
         train()
     monkeypatch.undo()
     assert not (tmp_path / "run").exists()
+
+
+def test_hosts_may_keep_their_files_elsewhere_and_must_agree_on_the_rest(monkeypatch):
+    texts, config = [], Config()
+    monkeypatch.setattr(loop, "others_than_the_first", lambda text: texts.append(text) or [])
+    for changed in ({}, {"path": "elsewhere", "tokenizer": "elsewhere.json"}, {"sequence_length": 7}):
+        data = dataclasses.replace(config.data, **changed)
+        loop._check_alike(dataclasses.replace(config, data=data), FakeData())
+    settings = texts[::2]
+    assert settings[0] == settings[1] != settings[2]
 
 
 def test_an_error_of_one_process_asks_the_others_nothing(train, monkeypatch):
