@@ -448,6 +448,22 @@ def test_a_worker_that_is_silent_once_is_no_reason_to_start_all_anew(capsys):
     assert len(world.data["attempts"]) == started and "going on with it" in capsys.readouterr().err
 
 
+def test_a_worker_that_never_ends_is_ended(capsys):
+    """The other has, and says that all is well."""
+    world = World(hosts=HOSTS)
+
+    def hang(number, answer):
+        assert number < 60
+        first, *others = answer.out.split("\n")
+        if not any("worker.sh stop" in word for call in world.data["calls"] for word in call):
+            first = first.replace("state=exited code=0", "state=running code=")
+        return Answer(answer.code, "\n".join([first, *others]), answer.err)
+
+    runner = changed(world, lambda words: any("worker.sh status" in word for word in words), hang)
+    check_end(world, cli.main(RUN, runner=runner), "")
+    assert "some workers have ended and others have not" in capsys.readouterr().err
+
+
 def test_a_line_of_a_log_is_one_line_whatever_is_in_it():
     """A progress bar's carriage returns end none, nor do bytes that are no text."""
     assert run_command(["printf", r"10%%\r20%%\r30%%\nse\xffcond\n"], 5).out == "10%\r20%\r30%\nse\ufffdcond\n"
