@@ -24,9 +24,10 @@ from dreamer_jax.evaluation.comparison import (
 )
 from dreamer_jax.families import build
 from dreamer_jax.json_files import read_object
-from dreamer_jax.runs.folders import not_a_run
+from dreamer_jax.runs.folders import not_a_run, path_of
 from dreamer_jax.runs.metrics import newest_values, read_metrics
 from dreamer_jax.training.figures import heldout_curve
+from dreamer_jax.training.recovery import recorded_config
 
 LOSS = "held-out loss (nats per token)"
 
@@ -98,7 +99,7 @@ def _row(directory: Path) -> dict[str, Any]:
     newest = newest_values(read_metrics(directory))
     if newest.get("step", 0) > last["step"]:  # the run goes on, as do the curves that accuracies are taken from
         last = {"tokens": last["tokens"], **newest}
-    model = build(config.model)
+    model = build((recorded_config(path_of(directory)) or config).model)  # config.yaml may have been edited since
     context = analytic.average_context(config.data.places, model.flags.causal)
     return {
         "run": str(directory),

@@ -154,16 +154,19 @@ def open_run(
 
     Args:
         loaded: the configuration.
-        recorded: run directory -> the configuration of its newest checkpoint; asked where config.yaml is missing.
+        recorded: run directory -> the configuration of its newest checkpoint.
         check_new: called before the directory of a new run is made.
     Raises:
         UserError: if it holds another configuration (the differences are shown) or can't be written.
     """
     folder = folder_of(loaded.config.run.dir)
     saved = folder.local / "config.yaml"
-    before = load_config(saved).config if saved.is_file() else recorded(folder.place)
+    trained = recorded(folder.place)
+    before = load_config(saved).config if saved.is_file() else trained
     if before is not None:
         _refuse_other(folder.place, before, loaded.config)
+        if trained is not None:
+            _refuse_edited(folder.place, trained, loaded.config)
     else:
         check_new(loaded.config)
         if is_primary():
@@ -230,6 +233,18 @@ def _refuse_other(place: epath.Path, before: Config, now: Config) -> None:
         + "\nUse another directory (--run.dir NAME; of a study or a frontier --out), or the old values to go on with "
         + f"that run{hint}"
     )
+
+
+def _refuse_edited(place: epath.Path, trained: Config, now: Config) -> None:
+    """Of a run whose config.yaml was edited: its newest checkpoint says what was trained. What `checkpoint.allow` names
+    may differ from that, since config.yaml says it from the start on that allowed it."""
+    free = (*CHANGEABLE, *(key for keys in ALLOWED.values() for key in keys))
+    if changed := [line for line in difference(trained, now) if not _about(line, free)]:
+        raise UserError(
+            f"{place}: config.yaml was edited, and isn't of the run that its newest checkpoint holds:\n  "
+            + "\n  ".join(changed)
+            + "\nPut the old values back to go on with that run, or use another directory (--run.dir NAME)"
+        )
 
 
 def refuse_untrained(place: epath.Path, trained: Config, now: Config) -> None:

@@ -40,6 +40,15 @@ def test_rows_hold_cost_and_results(runs, capsys):
         assert row["flops_per_token"] == json.loads(capsys.readouterr().out)["flops_per_token"]["total"]
 
 
+def test_the_cost_is_of_the_model_that_was_trained(runs, capsys, monkeypatch):
+    """Not of a config.yaml that was edited since."""
+    trained = load_config(Path(runs[0]) / "config.yaml").config
+    monkeypatch.setattr(compare, "recorded_config", lambda place: trained)
+    assert main(["compare", *runs, "--json"]) == 0
+    la, dr = json.loads(capsys.readouterr().out)
+    assert la["parameters"] == dr["parameters"]
+
+
 def test_table_and_figure(runs, tmp_path, capsys):
     assert main(["compare", *runs, "--figure", str(tmp_path / "loss.png")]) == 0
     assert "1.5000" in capsys.readouterr().out

@@ -46,6 +46,26 @@ def test_a_run_may_become_longer_unless_its_rate_depends_on_the_end(tmp_path):
         opened(tmp_path / "constant", steps=10, schedule="trapezoid")
 
 
+def test_an_edited_configuration_is_not_what_was_trained(tmp_path):
+    """config.yaml agrees with itself; the newest checkpoint says what the run is. What `checkpoint.allow` names may be
+    newer than that: a start that allowed it may have been killed before it saved."""
+
+    def begun(**changes):
+        config = dataclasses.replace(tiny_config(**changes), run=RunConfig(dir=str(tmp_path / "run")))
+        return LoadedConfig(config, {})
+
+    now = begun()
+    open_run(now)
+    for same in ({}, {"training__learning_rate": 0.5}, {"model__depth": 3}, {"training__steps": 99}):
+        open_run(now, recorded=lambda _, its=same: begun(**its).config)
+    with pytest.raises(
+        UserError, match=r"config.yaml was edited[^$]*model.sa_rope_base: 77.0 -> [^$]*Put the old values"
+    ):
+        open_run(now, recorded=lambda _: begun(model__sa_rope_base=77.0).config)
+    with pytest.raises(UserError, match=r"config.yaml was edited[^$]*training.weight_decay: 0.5 -> "):
+        open_run(now, recorded=lambda _: begun(training__weight_decay=0.5).config)
+
+
 @pytest.mark.parametrize("changes", [{"model__depth_counters": "up"}, {"model__depth_scaling": "ntk"}])
 def test_what_only_begins_like_an_allowed_key_is_refused(tmp_path, changes):
     def at_depth(depth, **more):
