@@ -88,7 +88,7 @@ class _Command:
         self.dry = options.dry_run and self.name is not None  # a list asks the cloud nothing
         self.pace = float(os.environ.get("DREAMER_LAUNCH_PACE", "1"))
         self.runner = runner
-        if self.dry:
+        if self.dry and self.name is not None:
             real, self.store = self.store, Store(Path(tempfile.mkdtemp(prefix="dreamer-launch-")))
             entry = real.read(self.name)
             if entry is not None:
