@@ -326,13 +326,18 @@ def _stop(fields: Fields) -> tuple[str, ...]:
 
 def _sampling(fields: Fields) -> Sampling:
     seed = fields.take("seed", int)
-    return Sampling(
-        fields.number("temperature", 1.0),
-        fields.integer("top_k", 0, 2**31 - 1) or 0,
-        fields.number("top_p", 1.0),
-        fields.number("min_p", 0.0),
-        secrets.randbits(32) if seed is None else seed % 2**32,
-    )
+    values: dict[str, Any] = {
+        "temperature": fields.number("temperature", 1.0),
+        "top_k": fields.integer("top_k", 0, 2**31 - 1) or 0,
+        "top_p": fields.number("top_p", 1.0),
+        "min_p": fields.number("min_p", 0.0),
+        "seed": secrets.randbits(32) if seed is None else seed % 2**32,
+    }
+    try:
+        return Sampling(**values)
+    except UserError as error:  # "sampling: top_p 1.5: must be ..."
+        name, _, problem = str(error).removeprefix("sampling: ").partition(" ")
+        fields.refuse(name, problem)
 
 
 def _sampler(fields: Fields, offered: Mapping[str, Sampler]) -> Sampler:

@@ -130,6 +130,9 @@ def test_what_is_refused(fields, message):
 
 def test_the_field_at_fault_is_named_whole():
     for fields, param in (
+        ({"prompt": "a", "temperature": -1}, "temperature"),
+        ({"prompt": "a", "top_p": 1.5}, "top_p"),
+        ({"prompt": "a", "min_p": -1}, "min_p"),
         ({"messages": [{"role": "user", "content": "a", "foo": 1}]}, "messages.0.foo"),
         ({"messages": [{"role": "user", "content": "a"}], "stream": True, "stream_options": {"usage": True}},
          "stream_options.usage"),
