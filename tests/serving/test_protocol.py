@@ -130,9 +130,6 @@ def test_what_is_refused(fields, message):
 
 def test_the_field_at_fault_is_named_whole():
     for fields, param in (
-        ({"prompt": "a", "temperature": -1}, "temperature"),
-        ({"prompt": "a", "top_p": 1.5}, "top_p"),
-        ({"prompt": "a", "min_p": -1}, "min_p"),
         ({"messages": [{"role": "user", "content": "a", "foo": 1}]}, "messages.0.foo"),
         ({"messages": [{"role": "user", "content": "a"}], "stream": True, "stream_options": {"usage": True}},
          "stream_options.usage"),
@@ -140,6 +137,13 @@ def test_the_field_at_fault_is_named_whole():
         with pytest.raises(Refused) as refused:
             read(True, **fields)
         assert refused.value.param == param and f"'{param}'" in refused.value.message
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", -1), ("top_p", 1.5), ("min_p", -1)])
+def test_a_number_out_of_range_names_its_field(name, value):
+    with pytest.raises(Refused) as refused:
+        read(**{"prompt": "a", name: value})
+    assert refused.value.param == name and refused.value.message.startswith(f"{name} {float(value)}: must be ")
 
 
 def test_an_echo_is_of_completions_only():
