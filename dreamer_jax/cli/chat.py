@@ -20,6 +20,7 @@ def run(arguments: list[str]) -> int:
     sampling = sampling_of(options)
     model, config = open_model(options, sampler)
     from dreamer_jax.data.jsonl import Template
+    from dreamer_jax.inference.text import refuse_failed
 
     template = Template(prompt_template(config), "data.prompt")
     if len(template.fields) > 1:
@@ -47,7 +48,7 @@ def run(arguments: list[str]) -> int:
         except (Broken, UnicodeEncodeError):
             say("that line isn't text in UTF-8; it is left out")
             continue
-        shown = ""
+        shown, texts = "", []
         try:
             for texts in model.stream([history + prompt], options.max_tokens, sampling, options.stop):
                 print(texts[0].text[len(shown) :], end="", flush=True)
@@ -56,6 +57,10 @@ def run(arguments: list[str]) -> int:
             if not interactive:
                 raise
         print("" if interactive else "\n", flush=True)  # in a pipe an empty line ends an answer, which may have several
+        try:
+            refuse_failed(texts)
+        except UserError as error:
+            say(str(error))
         if options.history:
             history += f"{prompt}{shown}\n"
     return 0

@@ -31,19 +31,23 @@ def run(arguments: list[str]) -> int:
         raise UserError("generate: nothing to continue; give --prompt TEXT or --file prompts.jsonl")
     if options.trace is not None:
         return _trace(figure_file("--trace", options.trace), options, sampler)
+    from dreamer_jax.inference.text import refuse_failed
+
     sampling = sampling_of(options)
     model, _ = open_model(options, sampler)
-    shown = ""
+    shown, texts = "", []
     for texts in model.stream([options.prompt], options.max_tokens, sampling, options.stop):
         print(texts[0].text[len(shown) :], end="", flush=True)
         shown = texts[0].text
     print()
+    refuse_failed(texts)
     return 0
 
 
 def _trace(path: Path, options: argparse.Namespace, sampler: Sampler) -> int:
     """Continue one prompt and draw how the sampler went about it."""
     from dreamer_jax.analysis.trace_figure import figure_of
+    from dreamer_jax.inference.text import refuse_failed
 
     model, _ = open_model(options, sampler)
     text, trace = model.trace(options.prompt, options.max_tokens, sampling_of(options), options.stop)
@@ -51,14 +55,17 @@ def _trace(path: Path, options: argparse.Namespace, sampler: Sampler) -> int:
     figure = figure_of(trace, model.tokenizer, sampler.label)
     path.write_bytes(figure.render(path.suffix[1:]))
     say(f"figure {path}")
+    refuse_failed([text])
     return 0
 
 
 def _answer_file(path: Path, options: argparse.Namespace, sampler: Sampler) -> int:
     """Continue the prompts of a file, batch by batch in its order."""
+    from dreamer_jax.inference.text import refuse_failed
+
     sampling = sampling_of(options)
     model, config = open_model(options, sampler)
-    records = read_prompts(path, prompt_template(config))
+    records, done = read_prompts(path, prompt_template(config)), []
     for first in range(0, len(records), options.batch_size):
         part = records[first : first + options.batch_size]
         prompts = [prompt for _, prompt in part]
@@ -71,7 +78,9 @@ def _answer_file(path: Path, options: argparse.Namespace, sampler: Sampler) -> i
             if model.drafts:
                 answer |= {"steps": text.steps, "drafted": text.drafted, "accepted": text.accepted}
             print(json.dumps(record | answer, ensure_ascii=False), flush=True)
+        done += texts
         say(f"{first + len(part)}/{len(records)}")
+    refuse_failed(done)
     return 0
 
 

@@ -14,7 +14,7 @@ from dreamer_jax.inference.model import FoldedModel
 from dreamer_jax.inference.programs import Kinds, Programs
 from dreamer_jax.inference.samplers import Sampler
 from dreamer_jax.inference.samplers.contract import Asked, Choosing, Progress, Tally
-from dreamer_jax.inference.sampling import Sampling
+from dreamer_jax.inference.sampling import BROKEN, Sampling
 
 Finished = Callable[[int, list[int]], bool]
 """(number of the row, its tokens so far) -> whether it is to end here, for stops that only the text shows."""
@@ -36,6 +36,7 @@ class Generated:
         work: depth steps of all positions, also of those that went together.
         drafted, accepted: tokens that were proposed before the full depth had decided, and those of them that stayed.
         finish: "stop": a stop token came, or `finished` said so. "length": `max_tokens` are reached.
+            "failed": the logits after these tokens are NaN or infinite.
     """
 
     tokens: list[int]
@@ -155,9 +156,11 @@ class RowBatch:
     def _extend(self, new: np.ndarray, taken: np.ndarray) -> None:
         """Append what a block brought to rows that haven't stopped."""
         for i, row in enumerate(self.rows):
-            if row.finish == "stop":
+            if row.finish != "length":
                 continue
             for token, depth in zip(new[i].tolist(), taken[i].tolist(), strict=True):
+                if token == BROKEN:
+                    row.finish = "failed"
                 if token < 0:
                     break
                 if token in self._stop_ids:

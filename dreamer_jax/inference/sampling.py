@@ -15,6 +15,9 @@ COLDEST = 1e-30
 """Temperatures below are as this one, so that no logit is divided to infinity, where all would be alike."""
 HOTTEST = 1e30
 """Above all tokens are equally likely long since, and float32 ends."""
+BROKEN = -2
+"""In the place of a token where there is none to choose, as logits are NaN or infinite. It ends its row; -1 is behind a
+row's last token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,14 +104,22 @@ def choose(
         draws, ranks: of `Sampling`, or whether any row has them; static.
 
     Returns:
-        [B] int32.
+        [B] int32; `BROKEN` where a logit is NaN or infinitely large, or none is finite.
     """
     likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if not draws:
-        return likeliest
+        return unless_broken(likeliest, logits)
     kept = keep(tempered(logits, numbers), numbers, ranks)
     drawn = jax.vmap(jax.random.categorical)(draw_keys(numbers, rows, positions), kept)
-    return jnp.where(numbers.temperature > 0, drawn, likeliest).astype(jnp.int32)
+    token = jnp.where(numbers.temperature > 0, drawn, likeliest).astype(jnp.int32)
+    return unless_broken(token, logits)
+
+
+def unless_broken(tokens: jax.Array, logits: jax.Array) -> jax.Array:
+    """Tokens [...] that were chosen from logits [..., V]; `BROKEN` where one of those is NaN or infinitely large, or
+    none is finite: for argmax NaN is the largest, so that one number tells of all."""
+    likeliest = jnp.argmax(logits, axis=-1, keepdims=True)
+    return jnp.where(jnp.isfinite(jnp.take_along_axis(logits, likeliest, axis=-1)[..., 0]), tokens, BROKEN)
 
 
 def draw_keys(numbers: SamplingNumbers, rows: jax.Array, positions: jax.Array) -> jax.Array:

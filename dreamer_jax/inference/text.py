@@ -30,7 +30,8 @@ class Text:
     Attributes:
         text: without the prompt, cut before the stop string that was complete first.
         tokens: that were generated for it, those after a stop string included.
-        finish: "stop": end of text or a stop string. "length": the limit of tokens.
+        finish: "stop": end of text or a stop string. "length": the limit of tokens. "failed": the logits after its last
+            token are NaN or infinite, so that there is none to choose.
         mean_depth: depths that its tokens went through.
         steps: depth steps that followed one another for its tokens after the first.
         drafted, accepted: tokens that its sampler proposed, and those of them that stayed.
@@ -43,6 +44,21 @@ class Text:
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
+
+
+def refuse_failed(texts: Sequence[Text]) -> None:
+    """Say so where texts ended because there was no token to choose.
+
+    Raises:
+        UserError: some did.
+    """
+    if failed := [text for text in texts if text.finish == "failed"]:
+        which = f"{len(failed)} of {len(texts)} texts: " if len(texts) > 1 else ""
+        raise UserError(
+            f"{which}after {len(failed[0].tokens)} tokens the model's logits are NaN or infinite: its weights are, or "
+            "it overflows. Try --dtype float32, the depth that it was trained with, or an earlier checkpoint, such as "
+            "RUN/checkpoints/STEP"
+        )
 
 
 class Likelihood(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dreamer_jax.inference.sampling import SamplingNumbers
+from dreamer_jax.inference.sampling import BROKEN, SamplingNumbers
 from dreamer_jax.serving.contract import Deliver, Finish, Request, RowView, Token, Update
 from dreamer_jax.serving.programs import Brought
 from dreamer_jax.serving.scheduler import Job
@@ -49,6 +49,8 @@ class Answer:
         that has begun anew gets the same tokens again; it isn't given those that it has."""
         new: list[Token] = []
         for n, (token, depth) in enumerate(zip(tokens.tolist(), depths.tolist(), strict=True)):
+            if token == BROKEN:
+                return new, "failed"
             if token < 0:
                 break
             if not job.most:

@@ -237,8 +237,11 @@ class Server:
         except Gone:
             self.metrics.dropped["gone"] += 1
             raise
-        except Broken:
-            raise Refused(500 if not self.stopping.is_set() else 503, "the answer couldn't be finished") from None
+        except Broken as error:
+            why = "the answer couldn't be finished"
+            if str(error) == "failed" and not self.engine.failed:
+                why += ": the model's logits are NaN or infinite"
+            raise Refused(500 if not self.stopping.is_set() else 503, why) from None
         finally:
             answering.cancel()
             self._note(scope, asked, answering)

@@ -55,6 +55,37 @@ def test_a_file_gives_a_line_for_each_record(tmp_path, capsys):
     assert lines[0] == {"prompt": "p", "id": 1, "generated": "<p>0", **counted}
 
 
+class Failing(Echo):
+    """Has no token to choose after the first."""
+
+    def generate(self, prompts, max_tokens, sampling, stop, numbers):
+        return [
+            Text(prompt, [7], "failed" if n == 1 else "stop", 2.0) for n, prompt in zip(numbers, prompts, strict=True)
+        ]
+
+    def stream(self, prompts, max_tokens, sampling, stop):
+        yield [Text("a", [7], "failed", 2.0)]
+
+
+def test_logits_that_are_no_numbers_are_said(run, monkeypatch, tmp_path, capsys):
+    """The other records of a file are answered all the same, and a chat goes on."""
+    for command in (generate, chat):
+        monkeypatch.setattr(command, "open_model", lambda options, sampler: (Failing(), run))
+    assert main(["generate", "runs/x", "--prompt", "p"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "a\n" and "error: after 1 tokens the model's logits are NaN or infinite" in shown.err
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "p"}\n' * 3)
+    assert main(["generate", "runs/x", "--file", str(path), "--batch-size", "1"]) == 2
+    shown = capsys.readouterr()
+    assert [json.loads(line)["finish"] for line in shown.out.splitlines()] == ["stop", "failed", "stop"]
+    assert "error: 1 of 3 texts: after 1 tokens the model's logits are" in shown.err
+    monkeypatch.setattr("sys.stdin", io.StringIO("q\nr\n"))
+    assert main(["chat", "runs/x"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "a\n\n" * 2 and shown.err.count("NaN or infinite") == 2
+
+
 def test_chat_fills_the_prompt_of_the_run_and_keeps_the_history_when_asked(monkeypatch, capsys):
     for extra, second in (([], "<Q: b\nA: >"), (["--history"], "<Q: a\nA: <Q: a\nA: >\nQ: b\nA: >")):
         monkeypatch.setattr("sys.stdin", io.StringIO("a\n\nb\n"))  # nothing to answer in an empty line

@@ -25,6 +25,7 @@ from dreamer_jax.inference import (
     Lossless,
     Sampling,
     Speculative,
+    Static,
     engine,
     fold,
 )
@@ -75,6 +76,26 @@ def another(model: FoldedModel, seed: int) -> FoldedModel:
 
 
 PROMPTS = st.lists(st.lists(st.integers(0, 22), min_size=1, max_size=LONGEST), min_size=ROWS, max_size=ROWS)
+
+
+def spoilt(model: FoldedModel, token: int) -> FoldedModel:
+    """The same model, which has NaN in the embedding of a token: where it is read no number is one any more."""
+    return model.replace(params=model.params | {"embedding": model.params["embedding"].at[token].set(jnp.nan)})
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(0.8)])
+@pytest.mark.parametrize("sampler", [Static(), Speculative(3, 2), Lossless(2)], ids=lambda its: its.name)
+def test_a_row_whose_logits_are_no_numbers_fails_alone(sampler, sampling):
+    """It has what was chosen before, and no token after; those beside it are what they would have been."""
+    model, prompts = model_of("dreamer"), [[1, 5, 2], [1, 22, 2], [3]]
+    whole = Engine(model, sampler).generate(prompts, NEW, sampling)
+    bad = next(token for token in range(22) if token not in (1, 5, 2, 3, *whole[0].tokens, *whole[2].tokens[:3]))
+    prompts[1][1] = bad
+    found = Engine(spoilt(model, bad), sampler).generate(prompts, NEW, sampling)
+    assert (found[1].finish, found[1].tokens) == ("failed", [])
+    for row, wanted in ((found[0], whole[0]), (found[2], whole[2])):
+        ended = [*wanted.tokens, bad].index(bad) + 1
+        assert row.tokens == wanted.tokens[:ended] and row.finish == ("length" if ended > NEW else "failed")
 
 
 def settings_of(kind: str, depth: int):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dreamer_jax.errors import UserError
 from dreamer_jax.inference import Sampling
-from dreamer_jax.inference.sampling import choose, keep
+from dreamer_jax.inference.sampling import BROKEN, choose, keep
 
 SIZE = 12
 
@@ -93,6 +93,16 @@ def test_temperatures_next_to_zero_take_the_likeliest(ranks):
 def test_a_top_p_next_to_zero_takes_the_likeliest(top_p):
     logits, first = jnp.array([[4.0, 9.0, 6.0, -3.0]]), jnp.zeros(1, jnp.int32)
     assert choose(logits, Sampling(1.0, top_p=top_p).numbers(), first, first, True, True).tolist() == [1]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(1.0, top_p=0.9)])
+def test_nothing_is_chosen_from_what_is_no_distribution(sampling):
+    """One NaN is enough, or one logit that is infinitely large; tokens may be impossible, but not all."""
+    logits = np.tile(np.arange(5, dtype=np.float32), (6, 1))
+    logits[1, 0], logits[2], logits[3, 1], logits[4], logits[5, 2] = np.nan, np.nan, np.inf, -np.inf, -np.inf
+    ranks = sampling.top_p < 1
+    found = choose(jnp.asarray(logits), sampling.numbers(), jnp.arange(6), jnp.arange(6), sampling.draws, ranks)
+    assert [token == BROKEN for token in found.tolist()] == [False, True, True, True, True, False]
 
 
 def test_temperature_zero_takes_the_likeliest():

@@ -140,7 +140,8 @@ def test_what_others_have_left_in_the_pool_changes_nothing(name, monkeypatch):
     "name", [pytest.param(name, marks=[] if name == "ouro" else pytest.mark.slow) for name in MODELS]
 )
 def test_a_request_whose_numbers_overflow_spoils_itself_only(name, monkeypatch):
-    """Neither those that get its row and its pages later nor the one beside it."""
+    """Neither those that get its row and its pages later nor the one beside it. It gets no token that nothing chose. Of
+    families whose head is the embedding nobody gets any: all have a logit that is no number."""
     monkeypatch.setattr(served_engine, "choosings", lambda likeliest: (Choosing(),))
     model, bad, prompt = folded(name), 22, tuple(range(1, 7))
 
@@ -151,11 +152,14 @@ def test_a_request_whose_numbers_overflow_spoils_itself_only(name, monkeypatch):
     spoilt = model.replace(params=jax.tree_util.tree_map_with_path(overflown, model.params))
     engine = ServedEngine(spoilt, [Static()], Options(rows=2, context=32, page=2, chunk=4, pages=20, logprobs=0))
     until(lambda: engine.ready or not engine._thread.is_alive())
-    before, beside, after = Taken(), Taken(), [Taken() for _ in range(3)]
+    before, beside, spoilt_one, after = Taken(), Taken(), Taken(), [Taken() for _ in range(3)]
     engine.submit(Request(prompt, 6), before)
     before.wait()
-    engine.submit(Request((bad, *range(5, 15)), 20), Taken())
+    engine.submit(Request((bad, *range(5, 15)), 20), spoilt_one)
     for its in (beside, *after):
         engine.submit(Request(prompt, 6), its)
     assert [its.wait().tokens for its in (beside, *after)] == [before.tokens] * 4
+    assert (spoilt_one.wait().finish, spoilt_one.tokens) == ("failed", [])
+    tied = bool(jnp.isnan(model.family.head(spoilt.params)).any())
+    assert (before.tokens == []) == tied
     engine.close(0)

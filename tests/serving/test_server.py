@@ -288,6 +288,16 @@ def test_an_engine_that_has_failed(monkeypatch):
         assert status == 503 and "the engine has failed" in body["error"]["message"]
 
 
+def test_an_answer_that_fails_alone_says_why():
+    """There was no token to choose; the engine goes on."""
+    engine = FakeEngine(fails_at=3)
+    with running(make(engine)) as url:
+        status, body, _ = post(url, b'{"prompt": "b", "max_tokens": 9}')
+        assert status == 500 and "finished: the model's logits are NaN or infinite" in body["error"]["message"]
+        assert get(f"{url}/health")[0] == 200
+        assert 'dreamer_answers_total{reason="failed"} 1' in get(f"{url}/metrics")[1]
+
+
 def test_pictures_of_the_engine_hold_no_text(plain):
     engine = FakeEngine(pace=0.01)
     with running(make(engine)) as url:

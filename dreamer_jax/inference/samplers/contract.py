@@ -24,7 +24,7 @@ from dreamer_jax.blocks.memory import pages_like, pages_of_rows
 from dreamer_jax.errors import UserError, whole
 from dreamer_jax.families import Family
 from dreamer_jax.inference.model import FoldedModel, PyTree
-from dreamer_jax.inference.sampling import SamplingNumbers, choose
+from dreamer_jax.inference.sampling import BROKEN, SamplingNumbers, choose
 
 DECODE_BLOCK = 32
 """Tokens that a row is asked for at most in one call."""
@@ -125,10 +125,10 @@ class Asked(NamedTuple):
         return Chosen(token, Logprobs.of(logits, token, choosing.logprobs))
 
     def ends(self, tokens: jax.Array) -> jax.Array:
-        """Which of the tokens [B, N] or [B] end their row."""
+        """Which of the tokens [B, N] or [B] end their row; `BROKEN` ends any."""
         stops = self.stop_ids
         stops = stops.reshape(stops.shape[0], *[1] * (tokens.ndim - 1), -1) if stops.ndim == 2 else stops
-        return jnp.any(tokens[..., None] == stops, axis=-1)
+        return jnp.any(tokens[..., None] == stops, axis=-1) | (tokens == BROKEN)
 
     def part(self, picks: jax.Array) -> Asked:
         """What is asked for these rows [b] int32, of numbers that each row has for itself."""

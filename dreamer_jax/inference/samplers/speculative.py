@@ -29,7 +29,7 @@ from dreamer_jax.inference.samplers.contract import (
     Sampler,
     needs_depths_apart,
 )
-from dreamer_jax.inference.sampling import draw_keys, probabilities
+from dreamer_jax.inference.sampling import draw_keys, probabilities, unless_broken
 
 
 class Drafted(NamedTuple):
@@ -138,7 +138,7 @@ def draft(
 
 def by_equality(choosing, drafted: Drafted, logits: jax.Array, progress, asked) -> tuple[jax.Array, jax.Array]:
     """Greedy: drafts that are the likeliest tokens at full depth."""
-    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    likeliest = unless_broken(jnp.argmax(logits, axis=-1).astype(jnp.int32), logits)
     return likeliest, leading(drafted.tokens == likeliest[:, :-1])
 
 
@@ -163,6 +163,7 @@ def by_rejection(
     # Where p = q nothing is left and nothing is ever refused, but for rounding.
     left = jnp.where(jnp.sum(left, axis=-1, keepdims=True) > 0, left, p[:, :k])
     instead = jax.vmap(jax.vmap(jax.random.categorical))(again, jnp.log(left))
+    instead = unless_broken(instead, logits[:, :k])
     bonus = asked.choose(choosing, logits[:, k], progress.rows, places[:, k]).token
     after = jnp.concatenate([instead, bonus[:, None]], axis=1)
     return joined(drafted.tokens, after, kept), kept
