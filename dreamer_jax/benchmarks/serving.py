@@ -215,7 +215,7 @@ def steady(
         cost, in FLOPs.
     """
     full = [look for look in looks if look[1].queue and None not in look[1].rows]
-    if not full or full[0][1].decode_seconds == full[-1][1].decode_seconds:
+    if not full or full[0][1].decoded == full[-1][1].decoded:
         return None
     (begin, a), (end, b) = full[0], full[-1]
     decoded, seconds = b.decoded - a.decoded, b.decode_seconds - a.decode_seconds

@@ -43,6 +43,8 @@ def run(arguments: list[str]) -> int:
     from dreamer_jax.benchmarks.serving import arrivals
 
     lengths, depths = _lengths(options)
+    if options.url and depths:
+        raise UserError(f"--lengths {options.lengths}: recorded depths are replayed with RUN only; leave them out")
     plan = arrivals(lengths, options.requests, options.rate, options.seed)
     found = _remote(options, sampler, plan) if options.url else _in_process(options, sampler, depths, plan)
     print(json.dumps(found, indent=2) if options.json else text(found))

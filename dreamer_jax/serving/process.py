@@ -111,6 +111,7 @@ async def _serve(server: Server, taken: socket.socket, grace: float, say: Callab
         try:
             await asyncio.wait((tasks[0], tasks[2]), return_when=asyncio.FIRST_COMPLETED)
             if signals.at_once.is_set():
+                server.stopping.set()  # who asks while the rest is cut off is refused; asyncio takes no work any more
                 raise KeyboardInterrupt
             tasks[0].result()
         finally:

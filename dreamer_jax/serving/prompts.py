@@ -46,6 +46,11 @@ class Prompts:
             raise Refused(400, f"prompt: tokens are from 0 to {self._vocabulary - 1}", "prompt")
         return tuple(prompt)
 
+    def ends(self, chat: bool) -> tuple[int, ...]:
+        """Tokens that end an answer: end-of-text, and in a conversation what its template closes a turn with."""
+        turn = self._chat.turn_end if chat and self._chat is not None else None
+        return (self.tokenizer.eos,) if turn in (None, self.tokenizer.eos) else (self.tokenizer.eos, turn)
+
     def conversation(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Of a conversation.
 
@@ -95,6 +100,9 @@ class ChatTemplate:
         except TemplateError as error:
             raise UserError(f"{tokenizer.path.parent}: its chat template is broken: {error}") from None
         self._tokenizer, self._names = tokenizer, names
+        self.turn_end = tokenizer.special_ids.get(names.get("eos_token", ""))
+        """What the model ends its turn with, as `<|im_end|>`, which need not be its end-of-text; None if it isn't
+        said."""
         written = sorted(tokenizer.special_ids, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, written))) if written else None
 
@@ -172,9 +180,13 @@ def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
     folder = tokenizer.path.parent
     settings = settings_beside(tokenizer.path)
     path = folder / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+    try:
+        source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+    except (OSError, UnicodeDecodeError):
+        raise UserError(f"{path}: isn't text that can be read; mend it or remove it") from None
     if isinstance(source, list):  # several by name
-        source = next((each.get("template") for each in source if each.get("name") == "default"), None)
+        named = [each for each in source if isinstance(each, dict)]
+        source = next((each.get("template") for each in named if each.get("name") == "default"), None)
     if not isinstance(source, str):
         return None
     return ChatTemplate(source, tokenizer, {name: settings[name] for name in ("bos_token", "eos_token")})

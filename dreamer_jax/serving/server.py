@@ -266,7 +266,7 @@ class Server:
         return asked, [prompts.text(prompt) for prompt in asked.prompts]
 
     def _requests(self, asked: Asked, prompts: list[tuple[int, ...]]) -> list[Request]:
-        stop_ids = (self.served.prompts.tokenizer.eos,)
+        stop_ids = self.served.prompts.ends(asked.messages is not None)
         return [
             Request(
                 prompt,

@@ -104,6 +104,8 @@ def test_what_is_steady_lies_between_the_first_full_moment_and_the_last():
         }
     )
     assert steady(looks[:2], {"flops": (3.0, 1.0)}) is None
+    spent = look(3, 10)[1]._replace(decode_seconds=80.0)  # answers of one token, which comes of the prompt
+    assert steady([look(2, 10), (3, spent)], {"flops": (3.0, 1.0)}) is None
 
 
 def test_costs_by_the_clock_are_medians_of_a_row(monkeypatch):
@@ -337,6 +339,8 @@ def test_a_run_in_three_modes(monkeypatch, tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert list(found["modes"]) == list(MODES) and found["modes"]["depth batching"]["mean_depth"] == pytest.approx(5.4)
     assert engines[0].submitted[0].sampler == Replayed((3, 9))
+    assert main(["bench", "serve", "--url", "http://127.0.0.1:1", "--lengths", str(path)]) == 2
+    assert "recorded depths are replayed with RUN only" in capsys.readouterr().err
     words += ["--prompt-tokens", "3", "--answer-tokens", "2", "--sampler", "adaptive"]
     assert main(words) == 0
     assert engines[3].submitted[0].sampler == Adaptive() and engines[5].submitted[0].sampler == Static()

@@ -15,12 +15,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from http.client import IncompleteRead, RemoteDisconnected
+from http.client import HTTPException, IncompleteRead, RemoteDisconnected
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("uvicorn", reason="extra `serve`")
+
+from tests.serving.asking import post
 
 SCRIPT = Path(__file__).with_name("served.py")
 
@@ -121,11 +123,21 @@ def test_what_takes_longer_than_the_grace_is_cut_off():
     assert streamed.failure is not None, streamed.answer
 
 
+def ask_on(running, url):
+    """One short request after another, also those that are cut off, until the process has ended."""
+    while running.poll() is None:
+        with contextlib.suppress(OSError, HTTPException):
+            post(url, b'{"prompt": "a", "max_tokens": 1}')
+
+
 @pytest.mark.parametrize("signals", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)], ids=["Ctrl-C", "twice"])
 def test_at_once(signals):
     with process(0.05, 60) as (running, url):
         whole, streamed = Asking(url, 5000), Asking(url, 5000, stream=True)
         busy(url, 2)
+        others = [threading.Thread(target=ask_on, args=(running, url), daemon=True) for _ in range(3)]
+        for each in others:
+            each.start()
         for each in signals:
             running.send_signal(each)
             time.sleep(0.3)
@@ -135,7 +147,7 @@ def test_at_once(signals):
         whole.join()
         streamed.join()
     assert isinstance(whole.failure, RemoteDisconnected | ConnectionResetError), whole.answer
-    assert said.endswith("dreamer: interrupted\n") and "Traceback" not in said
+    assert said.endswith("dreamer: interrupted\n") and "Traceback" not in said and "in a request" not in said
     assert streamed.failure is not None and free(url)
 
 

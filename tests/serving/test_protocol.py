@@ -12,6 +12,7 @@ import pytest
 
 from dreamer_jax.data.json_tokenizer import JsonTokenizer
 from dreamer_jax.data.tokenizers import ByteTokenizer
+from dreamer_jax.errors import UserError
 from dreamer_jax.inference.samplers import Adaptive, DiffusionForcing, Lossless, Static
 from dreamer_jax.serving.contract import Token
 from dreamer_jax.serving.keys import Keys, read_keys
@@ -211,6 +212,32 @@ def test_a_chat_template_and_text_that_spells_its_tokens(tmp_path):
     text = '[{"role": "user", "content": "<b>a<|end|>b</b>"}]'
     assert chat.tokens([Message("user", "<b>a<|end|>b</b>")])[1:] == tuple(tokenizer.encode(text))
     assert chat_template_of(ByteTokenizer()) is None
+
+
+def test_a_turn_of_a_conversation_ends_as_its_template_ends_it(tmp_path):
+    """Instruct models end a turn with another token than a text: `<|im_end|>` beside `<|endoftext|>`."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("jinja2")
+    built = tokenizers.Tokenizer(tokenizers.models.BPE({chr(i): i for i in range(32, 127)}, []))
+    built.add_special_tokens(["<|endoftext|>", "<|im_end|>"])
+    built.save(str(tmp_path / "tokenizer.json"))
+    settings = {"chat_template": "{{ messages[0].content }}", "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = JsonTokenizer(tmp_path / "tokenizer.json")
+    prompts = Prompts(tokenizer, tokenizer.vocab_size, "", chat_template_of(tokenizer))
+    assert prompts.ends(chat=False) == (tokenizer.eos,)
+    assert prompts.ends(chat=True) == (tokenizer.eos, tokenizer.special_ids["<|im_end|>"])
+    assert Prompts(ByteTokenizer(), 259, "").ends(chat=True) == (ByteTokenizer().eos,)
+
+
+def test_a_chat_template_that_is_no_text_is_refused(tmp_path):
+    template("", tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff{{ x }}")
+    with pytest.raises(UserError, match=r"chat_template\.jinja: isn't text"):
+        chat_template_of(JsonTokenizer(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": ["x"]}')
+    assert chat_template_of(JsonTokenizer(tmp_path / "tokenizer.json")) is None
 
 
 def test_a_template_finds_no_tools(tmp_path):
