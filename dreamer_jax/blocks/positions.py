@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,13 +30,14 @@ class Depth(NamedTuple):
         return Depth(*(part.reshape(-1, *following) if part.ndim else part for part in self))
 
 
-def rope(x: jax.Array, position: jax.Array, base: float | jax.Array) -> jax.Array:
+def rope(x: jax.Array, position: jax.Array, base: float | jax.Array, scaling: tuple[float, ...] = ()) -> jax.Array:
     """Rotary position encoding, rotate-half layout: element i is paired with element i + d/2.
 
     Args:
         x: [..., d], d even.
         position: broadcastable to x without its last axis; may be traced.
         base: wavelengths grow from 2 pi to 2 pi * base. As an array, one for each position, or one for all.
+        scaling: see `scaled`; () for none.
 
     Returns:
         [..., d] in x's dtype; the rotation itself is float32.
@@ -43,10 +45,29 @@ def rope(x: jax.Array, position: jax.Array, base: float | jax.Array) -> jax.Arra
     half = x.shape[-1] // 2
     each = base[..., None] if isinstance(base, jax.Array) else base
     frequency = each ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if scaling:
+        frequency = scaled(frequency, scaling)
     angle = jnp.asarray(position, jnp.float32)[..., None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def scaled(frequency: jax.Array, scaling: tuple[float, ...]) -> jax.Array:
+    """Frequencies for longer texts than a model was trained on at first, as Llama 3.1 to 3.3 have them (`rope_type`
+    llama3 in config.json).
+
+    What turns at least `high` times in the texts of before stays; what turns at most `low` times in them turns `factor`
+    times more slowly; between, the change is linear in the number of turns.
+
+    Args:
+        frequency: in radians a position.
+        scaling: factor, low, high, and the length of the texts of before; `model.rope_factor` to `rope_length`.
+    """
+    factor, low, high, length = scaling
+    turns = frequency * (length / (2 * math.pi))
+    stays = jnp.clip((turns - low) / (high - low), 0, 1)
+    return frequency * (stays + (1 - stays) / factor)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class SelfAttention(Block):
         epsilon: of the norm.
         rank: of the `LowRank` that every matrix, those of q, k and v apart, has beside it, which counts itself; 0 for
             none.
+        rope_scaling: of the rotation's frequencies, see `positions.scaled`; () for none.
     """
 
     operations: Operations
@@ -47,6 +48,7 @@ class SelfAttention(Block):
     queries: Literal["plain", "bias", "norm", "head_norm"] = "plain"
     epsilon: float = EPSILON
     rank: int = 0
+    rope_scaling: tuple[float, ...] = ()
 
     @nn.compact
     def __call__(self, x: jax.Array, depth: Depth, memory: Any, context: Context) -> tuple[jax.Array, Any]:
@@ -78,7 +80,7 @@ class SelfAttention(Block):
             q, k = RMSNorm(epsilon=self.epsilon, name="q_norm")(q), RMSNorm(epsilon=self.epsilon, name="k_norm")(k)
         if self.rope_base:
             position = context.positions[:, :, None]
-            q, k = rope(q, position, self.rope_base), rope(k, position, self.rope_base)
+            q, k = (rope(each, position, self.rope_base, self.rope_scaling) for each in (q, k))
         attended, memory = memory.attend(q, k, v, depth, context, self.operations)
         attended = attended.reshape(*x.shape[:2], -1)
         out = linear(self.operations, attended, outward)

@@ -12,7 +12,7 @@ from typing import Any
 
 from dreamer_jax.config.models.huginn import HuginnConfig
 from dreamer_jax.errors import UserError
-from dreamer_jax.export.json_values import flag, number, rope_base, whole
+from dreamer_jax.export.json_values import LLAMA3, flag, number, rotation, whole
 
 SIZES = {
     "mean_recurrence": ("depth", 32),
@@ -76,8 +76,12 @@ def read_model(path: Path, content: Mapping[str, Any], pre_norm: bool, run: Mapp
         "queries": "bias" if biased else "plain",
         "tied_head": flag(path, content, "tie_embeddings", True),
         "norm_epsilon": number(path, content, "norm_eps", 1e-6),
-        "rope_base": rope_base(path, content) if pre_norm else number(path, content, "rope_base", 50_000.0),
     }
+    if pre_norm:
+        model["rope_base"], scaling = rotation(path, content)
+        model |= scaling
+    else:
+        model["rope_base"] = number(path, content, "rope_base", 50_000.0)
     if biased and model["kv_heads"] != heads:
         raise UserError(f"{path}: qk_bias with {model['kv_heads']} key heads for {heads} query heads can't be computed")
     return model | _scales(path, content, model["hidden_size"], run)
@@ -107,7 +111,7 @@ def write_model(model: HuginnConfig) -> dict[str, Any]:
         "qk_bias": model.queries == "bias",
         "norm_eps": model.norm_epsilon,
         "rope_base": model.rope_base,
-        **({"rope_theta": model.rope_base} if model.form == "pre_norm" else {}),
+        **(_rotation(model) if model.form == "pre_norm" else {}),
         "effective_expected_depth": passed,
         "init_values": {
             "std": std / scale,
@@ -120,6 +124,12 @@ def write_model(model: HuginnConfig) -> dict[str, Any]:
     }
 
 
+def _rotation(model: HuginnConfig) -> dict[str, Any]:
+    """The keys that only retrofitted models have."""
+    scaling = {"rope_type": "llama3", **{key: getattr(model, ours) for ours, key in LLAMA3.items()}}
+    return {"rope_theta": model.rope_base, **({"rope_scaling": scaling} if model.rope_scaling else {})}
+
+
 def check_expressible(model: HuginnConfig) -> None:
     """Raises UserError, naming the setting, for a model that these keys and tensors can't say."""
     sandwich = model.form == "sandwich"
@@ -130,6 +140,7 @@ def check_expressible(model: HuginnConfig) -> None:
         f"kv_heads {model.kv_heads} other than model.heads {model.heads} with model.queries bias": (
             model.queries == "bias" and model.kv_heads != model.heads
         ),
+        f"rope_factor {model.rope_factor:g} with model.form {model.form}": bool(model.rope_scaling) and sandwich,
         f"head_size {model.head_size} other than hidden_size / heads": (
             model.head_size * model.heads != model.hidden_size
         ),

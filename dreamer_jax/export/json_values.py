@@ -10,6 +10,13 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.export.form import LARGEST_SIZE, MOST_LAYERS
 
 LARGEST = 1e30
+LLAMA3 = {
+    "rope_factor": "factor",
+    "rope_low": "low_freq_factor",
+    "rope_high": "high_freq_factor",
+    "rope_length": "original_max_position_embeddings",
+}
+"""Our setting -> the key of rope_scaling, of its type llama3."""
 
 
 def whole(path: Path, content: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -42,18 +49,34 @@ def flag(path: Path, content: Mapping[str, Any], key: str, default: bool) -> boo
 
 
 def rope_base(path: Path, content: Mapping[str, Any]) -> float:
-    """The base of unscaled rotations, as earlier and later versions of transformers write it.
+    """The base of unscaled rotations; see `rotation`.
 
     Raises:
         UserError: it is missing, or the rotations are scaled.
     """
+    base, scaling = rotation(path, content)
+    if scaling:
+        raise UserError(f"{path}: rope_scaling is of type 'llama3'; only unscaled rotations can be computed here")
+    return base
+
+
+def rotation(path: Path, content: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+    """The base of rotations and the settings of their scaling, which are empty for none, as earlier and later versions
+    of transformers write them.
+
+    Raises:
+        UserError: a number is missing, or the rotations are scaled in another way.
+    """
     # As transformers reads them: rope_scaling counts in place of rope_parameters, and what either says before the rest.
     rope: Any = content.get("rope_scaling") or content.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
-    if kind != "default":
-        raise UserError(f"{path}: rope_scaling is of type {kind!r}; only unscaled rotations can be computed")
-    base = rope.get("rope_theta", content.get("rope_theta"))
-    return number(path, {"rope_theta": base}, "rope_theta")
+    if kind not in ("default", "llama3"):
+        raise UserError(f"{path}: rope_scaling is of type {kind!r}; only llama3 and unscaled rotations can be computed")
+    base = number(path, {"rope_theta": rope.get("rope_theta", content.get("rope_theta"))}, "rope_theta")
+    if kind == "default":
+        return base, {}
+    read = {"rope_length": whole}
+    return base, {ours: read.get(ours, number)(path, rope, key) for ours, key in LLAMA3.items()}
 
 
 def _value(path: Path, content: Mapping[str, Any], key: str, default: Any) -> Any:

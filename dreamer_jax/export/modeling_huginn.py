@@ -53,13 +53,18 @@ class HuginnConfig(PretrainedConfig):
         norm_eps=1e-6,
         rope_base=50_000.0,
         rope_theta=None,
+        rope_scaling=None,
+        rope_parameters=None,
         init_values=None,
         **others,
     ):
-        own = {name: value for name, value in locals().items() if name not in ("self", "others", "__class__")}
+        apart = ("self", "others", "__class__", "rope_scaling", "rope_parameters")
+        own = {name: value for name, value in locals().items() if name not in apart}
         super().__init__(**{**others, "tie_word_embeddings": False})  # it has no effect: tie_embeddings decides
         for name, value in own.items():
             setattr(self, name, value)
+        if scaling := rope_scaling or rope_parameters:  # the latter is what transformers 5 writes
+            self.rope_parameters = {"rope_theta": rope_theta, **scaling}
         self.num_key_value_heads = num_key_value_heads or n_heads
         self.padded_vocab_size = padded_vocab_size or vocab_size
         std, core = (2 / (5 * n_embd)) ** 0.5, n_layers_in_recurrent_block * mean_recurrence
@@ -422,10 +427,16 @@ class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
         return (place - starts)[:, held:], mask
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin) [B, S, 1, d/2] float32."""
+        """(cos, sin) [B, S, 1, d/2] float32; with scaled rotations as Llama 3.1 turns for longer texts."""
         config = self.config
         half, base = config.n_embd // config.n_heads // 2, config.rope_theta or config.rope_base
         frequency = base ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
+        scaling = getattr(config, "rope_parameters", None) or {}
+        if scaling.get("rope_type") == "llama3":
+            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            turns = frequency * scaling["original_max_position_embeddings"] / (2 * math.pi)
+            stays = ((turns - low) / (high - low)).clamp(0, 1)
+            frequency = frequency * (stays + (1 - stays) / scaling["factor"])
         angle = positions[:, :, None, None].float() * frequency
         return angle.cos(), angle.sin()
 

@@ -12,6 +12,7 @@ vocabulary, n heads, d head size.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -42,6 +43,10 @@ class RecursiveConfig(PretrainedConfig):
         head_size=32,
         mlp_size=384,
         rope_base=10_000.0,
+        rope_factor=1.0,
+        rope_low=1.0,
+        rope_high=4.0,
+        rope_length=8192,
         form="pre_norm",
         queries="plain",
         norm_epsilon=1e-6,
@@ -155,10 +160,14 @@ def linear(x: Tensor, weight: Tensor, low: dict[str, Tensor] | None = None) -> T
     return found if low is None else found + (x @ low["down"].to(x.dtype)) @ low["up"].to(x.dtype)
 
 
-def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """[B, heads, S, d], rotated in halves by positions [B or 1, S]."""
+def rotate(x: Tensor, positions: Tensor, config: Any) -> Tensor:
+    """[B, heads, S, d], rotated in halves by positions [B or 1, S]; with `rope_factor` as Llama 3.1 does for longer
+    texts."""
     half = x.shape[-1] // 2
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    frequency = config.rope_base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    turns = frequency * config.rope_length / (2 * math.pi)
+    stays = ((turns - config.rope_low) / (config.rope_high - config.rope_low)).clamp(0, 1)
+    frequency = frequency * (stays + (1 - stays) / config.rope_factor)
     angle = positions[:, None, :, None].float() * frequency
     first, second = x.float().chunk(2, -1)
     turned = first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()
@@ -352,7 +361,7 @@ class RecursiveForCausalLM(PreTrainedModel, GenerationMixin):
         if c.queries == "head_norm":
             q, k = self.norm(q, w["q_norm"]["scale"]), self.norm(k, w["k_norm"]["scale"])
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        q, k = rotate(q, positions, c.rope_base), rotate(k, positions, c.rope_base)
+        q, k = rotate(q, positions, c), rotate(k, positions, c)
         if cache is not None:
             k, v = cache.update(k, v, place)
         k, v = (part.repeat_interleave(c.heads // c.kv_heads, 1) for part in (k, v))

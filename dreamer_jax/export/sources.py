@@ -15,7 +15,7 @@ import numpy as np
 
 from dreamer_jax.errors import UserError
 from dreamer_jax.export.form import dtype_of
-from dreamer_jax.export.json_values import flag, number, refuse_other_layers, rope_base, whole
+from dreamer_jax.export.json_values import flag, number, refuse_other_layers, rotation, whole
 from dreamer_jax.runs.safetensors_files import Stored, open_tensors, read_json
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -82,6 +82,7 @@ class Source:
         kind: what its layers are.
         layers, hidden_size, vocab_size, heads, kv_heads, head_size, mlp_size: sizes, as the families name them.
         rope_base, norm_epsilon: likewise.
+        rope_scaling: the settings of scaled rotations; empty for unscaled ones.
         tied_head: whether the head is the embedding.
         length: tokens of its longest context, at most `ROW_LENGTH`.
         dtype: "bfloat16" or "float32", of its matrices.
@@ -98,6 +99,7 @@ class Source:
     head_size: int
     mlp_size: int
     rope_base: float
+    rope_scaling: Mapping[str, float]
     norm_epsilon: float
     tied_head: bool
     length: int
@@ -108,7 +110,7 @@ class Source:
         """What a model of its layers says in the section `model`, whatever its family."""
         names = ("hidden_size", "vocab_size", "heads", "kv_heads", "head_size", "mlp_size", "rope_base")
         names += ("norm_epsilon", "tied_head")
-        its = {name: getattr(self, name) for name in names}
+        its = {name: getattr(self, name) for name in names} | dict(self.rope_scaling)
         return {"form": self.kind.form, "queries": self.kind.queries, **its}
 
     def layer(self, number: int) -> dict[str, Any]:
@@ -177,7 +179,7 @@ def read_source(folder: Path) -> Source:
         whole(path, content, "num_key_value_heads", heads),
         whole(path, content, "head_dim", size),
         whole(path, content, "intermediate_size"),
-        rope_base(path, content if "rope_theta" in {*content, *rope} else {**content, "rope_theta": kind.rope_base}),
+        *rotation(path, content if "rope_theta" in {*content, *rope} else {**content, "rope_theta": kind.rope_base}),
         number(path, content, "rms_norm_eps", kind.epsilon),
         flag(path, content, "tie_word_embeddings", False),
         min(whole(path, content, "max_position_embeddings", ROW_LENGTH), ROW_LENGTH),

@@ -95,7 +95,9 @@ class Huginn(Family):
         passed = c.prelude_layers + c.core_layers * c.depth + c.coda_layers
         draw, out = truncated_normal(self.std), truncated_normal(self.std / (2 * passed) ** 0.5)
         sizes = c.hidden_size, c.heads, c.kv_heads, c.head_size, c.rope_base
-        attention = SelfAttention(self.operations, *sizes, draw, out, c.queries, c.norm_epsilon, parent=None)
+        attention = SelfAttention(
+            self.operations, *sizes, draw, out, c.queries, c.norm_epsilon, 0, c.rope_scaling, parent=None
+        )
         feed_forward = FeedForward(self.operations, c.hidden_size, c.mlp_size, draw, out, out, parent=None)
         return Layer(attention, feed_forward, c.form, c.norm_epsilon, parent=None)
 

@@ -110,7 +110,9 @@ class Recursive(Family):
     def _layer(self, rank: int) -> Layer:
         c, draw = self.config, normal(self.config.init_std)
         sizes = c.hidden_size, c.heads, c.kv_heads, c.head_size, c.rope_base
-        attention = SelfAttention(self.operations, *sizes, draw, draw, c.queries, c.norm_epsilon, rank, parent=None)
+        attention = SelfAttention(
+            self.operations, *sizes, draw, draw, c.queries, c.norm_epsilon, rank, c.rope_scaling, parent=None
+        )
         feed_forward = FeedForward(self.operations, c.hidden_size, c.mlp_size, draw, draw, draw, rank, parent=None)
         return Layer(attention, feed_forward, c.form, c.norm_epsilon, parent=None)
 

@@ -144,6 +144,8 @@ HUGINN = {
         state_std=0.0087,
         norm_epsilon=1e-5,
         rope_base=1000.0,
+        rope_factor=8.0,
+        rope_length=16,
     ),
 }
 

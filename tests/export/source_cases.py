@@ -38,6 +38,16 @@ def llama_tensors(layers=6, equal=False):
     return tensors | {"lm_head.weight": rng.normal(size=(11, 8)).astype(np.float32)}
 
 
+ROTATIONS = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
 def transformers_model(kind):
     transformers = pytest.importorskip("transformers", reason=WHY_SKIPPED)
     torch = pytest.importorskip("torch", reason=WHY_SKIPPED)
@@ -53,6 +63,9 @@ def transformers_model(kind):
         "initializer_range": 0.2,
     }
     sizes |= {"Qwen3": {"head_dim": 6, "tie_word_embeddings": True}}.get(kind, {})
+    if kind == "Llama":  # with rotations as those of Llama 3.2: of two pairs one is slower, the other half-way
+        sizes["rope_scaling" if int(transformers.__version__.split(".")[0]) < 5 else "rope_parameters"] = ROTATIONS
+        sizes["rope_theta"] = ROTATIONS["rope_theta"]
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

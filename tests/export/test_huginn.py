@@ -241,8 +241,10 @@ def test_settings_that_cannot_be_computed_are_refused(copy, tmp_path, capsys, ch
 
 def test_scaled_rotations_are_refused(tmp_path: Path, capsys) -> None:
     folder = write(huginn_run(tmp_path / "run", HUGINN["llama"]), tmp_path / "folder")
+    change(folder, rope_scaling={"rope_type": "yarn", "factor": 8.0})
+    refused(folder, tmp_path, capsys, "rope_scaling is of type 'yarn'")
     change(folder, rope_scaling={"rope_type": "llama3", "factor": 8.0})
-    refused(folder, tmp_path, capsys, "rope_scaling is of type 'llama3'")
+    refused(folder, tmp_path, capsys, "low_freq_factor is missing")
     change(folder, rope_scaling=None, rope_theta=None)
     refused(folder, tmp_path, capsys, "rope_theta is missing")
 

@@ -158,6 +158,8 @@ def test_fine_tuning_saving_and_the_way_back(folder: Path, run: Path, tmp_path: 
     states = torch.tensor(huginn_sides.initial_states(before.config.model, 9))[None]
     logits = model.eval()(TOKENS, input_states=states).logits.detach()
     np.testing.assert_allclose(logits, dreamer_jax.load(tmp_path / "tuned").logits(TOKENS.numpy()), atol=1e-3)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", trust_remote_code=True)
+    np.testing.assert_array_equal(again.eval()(TOKENS, input_states=states).logits.detach(), logits)
 
 
 def test_checkpointing_changes_no_gradient(loaded) -> None:

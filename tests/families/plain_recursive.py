@@ -148,11 +148,24 @@ class PlainRecursive:
         return np.concatenate(out)
 
     def turned(self, x: Any, position: int) -> Any:
-        """RoPE as complex numbers."""
-        half = x.shape[-1] // 2
-        angles = position * self.config.rope_base ** (-np.arange(half) / half)
+        """RoPE as complex numbers, with its frequencies as transformers' `llama3` has them."""
+        c, half = self.config, x.shape[-1] // 2
+        angles = position * c.rope_base ** (-np.arange(half) / half)
+        if c.rope_factor != 1:
+            angles = position * np.array([scaled(f, c) for f in c.rope_base ** (-np.arange(half) / half)])
         pairs = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
         return np.concatenate([pairs.real, pairs.imag], -1)
+
+
+def scaled(frequency: float, config: Any) -> float:
+    """By wavelengths: long ones grow by the factor, short ones stay, and between it goes over."""
+    wavelength = 2 * np.pi / frequency
+    if wavelength > config.rope_length / config.rope_low:
+        return frequency / config.rope_factor
+    if wavelength < config.rope_length / config.rope_high:
+        return frequency
+    smooth = (config.rope_length / wavelength - config.rope_low) / (config.rope_high - config.rope_low)
+    return (1 - smooth) * frequency / config.rope_factor + smooth * frequency
 
 
 def at(tree: Any, index: Any) -> Any:

@@ -44,7 +44,9 @@ TINY = RecursiveConfig(
 _TWICE = dataclasses.replace(TINY, depth=2, exit_weight=0.0)
 FORMS = {
     "cycle": TINY,
-    "sequence": dataclasses.replace(_TWICE, sharing="sequence", queries="head_norm"),
+    "sequence": dataclasses.replace(
+        _TWICE, sharing="sequence", queries="head_norm", rope_factor=8.0, rope_low=0.3, rope_high=1.5, rope_length=12
+    ),
     "middle_cycle": dataclasses.replace(_TWICE, sharing="middle_cycle", form="branch_norm", queries="norm"),
     "plain": dataclasses.replace(_TWICE, rank=0, share_norms=True, tied_head=True),
 }
@@ -308,6 +310,8 @@ def test_both_counters_agree(form):
         ({"kv_heads": 3}, "3 does not divide"),
         ({"head_size": 7}, "7 is odd"),
         ({"rank": -1}, "too small"),
+        ({"rope_factor": 0.0}, "too small"),
+        ({"rope_low": 4.0}, "model.rope_low: 4 is not below model.rope_high"),
         ({"exit_confidence": 1.5}, "1.5 is no probability"),
         ({"sharing": "middle_cycle"}, "model.exit_weight: reads the head after every loop.* use cycle"),
         ({"sharing": "sequence", "exit_weight": 0.0, "exit_change": 0.1}, "model.exit_change: compares loops"),

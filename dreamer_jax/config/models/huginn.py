@@ -43,6 +43,14 @@ class HuginnConfig:
     """F: intermediate size of the feed-forward networks."""
     rope_base: float = 50_000.0
     """RoPE base over the positions of the sequence."""
+    rope_factor: float = 1.0
+    """How many times more slowly the slow pairs of RoPE turn, as of Llama 3.1 to 3.3 for longer texts; 1: none."""
+    rope_low: float = 1.0
+    """Slow are pairs that turn at most so many times in `rope_length` positions."""
+    rope_high: float = 4.0
+    """Pairs that turn at least so many times there stay as they are; those between turn a little more slowly."""
+    rope_length: int = 8192
+    """Positions of the texts before they became longer."""
     form: Form = "sandwich"
     """Norms of a layer: N(x + f(N(x))) (Huginn), x + f(N(x)) (Llama) or x + N(f(x)) (OLMo 2)."""
     queries: Queries = "bias"
@@ -87,6 +95,11 @@ class HuginnConfig:
         return self.mlp_size
 
     @property
+    def rope_scaling(self) -> tuple[float, ...]:
+        """Of frequencies, as `blocks/positions.py` takes it; () for none."""
+        return (self.rope_factor, self.rope_low, self.rope_high, self.rope_length) if self.rope_factor != 1 else ()
+
+    @property
     def summary(self) -> str:
         """One line on the model."""
         layers = f"{self.prelude_layers}+{self.core_layers}+{self.coda_layers} layers"
@@ -109,6 +122,7 @@ class HuginnConfig:
             "model.head_size",
             f"{self.head_size} is odd; RoPE rotates pairs, so use an even number",
         )
+        require(self.rope_low < self.rope_high, "model.rope_low", f"{self.rope_low:g} is not below model.rope_high")
         ring(self.cache, self.core_layers)
 
 

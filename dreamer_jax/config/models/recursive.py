@@ -44,6 +44,14 @@ class RecursiveConfig:
     """F: intermediate size of the feed-forward networks."""
     rope_base: float = 10_000.0
     """RoPE base over the positions of the sequence."""
+    rope_factor: float = 1.0
+    """How many times more slowly the slow pairs of RoPE turn, as of Llama 3.1 to 3.3 for longer texts; 1: none."""
+    rope_low: float = 1.0
+    """Slow are pairs that turn at most so many times in `rope_length` positions."""
+    rope_high: float = 4.0
+    """Pairs that turn at least so many times there stay as they are; those between turn a little more slowly."""
+    rope_length: int = 8192
+    """Positions of the texts before they became longer."""
     form: Literal["pre_norm", "branch_norm"] = "pre_norm"
     """Norms of a layer: x + f(N(x)) (Llama, Qwen3) or x + N(f(x)) (OLMo 2)."""
     queries: Literal["plain", "head_norm", "norm"] = "plain"
@@ -88,6 +96,11 @@ class RecursiveConfig:
         return 0 if self.rank or self.in_place else self.mlp_size
 
     @property
+    def rope_scaling(self) -> tuple[float, ...]:
+        """Of frequencies, as `blocks/positions.py` takes it; () for none."""
+        return (self.rope_factor, self.rope_low, self.rope_high, self.rope_length) if self.rope_factor != 1 else ()
+
+    @property
     def summary(self) -> str:
         """One line on the model."""
         relaxed = f", LoRA of rank {self.rank}" if self.rank else ""
@@ -108,6 +121,7 @@ class RecursiveConfig:
             "model.head_size",
             f"{self.head_size} is odd; RoPE rotates pairs, so use an even number",
         )
+        require(self.rope_low < self.rope_high, "model.rope_low", f"{self.rope_low:g} is not below model.rope_high")
         require(
             self.exit_confidence <= 1,
             "model.exit_confidence",
