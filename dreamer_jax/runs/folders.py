@@ -33,6 +33,8 @@ CHANGEABLE = (
     "run.dir",
 )
 """Keys that may change when a run is resumed: they don't alter what a step computes."""
+PLACES = ("data.path", "data.heldout_path", "data.mixture", "data.knowledge", "data.tokenizer")
+"""Keys that say where files lie; fingerprints say whether they are the same."""
 
 SCHEDULE = ("training.schedule", "training.cooldown_steps", "training.learning_rate_floor", "training.steps")
 ALLOWED = {"learning_rate": ("training.learning_rate", "training.warmup_steps", *SCHEDULE), "depth": ("model.depth",)}
@@ -236,9 +238,9 @@ def _refuse_other(place: epath.Path, before: Config, now: Config) -> None:
 
 
 def _refuse_edited(place: epath.Path, trained: Config, now: Config) -> None:
-    """Of a run whose config.yaml was edited: its newest checkpoint says what was trained. What `checkpoint.allow` names
-    may differ from that, since config.yaml says it from the start on that allowed it."""
-    free = (*CHANGEABLE, *(key for keys in ALLOWED.values() for key in keys))
+    """Of a run whose config.yaml was edited: its newest checkpoint says what was trained. Files may have been moved. What
+    `checkpoint.allow` names may differ too, since config.yaml says it from the start on that allowed it."""
+    free = (*CHANGEABLE, *PLACES, "training.initial_weights", *(key for keys in ALLOWED.values() for key in keys))
     if changed := [line for line in difference(trained, now) if not _about(line, free)]:
         raise UserError(
             f"{place}: config.yaml was edited, and isn't of the run that its newest checkpoint holds:\n  "

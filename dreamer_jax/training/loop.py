@@ -23,7 +23,7 @@ from dreamer_jax.families.checking import check_logged
 from dreamer_jax.parallel import batch_spec, make_mesh
 from dreamer_jax.parallel.distributed import is_primary, largest, others_than_the_first, place_rows, rows_of_devices
 from dreamer_jax.runs.checkpoints import Checkpoints
-from dreamer_jax.runs.folders import RunFolder, open_run, save_configuration, write_atomically
+from dreamer_jax.runs.folders import PLACES, RunFolder, open_run, save_configuration, write_atomically
 from dreamer_jax.runs.metrics import MetricsWriter, newest_values, read_metrics
 from dreamer_jax.runs.state import TrainState
 from dreamer_jax.training import metrics as measure
@@ -130,8 +130,9 @@ def _check_alike(config: Config, data: Data) -> None:
     """Each process updates its part of the weights and reads rows of its own by one plan, so all of them must have the
     same settings, but for where files lie, and have read the same files."""
     settings = dataclasses.asdict(config)
-    for place in ("path", "heldout_path", "mixture", "knowledge", "tokenizer"):
-        del settings["data"][place]
+    for place in PLACES:
+        section, _, key = place.partition(".")
+        del settings[section][key]
     if others := others_than_the_first(repr(settings)):
         numbers = ", ".join(map(str, others))
         raise UserError(

@@ -56,7 +56,13 @@ def test_an_edited_configuration_is_not_what_was_trained(tmp_path):
 
     now = begun()
     open_run(now)
-    for same in ({}, {"training__learning_rate": 0.5}, {"model__depth": 3}, {"training__steps": 99}):
+    for same in (
+        {},
+        {"training__learning_rate": 0.5},
+        {"model__depth": 3},
+        {"training__steps": 99},
+        {"data__path": "moved"},
+    ):
         open_run(now, recorded=lambda _, its=same: begun(**its).config)
     with pytest.raises(
         UserError, match=r"config.yaml was edited[^$]*model.sa_rope_base: 77.0 -> [^$]*Put the old values"
