@@ -238,8 +238,8 @@ def _refuse_other(place: epath.Path, before: Config, now: Config) -> None:
 
 
 def _refuse_edited(place: epath.Path, trained: Config, now: Config) -> None:
-    """Of a run whose config.yaml was edited: its newest checkpoint says what was trained. Files may have been moved. What
-    `checkpoint.allow` names may differ too, since config.yaml says it from the start on that allowed it."""
+    """Of a run whose config.yaml was edited: its newest checkpoint says what was trained. Files may have been moved.
+    What `checkpoint.allow` names may differ too, since config.yaml says it from the start on that allowed it."""
     free = (*CHANGEABLE, *PLACES, "training.initial_weights", *(key for keys in ALLOWED.values() for key in keys))
     if changed := [line for line in difference(trained, now) if not _about(line, free)]:
         raise UserError(
