@@ -16,7 +16,7 @@ BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
 _LEAF = re.compile(r"([a-z]+\d*\w*)\[([\d,<= ]*)\](?:\{([^}]*)\})?")
 _TILE = re.compile(r"T\(([\d,]+)\)")
 _SPACE = re.compile(r"S\((\d+)\)")
-_NAME = re.compile(r"%([\w.\-]+)")
+_NAME = re.compile(r"%([\w.\-]+(?:#\d+)?)")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = ")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%[\w.\-]+)")
@@ -125,6 +125,7 @@ def parse_program(text: str) -> Program:
         ValueError: it has no entry computation.
     """
     computations: dict[str, Computation] = {}
+    known: dict[str, Instruction] = {}
     entry, current = "", None
     for line in _whole_lines(text):
         if line == "}":
@@ -133,11 +134,12 @@ def parse_program(text: str) -> Program:
             header = _HEADER.match(line)
             if header:
                 current = computations[header[2]] = Computation(header[2])
-                entry = current.name if header[1] else entry
+                entry, known = current.name if header[1] else entry, {}
         else:
             instruction = _instruction(line)
-            if instruction:
-                current.instructions.append(instruction)
+            for each in [*_elements(instruction, known), instruction] if instruction else []:
+                known[each.name] = each
+                current.instructions.append(each)
     if not entry:
         raise ValueError("the text has no ENTRY computation; is it that of a compiled HLO module?")
     return Program(computations, entry)
@@ -194,6 +196,16 @@ def _instruction(line: str) -> Instruction | None:
         operands = ()
         return Instruction(head[2], shape, rest[:open_at], operands, rest[open_at:], bool(head[1]))
     return Instruction(head[2], shape, rest[:open_at], operands, rest[close_at + 1 :], bool(head[1]))
+
+
+def _elements(instruction: Instruction, known: dict[str, Instruction]) -> Iterator[Instruction]:
+    """What newer compilers write as operands `%x#2`, element 2 of a tuple, as instructions of their own, which earlier
+    ones write: those that aren't among the known ones of the computation yet."""
+    for name in dict.fromkeys(instruction.operands):
+        whole, hash_mark, index = name.rpartition("#")
+        if hash_mark and name not in known and whole in known:
+            shape = elements_of(known[whole].shape)[int(index)]
+            yield Instruction(name, shape, "get-tuple-element", (whole,), f", index={index}", False)
 
 
 def _closing(text: str, start: int) -> int:
