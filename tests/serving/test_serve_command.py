@@ -90,7 +90,7 @@ def test_offers_that_are_none(started, word, said, capsys):
 
 def test_a_context_that_has_no_room_for_an_answer(started, capsys):
     assert main(["serve", "runs/x", "--port", "0", "--context", "1"]) == 2
-    assert "--context 1: must be 2 or more" in capsys.readouterr().err and "model" not in started
+    assert "--context 1: must be 2 or more" in capsys.readouterr().err and "run" not in started
 
 
 def test_options(started, tmp_path, capsys):
