@@ -58,7 +58,25 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items):
     """The longest files first, so that no process is left with one of them at the end of a parallel run."""
+    mark_cases(items)
     items.sort(key=lambda item: item.path.stem not in LONGEST)
+
+
+def mark_cases(items):
+    """What `slow_but` says of the cases of a test: a word is the name of one, or else a part of several names."""
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("slow_but"):
+            cases.setdefault(item.nodeid.partition("[")[0], {})[item.callspec.id] = item
+    for test, its in cases.items():
+        quick = set()
+        for word in next(iter(its.values())).get_closest_marker("slow_but").args:
+            meant = {word} & its.keys() or {name for name in its if word in name}
+            if not meant and len(its) > 1:  # one alone was asked for by its name
+                raise pytest.UsageError(f"{test}: slow_but names {word!r}, which no case has in its name")
+            quick |= meant
+        for name in its.keys() - quick:
+            its[name].add_marker("slow")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -100,7 +100,8 @@ def test_generates_from_texts_and_tokens(run, model):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-@pytest.mark.parametrize(("kind", "more"), [(np.int64, 3), pytest.param(jax.numpy.int32, -1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "more"), [(np.int64, 3), (jax.numpy.int32, -1)])
 def test_depths_of_numpy_and_jax_count_as_pythons(model, kind, more):
     """Above and below the trained depth, whichever comes first."""
     tokens, depth = [model.encode(TEXTS[0])], model.family.depth + more
@@ -116,6 +117,7 @@ def test_depths_of_numpy_and_jax_count_as_pythons(model, kind, more):
         forward(model.family, model.params, model.model_state, BATCH, kind(0))
 
 
+@pytest.mark.slow
 def test_a_string_stands_for_a_list_of_one(model):
     long = model.generate(TEXTS, 12, temperature=3.0, seed=4)
     stop = long[0].text[2:4]
@@ -125,6 +127,7 @@ def test_a_string_stands_for_a_list_of_one(model):
     np.testing.assert_array_equal(model.embed(TEXTS[0]), model.embed(TEXTS[:1]))
 
 
+@pytest.mark.slow
 def test_a_mesh_as_jax_makes_it(run, model):
     """Whose axes are explicit by default."""
     shared = dreamer_jax.load(run, mesh=jax.make_mesh((2,), ("data",)))
@@ -143,6 +146,7 @@ def test_a_checkpoint_and_a_precision(run, model):
     np.testing.assert_allclose(found, expected, atol=0.05 * float(np.abs(expected).max()))
 
 
+@pytest.mark.slow
 def test_an_exported_folder_is_the_run_it_came_from(exported, model):
     found = dreamer_jax.load(exported)
     jax.tree.map(np.testing.assert_array_equal, (found.params, found.model_state), (model.params, model.model_state))
@@ -201,6 +205,7 @@ def test_what_can_not_be_asked(model, run):
         dreamer_jax.load(run, step=8)
 
 
+@pytest.mark.slow
 def test_states_to_start_from():
     """A number multiplies the model's own draw, an array takes its place; the dreamer of the run has no draw."""
     config = Config(TINY_MODELS["huginn"])

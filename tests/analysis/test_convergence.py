@@ -111,6 +111,7 @@ def test_equal_to_numpy(params):
     np.testing.assert_allclose(sums["lens_loss"], losses.sum(axis=(1, 2)), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_eight_devices_and_batches_add_up(params):
     parts = [make_batch(TINY, seed) for seed in range(3)]
     batch = {name: np.concatenate([part[name] for part in parts])[:8] for name in parts[0]}
@@ -149,6 +150,7 @@ def test_other_families_get_nothing_of_it():
     assert "convergence" not in summary and "entropy" not in summary["lens"]
 
 
+@pytest.mark.slow
 def test_a_first_state_of_zero_has_no_direction():
     """AlgoFormer with model.inject add starts from one: nothing is 1e29 times as far from it."""
     config = dataclasses.replace(TINY_MODELS["algoformer"], inject="add")

@@ -54,6 +54,7 @@ def observed(batch):
     return lambda params: summarise(GRAPH, add(None, observer(params, {}, batch)), {})
 
 
+@pytest.mark.slow
 def test_what_is_reached_is_what_differs(observed, batch):
     """Against two passes in NumPy; the mask lets nothing pass the diagonal, and news gets about as far as it may."""
     params = changed(drawn_params(GRAPH), "core.gate.bias", 1e4)

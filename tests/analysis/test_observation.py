@@ -75,6 +75,7 @@ def assert_equal(actual: Any, expected: Any, tokens: int) -> None:
 CASES = "LA/parallel_attention", "LA+DA/sequential", "DR/parallel", "DR+DA/parallel_attention", "DR+DA/sequential"
 
 
+@pytest.mark.slow_but("DR+DA/parallel_attention", "LA+DA")
 @pytest.mark.parametrize("case", CASES)
 def test_equal_to_brute_force(case):
     config = small_config(*case.split("/"))
@@ -92,6 +93,7 @@ def test_equal_to_brute_force(case):
     assert_equal(sums, expected, tokens)
 
 
+@pytest.mark.slow_but("DR")
 @pytest.mark.parametrize("variant", ["LA", "DR"])
 def test_slots_that_are_read(variant):
     """By depth, head and slot; and which text is read most."""

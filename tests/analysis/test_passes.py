@@ -13,7 +13,6 @@ import pytest
 from dreamer_jax.analysis.passes import answers, counted, depths_needed, look, summarise_pass
 from dreamer_jax.families import build, forward
 from dreamer_jax.studies.depths import usual_depths
-from tests.analysis.test_spectrum import slow_but
 from tests.families.cases import TINY_MODELS, drawn_params, small_config
 from tests.families.puzzle_cases import puzzles
 from tests.training.cases import random_batch
@@ -64,7 +63,8 @@ def test_norms_and_changes_are_those_of_the_states():
     np.testing.assert_allclose(summary["residual_tail"], np.quantile(expected[:, real], 0.9, axis=1), rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", slow_but("universal", "depth_recurrent"))
+@pytest.mark.slow_but("universal", "depth_recurrent")
+@pytest.mark.parametrize("name", TINY_MODELS)
 def test_a_pass_of_every_family(name):
     """Read out after its last depth it answers as the model does, of a depth that is compiled in; counts are whole."""
     config = TINY_MODELS[name]

@@ -19,6 +19,7 @@ from tests.analysis.cases import CONFIG
 from tests.training.cases import random_batch, tiny_config
 
 
+@pytest.mark.slow
 def test_samples_the_first_row_of_every_device():
     config = tiny_config(mesh__data=(4,))
     mesh = make_mesh(config.mesh, jax.devices()[:4])

@@ -157,12 +157,8 @@ def whole_jacobians(family: Family, params: Any, model_state: Any, batch: Any, t
     return found
 
 
-def slow_but(*quick: str) -> list[Any]:
-    """All families; those that aren't named with `-m slow`."""
-    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in TINY_MODELS]
-
-
-@pytest.mark.parametrize("name", slow_but("universal"))
+@pytest.mark.slow_but("universal")
+@pytest.mark.parametrize("name", TINY_MODELS)
 def test_it_is_that_of_the_whole_jacobian_for_every_family(name):
     """As close as power iteration comes where the largest eigenvalues are close to one another; with half of the
     products it can be 5 % off, if it starts with a vector that has little of the largest."""

@@ -135,6 +135,7 @@ def test_a_model_with_weights_by_depth_goes_no_deeper():
     assert found["depth"] == 3 and all(len(token["norm"]) == 4 for token in found["tokens"])
 
 
+@pytest.mark.slow
 def test_command(tmp_path, capsys, monkeypatch):
     draw_without_files(monkeypatch)
     run = make_run(tmp_path / "huginn", model=HUGINN)

@@ -62,6 +62,7 @@ def bench(run, *words):
     return code, json.loads(open(path).read()) if code == 0 else {}
 
 
+@pytest.mark.slow
 def test_a_setting_that_does_not_fit_is_left_out_and_named(run, capsys, monkeypatch, tmp_path):
     """The others are measured; of a figure's points only those that every batch size has are drawn. Without full depth
     there is nothing to compare with, and one line says so."""

@@ -60,6 +60,7 @@ def rows_in_pages(table: jax.Array | None, memory: Any) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in apart]
 
 
+@pytest.mark.slow_but("-pages", "slots-flat", "full")
 @pytest.mark.parametrize("own_depths", [False, True])
 @pytest.mark.parametrize(
     ("name", "form"),

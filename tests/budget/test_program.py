@@ -65,6 +65,7 @@ def models(draw, variant: Variant) -> DreamerConfig:
     )
 
 
+@pytest.mark.slow_but("LA+DA", "DR")
 @pytest.mark.parametrize("variant", get_args(Variant))
 @settings(max_examples=5)
 @given(data=st.data())

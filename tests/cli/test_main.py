@@ -235,6 +235,7 @@ def test_family_module_is_handed_to_children(monkeypatch: pytest.MonkeyPatch, tm
             assert seen == [[]] and os.environ[VARIABLE] == left
 
 
+@pytest.mark.slow  # tests/end_to_end/test_outside_family.py trains one
 def test_a_family_from_outside_through_the_process(tmp_path: Path) -> None:
     empty = tmp_path / "empty.yaml"
     empty.write_text("")

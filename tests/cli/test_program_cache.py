@@ -70,6 +70,7 @@ def test_where_nothing_can_be_written_nothing_is_kept(caches: Path, monkeypatch:
     assert program_cache.settings() == {}
 
 
+@pytest.mark.slow
 def test_a_damaged_program_is_compiled_again(caches: Path) -> None:
     """jax says so in a warning, and goes on."""
     value = compiled(expect_hits=False)
@@ -79,6 +80,7 @@ def test_a_damaged_program_is_compiled_again(caches: Path) -> None:
     assert process.stdout.split()[0] == value and "Error reading persistent compilation cache" in process.stderr
 
 
+@pytest.mark.slow
 def test_two_processes_may_write_at_once(caches: Path) -> None:
     both = [subprocess.Popen([sys.executable, "-c", COMPILE], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     values = {process.communicate()[0].split()[0] for process in both}

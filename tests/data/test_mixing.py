@@ -415,6 +415,7 @@ def expected_rows(data: Data, step: int) -> list[str]:
     return [hashlib.sha256(b"".join(batch[n][r].tobytes() for n in sorted(batch))).hexdigest() for r in range(B)]
 
 
+@pytest.mark.slow  # starts nine processes; tests/data/test_preparation.py has a kill, too
 def test_killed_and_resumed_with_other_numbers_of_processes(prepared: Path, tmp_path: Path) -> None:
     seen = stream(prepared / "data", tmp_path, [(1, 0.0), (4, 0.0), (2, 0.0)])
     data = open_data(config(prepared / "data"))

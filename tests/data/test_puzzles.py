@@ -44,6 +44,7 @@ def edges_of(batch) -> np.ndarray:
     return visible.transpose(0, 2, 1) & ~np.eye(16, dtype=bool)
 
 
+@pytest.mark.slow_but("leaky")
 @pytest.mark.parametrize("negatives", ["swap", "leaky"])
 def test_graphs_against_a_search(negatives: str) -> None:
     for depth in range(1, 14):
@@ -68,6 +69,7 @@ def statistics(batch) -> np.ndarray:
     return np.stack([*ends, edges.sum((1, 2)), inward.max(1), outward.max(1), (inward**2).sum(1)], axis=1)
 
 
+@pytest.mark.slow_but("5")
 @pytest.mark.parametrize("depth", [1, 5, 12])
 def test_no_look_at_degrees_tells_a_graph(depth: int) -> None:
     batch, labels, _ = cell("graph", depth, N)
@@ -128,6 +130,7 @@ def outermost(text: str) -> bool:
     return ((inside and leaf == "T") if operator == "&" else (inside or leaf == "T")) != flipped
 
 
+@pytest.mark.slow_but("8")
 @pytest.mark.parametrize("depth", [3, 8, 14])
 def test_what_a_glance_tells_of_an_expression(depth: int) -> None:
     _, labels, texts = cell("boolean", depth, N // 2)
@@ -213,6 +216,7 @@ def test_relations_are_what_they_are_called() -> None:
     assert generations(facts, "Ann") == {"Ann": (0, 0), "Bob": (1, 1), "Cara": (0, 2), "Dan": (2, 2)}
 
 
+@pytest.mark.slow_but("2-style2")
 @pytest.mark.parametrize(("depth", "style"), [(2, {}), (5, {}), (2, SHORT), (4, SHORT)])
 def test_no_count_of_words_tells_a_family(depth: int, style: dict) -> None:
     _, labels, texts = cell("family", depth, N // 2, **style)

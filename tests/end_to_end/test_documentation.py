@@ -72,11 +72,9 @@ DREAMER = sorted({command for _, command in COMMANDS if command.startswith("drea
 EXAMPLE = "looped.py"
 """The worked example of docs/add_family.md, as its commands name it."""
 SCRIPTS = sorted({command for _, command in COMMANDS if command.startswith("bash launch/")})
-COSTLY = ("dreamer train ", "dreamer bench train ")
-TRAINED = (
+COSTLY = ("dreamer train ", "dreamer bench train ", "dreamer bench generate ", "dreamer depth ")
+OFTEN = (
     "dreamer train quickstart",
-    "dreamer train gsm8k_dr_da --data.path train.jsonl --data.tokenizer tokenizer.model",
-    "dreamer bench train --config la_tiny",
     "dreamer bench train --config la_tiny --against transformers",
 )
 """The costly ones that every run of the tests goes through."""
@@ -152,8 +150,8 @@ def trained(tmp_path_factory):
 
 
 def slow_if_costly(command: str) -> Any:
-    """Every training is another program to compile: with `-m slow` but for two of them."""
-    costly = command.startswith(COSTLY) and command not in TRAINED and EXAMPLE not in command
+    """Each is another program to compile: with `-m slow` but for two of them."""
+    costly = command.startswith(COSTLY) and command not in OFTEN and EXAMPLE not in command
     return pytest.param(command, marks=[pytest.mark.slow] if costly else [])
 
 
@@ -220,6 +218,7 @@ def documented_python(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow_but("README.md", "depth.md", "huginn.md")
 @pytest.mark.parametrize("page", RUN_RUNS)
 def test_documented_python(page, workplace, trained, huginn, capsys):
     """The blocks of a page, one after the other, as in a notebook."""

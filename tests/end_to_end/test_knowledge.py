@@ -74,6 +74,7 @@ def test_files_that_exist_are_not_replaced(tmp_path: Path, capsys, taken) -> Non
     assert (tmp_path / taken).read_text() == "my only copy"
 
 
+@pytest.mark.slow
 def test_training_keeps_the_texts_and_changes_what_reads_them(folder: Path, capsys) -> None:
     """Also in a run that goes on, which doesn't ask for the file; and what is attended to decides what is said."""
     first, bank = load_run(folder / "run"), folder / "facts.safetensors"
@@ -93,6 +94,7 @@ def test_training_keeps_the_texts_and_changes_what_reads_them(folder: Path, caps
     moved.rename(bank)
 
 
+@pytest.mark.slow
 def test_other_texts(folder: Path, capsys) -> None:
     """Any number of them; the same ones change nothing."""
     two, out = folder / "two.jsonl", folder / "other.safetensors"
@@ -124,6 +126,7 @@ def test_other_texts(folder: Path, capsys) -> None:
     assert "this model attends to no texts; train one with model.pa_source texts" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_which_texts_are_read(folder: Path) -> None:
     """By their words, at every depth."""
     out = folder / "analysis"

@@ -146,6 +146,7 @@ def test_both_counters_agree(changes):
     assert found.flops_per_token == pytest.approx(expected.flops_per_token, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_commands_that_count(trained, capsys):
     """budget, match and plan --roofline, from the command line."""
     path = str(trained / "toy.yaml")

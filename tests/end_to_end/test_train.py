@@ -269,6 +269,7 @@ def test_layers_are_stacked(config, tmp_path, capsys):
     assert load_run(tmp_path / "run").params["layers"]["sequence_norm"]["scale"].shape[0] == 3
 
 
+@pytest.mark.slow
 def test_a_log_on_a_full_disk_takes_nothing_from_a_run(config, tmp_path):
     words = [sys.executable, "-m", "dreamer_jax", "train", config, "--training.steps=2", "--evaluation.harder=0"]
     with open("/dev/full", "w") as full:

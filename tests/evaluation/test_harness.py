@@ -147,6 +147,7 @@ def check_scripted(data: Path, tmp_path: Path, shots: int, mathqa_shots: int) ->
     compare_choices(records["mathqa"], samples["mathqa"], ("acc", "acc_norm"))
 
 
+@pytest.mark.slow_but("0")
 @pytest.mark.parametrize("shots", [0, 2])
 def test_scores_of_a_scripted_model(tmp_path, shots):
     check_scripted(write_benchmarks(tmp_path / "data"), tmp_path, shots, shots)
@@ -173,6 +174,7 @@ def test_scores_of_a_real_small_model(tmp_path):
     compare_choices([record for record in records if record["subject"] == subject], samples[subject], ("acc",))
 
 
+@pytest.mark.slow
 def test_draws_through_a_sampler(tmp_path):
     """As the published samplers are measured: temperature 0.2, top-p 0.95. A request's draws are those of its number,
     so the harness and `dreamer eval` get the same texts, whatever they ask for at once."""

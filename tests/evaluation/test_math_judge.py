@@ -74,6 +74,7 @@ def impatient():
         yield one
 
 
+@pytest.mark.slow_but("2", "4", "5", "7", "9")
 @pytest.mark.parametrize("answer", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_answers_are_wrong_and_end(impatient, answer):
     began = time.perf_counter()

@@ -45,6 +45,7 @@ def write(run: Path, out: Path, dtype: str = "float32") -> Path:
     return out
 
 
+@pytest.mark.slow_but("graph", "bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_there_and_back_gives_identical_bytes(run: Path, tmp_path: Path, dtype: str) -> None:
     first = write(run, tmp_path / "first", dtype)
@@ -104,6 +105,7 @@ def test_pytorch_computes_where_its_inputs_are(run: Path, tmp_path: Path) -> Non
     assert logits.device.type == "meta" and logits.shape[:2] == (3, len(batch["tokens"]))
 
 
+@pytest.mark.slow_but("graph-bfloat16", "text-float32", "plain-float32", "post-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_export_verifies_and_import_goes_on(run: Path, tmp_path: Path, capsys, dtype: str) -> None:
     pytest.importorskip("torch", reason=WHY_SKIPPED)

@@ -71,6 +71,7 @@ def same_params(a: Path, b: Path) -> None:
 # There and back.
 
 
+@pytest.mark.slow_but("huginn")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_there_and_back_gives_identical_bytes(run: Path, tmp_path: Path, dtype: str) -> None:
     first = write(run, tmp_path / "first", dtype)
@@ -274,6 +275,7 @@ def test_models_without_a_place_in_the_form_are_refused(changes: dict, message: 
         write_model(dataclasses.replace(HUGINN["huginn"], **changes))
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_model_without_a_place(tmp_path: Path) -> None:
     run = huginn_run(tmp_path / "run", dataclasses.replace(HUGINN["huginn"], coda_norm=False))
     with pytest.raises(UserError, match="no place"):
@@ -295,6 +297,7 @@ def published(request, tmp_path_factory):
     return write_folder(tmp_path_factory.mktemp(request.param) / "folder", tensors, settings), arrays, said
 
 
+@pytest.mark.slow_but("float32")
 def test_the_published_form_gives_the_official_outputs(published, tmp_path: Path) -> None:
     folder, arrays, _ = published
     model = dreamer_jax.load(folder)

@@ -213,6 +213,7 @@ def test_fresh_models_have_the_initialisation_of_training() -> None:
 # Verification.
 
 
+@pytest.mark.slow
 def test_the_command_exports_verifies_and_refuses(tmp_path: Path, capsys) -> None:
     run, out = huginn_run(tmp_path / "run", HUGINN["llama"]), tmp_path / "out"
     assert main(["export", str(run), str(out), "--dtype", "bfloat16", "--format", "huginn"]) == 0

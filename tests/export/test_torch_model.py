@@ -39,6 +39,7 @@ def logits_of(dreamer, tokens: np.ndarray, *arguments, **options) -> np.ndarray:
         return dreamer(torch.tensor(tokens), *inputs, **options).numpy()
 
 
+@pytest.mark.slow_but("DR+DA-parallel_attention", "LA")
 @pytest.mark.parametrize(
     ("variant", "mixing"),
     [
@@ -80,6 +81,7 @@ def test_without_a_part_of_section_3_7(part: str) -> None:
             assert written[0, length] == dreamer(written[:, :length])[0, -1].argmax()
 
 
+@pytest.mark.slow_but("settings10", "settings15", "settings3")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -147,6 +149,7 @@ def test_depths_that_cannot_be_are_refused(variant: str) -> None:
         logits_of(dreamer, np.zeros((1, 2), np.int32), depth=0 if variant == "DR" else 4)
 
 
+@pytest.mark.slow_but("300")
 @pytest.mark.parametrize("length", [1, 300])
 def test_one_token_and_a_long_row(length: int) -> None:
     config = small_config(sa_heads=3, sa_kv_heads=3, da_heads=2, da_kv_heads=1)
@@ -185,6 +188,7 @@ def by_tensor(params, bias, config, keep_shared: bool) -> dict[str, np.ndarray]:
     return torch_weights(params, jax.tree.map(np.asarray, bias), config, keep_shared)
 
 
+@pytest.mark.slow_but("settings1")
 @pytest.mark.parametrize(
     ("variant", "keep_shared", "settings"),
     [("LA", False, {"dimensions_per_token": 1}), ("DR+DA", True, {}), ("DR+DA", True, {"dimensions_per_token": 2})],

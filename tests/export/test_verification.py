@@ -49,6 +49,7 @@ def test_a_checkpoint_that_is_removed_meanwhile(run: Path, folder: Path, tmp_pat
         verification.verify(folder, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -73,6 +74,7 @@ def test_right_folders_with_what_settings_add_pass(tmp_path: Path, settings: dic
             compare(tmp_path / "out", run)
 
 
+@pytest.mark.slow_but("LA+DA-bfloat16", "DR+DA-float32")
 @pytest.mark.parametrize(
     ("variant", "dtype", "keep_shared", "left_out"),
     [

@@ -105,6 +105,7 @@ def plain_loss(logits):
     return ((np.log(np.exp(logits).sum(-1)) - picked) * MASK).sum()
 
 
+@pytest.mark.slow_but("added", "all")
 @pytest.mark.parametrize("form", FORMS)
 def test_forward_and_loss_are_those_of_the_equations(form):
     """All: the mean after the last two of three loops. Sampled: after the loop that was drawn."""
@@ -139,6 +140,7 @@ def unrolled(config, first=0):
     return jax.jit(jax.value_and_grad(loss))
 
 
+@pytest.mark.slow_but("all", "added")
 @pytest.mark.parametrize(
     ("config", "first"),
     [(FORMS["all"], -1), (FORMS["added"], -1), (dataclasses.replace(FORMS["added"], truncate=True), 1)],
@@ -155,6 +157,7 @@ def test_gradients_are_those_of_the_unrolled_loops(config, first):
     assert np.any(found["pre"]["0"]["attention"]["qkv"])
 
 
+@pytest.mark.slow
 def test_limits():
     """One loop is a stack of untied layers; the number of loops is no parameter; with one loss it is that after T."""
     once = dataclasses.replace(TINY, depth=1, scored=1)

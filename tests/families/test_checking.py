@@ -164,6 +164,7 @@ LOG = """\
 """
 
 
+@pytest.mark.slow_but("def step")
 @pytest.mark.parametrize(
     ("method", "message", "begins"),
     [

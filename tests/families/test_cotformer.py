@@ -162,6 +162,7 @@ def official_pass(arrays, form):
     return found(form, params, its), its["loss_mask"].sum()
 
 
+@pytest.mark.slow_but("capacity", "plain")
 @pytest.mark.parametrize("form", OFFICIAL)
 def test_official_logits_and_gradients(official, form):
     arrays, numbers = official

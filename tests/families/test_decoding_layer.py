@@ -74,7 +74,8 @@ def test_equal_to_numpy(name):
         assert relative_error(np.asarray(found.logits)[REAL], expected.logits[REAL]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", [pytest.param("normalised", marks=pytest.mark.slow), "a plain sum"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["normalised", "a plain sum"])
 def test_gradients_are_those_of_an_unrolled_loop(name):
     assert_same(static_depth_gradient(CASES[name], "full"), unrolled_gradient(CASES[name]))
 
@@ -94,6 +95,7 @@ def test_a_layer_that_adds_nothing_is_none():
     assert relative_error(found, expected) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_it_changes_no_number_that_a_seed_gives_the_rest():
     """And it is drawn as an expert is, and decayed as one."""
     init = jax.jit(initialise, static_argnums=0)
@@ -203,6 +205,7 @@ def test_loss_and_gradients_on_a_mesh_are_those_of_one_device():
     assert_close(found, wanted)
 
 
+@pytest.mark.slow
 def test_generation_on_a_mesh_is_that_of_one_device():
     """Greedily; of eleven neurons each of two devices has six, one of them padding."""
     config = small_config("DR+DA", decoding_size=11)

@@ -80,6 +80,7 @@ def test_one_pass_says_what_passes_of_each_depth_say(case):
         np.testing.assert_allclose(logits, together[depth - 1], atol=1e-6)
 
 
+@pytest.mark.slow_but("last")
 @pytest.mark.parametrize("loss_at", ["last", "every"])
 def test_gradients_are_those_of_the_unrolled_loop(loss_at):
     """Of the loss after a run-time number of steps, or of the mean over steps 1 to T; rows of padding don't count."""

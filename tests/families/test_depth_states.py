@@ -72,8 +72,9 @@ def unrolled_loss(params, bias, config):
     return cross_entropy(logits, jnp.roll(tokens, -1, axis=1), jnp.asarray(REAL))
 
 
+@pytest.mark.slow_but("attention-delta")
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("remat", ["attention", *(pytest.param(r, marks=pytest.mark.slow) for r in ("full", "none"))])
+@pytest.mark.parametrize("remat", ["attention", "full", "none"])
 def test_gradients_are_those_of_an_unrolled_loop(name, remat):
     config = FORMS[name]
     loss = functools.partial(model_loss, config=config, remat=remat)
@@ -94,6 +95,7 @@ def test_layers_of_their_own_decode(form):
     np.testing.assert_allclose(scored, logprobs, atol=1e-5)
 
 
+@pytest.mark.slow_but("None-delta", "6-recurrent")
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("depth", [None, 6])
 def test_decoding_carries_the_state(name, depth):
@@ -109,6 +111,7 @@ def _as_model(config: Any) -> Any:
     return params, {"balancing": bias}
 
 
+@pytest.mark.slow
 def test_rows_with_depths_of_their_own():
     """A row of two depths beside one of four comes to what it comes to alone."""
     config = FORMS["delta"]
@@ -164,6 +167,7 @@ def test_a_gated_unit_that_takes_all_is_the_present_value():
     np.testing.assert_allclose(state, 9.0)
 
 
+@pytest.mark.slow
 def test_a_state_grows_with_neither_depth_nor_length():
     """And a gradient's memory by one state a depth: compiled at depth 16 and 32."""
     for name, numbers in (("delta", 8 * 8), ("recurrent", 8)):

@@ -43,6 +43,7 @@ def full_pass(config, depth=None):
     return jitted_forward(config)(*random_weights(config), random_tokens(config), *PACKED, depth or config.depth)
 
 
+@pytest.mark.slow_but("{'da_window': 2}", "'da_window': 2, 'da_dil")
 @pytest.mark.parametrize("changes", [{"da_window": 2}, {"da_dilation": 2}, {"da_window": 2, "da_dilation": 2}], ids=str)
 def test_equal_to_numpy(changes):
     """Packed rows, at the trained depth and a shallower one."""
@@ -71,7 +72,8 @@ def test_a_window_of_all_depths_changes_no_bit():
     jax.tree.map(np.testing.assert_array_equal, gradient(all_of_them), gradient(plain))
 
 
-@pytest.mark.parametrize("remat", ["attention", *(pytest.param(r, marks=pytest.mark.slow) for r in ("full", "none"))])
+@pytest.mark.slow  # tests/families/test_gradients.py has it of whole depths
+@pytest.mark.parametrize("remat", ["attention", "full", "none"])
 def test_gradients_are_those_of_an_unrolled_loop(remat):
     """By plain autodiff of the definition, which masks a cache of all depths."""
     assert_same(gradient(BOTH, remat), unrolled_gradient(BOTH))
@@ -89,6 +91,7 @@ def test_gradients_of_other_windows(changes):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max())), got, wanted)
 
 
+@pytest.mark.slow_but("None")
 @pytest.mark.parametrize("depth", [None, 7])
 def test_decoding_keeps_the_newest_depths_only(depth):
     """A ring of 3 of 5 or 7 depths; every position at its own depth, against a full pass with all slots."""

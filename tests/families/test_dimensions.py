@@ -44,6 +44,7 @@ CASES = {
 ALL = pytest.mark.parametrize("name", CASES)
 
 
+@pytest.mark.slow_but("two of three", "layered", "with slots")
 @ALL
 def test_equal_to_numpy(name):
     """Packed rows; experts that answer a token which doesn't take it aren't counted."""
@@ -82,6 +83,7 @@ def test_gradients_are_those_of_an_unrolled_loop(name, remat):
         assert_same(gradient(*random_weights(CASES[name])), unrolled_gradient(CASES[name]))
 
 
+@pytest.mark.slow
 def test_a_router_learns_by_the_gates_of_what_is_taken():
     """Its gradient is the slope of the NumPy model's loss. Without shared experts, whose scores have no gradient."""
     config = dataclasses.replace(TWO_OF_THREE, shared_expert=False)
@@ -102,7 +104,8 @@ def test_a_router_learns_by_the_gates_of_what_is_taken():
     assert found == pytest.approx((loss(step) - loss(-step)) / (2 * step), rel=1e-3)
 
 
-@pytest.mark.parametrize("variant", [pytest.param("DR+DA", marks=pytest.mark.slow), "LA"])
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["DR+DA", "LA"])
 def test_who_takes_all_with_a_router_that_prefers_none_has_the_model_without_it(variant):
     """Loss and the gradients of everything else, to the bit but for the order of additions."""
     plain = small_config(variant, **SMALL)
@@ -124,8 +127,9 @@ def test_who_takes_all_with_a_router_that_prefers_none_has_the_model_without_it(
     assert_same((loss, {**gradient, scope: kept}), expected, 1e-6)
 
 
+@pytest.mark.slow_but("None-with slots", "None-two of three")
 @ALL
-@pytest.mark.parametrize("depth", [None, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("depth", [None, 5])
 def test_decoding_is_the_whole_pass(name, depth):
     """Every position at a depth of its own; one that doesn't attend leaves keys for later ones all the same."""
     config = CASES[name]

@@ -189,9 +189,8 @@ def test_folded_weights_and_slots_give_the_same(name):
     assert relative_error(np.concatenate(found, axis=1), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "name", ["slots", *(pytest.param(n, marks=pytest.mark.slow) for n in ("both, a plain sum", "injected"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["slots", "both, a plain sum", "injected"])
 def test_gradients_with_injection_and_scale_are_those_of_an_unrolled_loop(name):
     """What is injected gets a gradient from every depth."""
     config = WITH[name]

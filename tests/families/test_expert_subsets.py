@@ -109,8 +109,9 @@ def test_equal_to_numpy(config):
         assert not np.any(chosen & ~eligible(config.expert_subsets, depth))
 
 
+@pytest.mark.slow_but("attention-hierarchical")
 @BOTH
-@pytest.mark.parametrize("remat", [pytest.param("full", marks=pytest.mark.slow), "attention"])
+@pytest.mark.parametrize("remat", ["full", "attention"])
 def test_gradients_are_those_of_an_unrolled_loop(config, remat):
     gradient = jax.jit(jax.value_and_grad(functools.partial(model_loss, config=config, remat=remat)))
     assert_same(gradient(*random_weights(config)), unrolled_gradient(config))
@@ -129,6 +130,7 @@ def test_all_experts_at_every_depth_change_nothing():
         np.testing.assert_allclose(balance(bias, counts, 1.0, rule, table), balance(bias, counts, 1.0, rule), atol=1e-6)
 
 
+@pytest.mark.slow_but("6-sliding", "None-hierarchical")
 @BOTH
 @pytest.mark.parametrize("depth", [None, 6])
 def test_decoding_is_the_whole_pass(config, depth):

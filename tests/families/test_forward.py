@@ -51,6 +51,7 @@ def test_agrees_with_the_specification(variant, mixing):
     assert relative_error(seen[0], seen[1]) > 0.1 and relative_error(seen[1], seen[2]) > 0.1  # depth matters
 
 
+@pytest.mark.slow_but("DR+DA-5-full", "LA-2", "DR-5-none")
 @pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize(("variant", "depth"), [("LA", 2), ("LA", None), ("DR", 5), ("DR+DA", 5), ("DR+DA", None)])
 def test_static_depth(variant, depth, remat):

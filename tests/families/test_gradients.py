@@ -96,6 +96,7 @@ def assert_same(actual, expected, tolerance=TOLERANCE):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance * largest, err_msg=name)
 
 
+@pytest.mark.slow_but("DR+DA")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_linear_memory_scan_equals_unrolled_loop(variant):
     """remat full, static depth: the hand-written backward pass, with the operations' own gradients inside."""
@@ -103,7 +104,8 @@ def test_linear_memory_scan_equals_unrolled_loop(variant):
     assert_same(static_depth_gradient(config, "full"), unrolled_gradient(config))
 
 
-@pytest.mark.parametrize("variant", [pytest.param("LA+DA", marks=pytest.mark.slow), "DR+DA"])
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["LA+DA", "DR+DA"])
 def test_plain_scan_equals_unrolled_loop(variant):
     """remat none."""
     config = small_config(variant)
@@ -155,8 +157,9 @@ def test_totals_of_the_attention_moes_on_the_tape(remat):
     assert_same(jax.jit(jax.value_and_grad(loss))(*random_weights(config)), unrolled_gradient(config))
 
 
-@pytest.mark.parametrize("remat", ["full", *(pytest.param(r, marks=pytest.mark.slow) for r in ("attention", "none"))])
-@pytest.mark.parametrize("depth", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["full", "attention", "none"])
+@pytest.mark.parametrize("depth", [2, 3])
 def test_run_time_depth_gives_the_same_gradient(depth, remat):
     """A traced depth, the trained one and a smaller one, by one compiled program for each remat policy."""
     config = small_config("DR+DA")

@@ -135,12 +135,8 @@ def drawn_params(config, seed=0):
     return structure.unflatten([x + 0.2 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)])
 
 
-SLOW_FORMS = ("olmo", "qwen")  # their pieces are those of the other two, in another order
-
-
-@pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=[pytest.mark.slow] if form in SLOW_FORMS else []) for form in FORMS]
-)
+@pytest.mark.slow_but("huginn")
+@pytest.mark.parametrize("form", FORMS)
 def test_forward_is_that_of_the_equations(form):
     config, depth = FORMS[form], 3
     params = drawn_params(config)
@@ -262,7 +258,8 @@ def test_a_curriculum_lets_the_mean_grow():
     assert abs(draws.mean() - 9) < 0.1
 
 
-@pytest.mark.parametrize("draw_by", [pytest.param("step", marks=pytest.mark.slow), "row"])
+@pytest.mark.slow
+@pytest.mark.parametrize("draw_by", ["step", "row"])
 def test_a_curriculum_differentiates_no_more_than_its_mean(draw_by):
     """While the mean is 3, the last three recurrences of a deeper draw: the gradient of a model that is truncated
     there; at the end as many as are set."""
@@ -329,6 +326,7 @@ def test_initialisation_follows_takase():
     assert np.all(layer["mlp_out_norm"]["scale"] == 1)
 
 
+@pytest.mark.slow  # the official gradients are truncated, too
 def test_truncated_gradients_are_those_of_a_stop_gradient():
     """Of 5 recurrences the last 2: states before get none; prelude and embedding theirs, through those 2. Whatever is
     kept for the backward pass."""
@@ -366,6 +364,7 @@ def test_truncated_gradients_are_those_of_a_stop_gradient():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6 * scale, rtol=1e-4), found, expected)
 
 
+@pytest.mark.slow
 def test_rows_with_recurrences_of_their_own():
     """Rows of 1, 2, 4 and 5 recurrences in two groups: each gets what it gets by itself, and so do the gradients."""
     config = dataclasses.replace(FORMS["huginn"], gradient_recurrences=2)
@@ -392,6 +391,7 @@ def test_rows_with_recurrences_of_their_own():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6 * scale, rtol=1e-4), found[1], expected[1])
 
 
+@pytest.mark.slow
 def test_draws_by_row_are_of_the_rows_numbers():
     family = build(dataclasses.replace(TINY, draw_by="row", row_groups=4))
     drawn = family.draw(jax.random.key(0), jnp.int32(0), jnp.arange(16))

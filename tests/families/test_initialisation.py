@@ -51,6 +51,7 @@ def test_standard_deviations(variant):
     assert all(not np.any(b) for b in state["balancing"].values())
 
 
+@pytest.mark.slow
 def test_same_key_same_weights_and_no_two_alike():
     """Deterministic in the key; no two matrices, layers or experts are copies."""
     config = small_config("LA+DA", depth=2)

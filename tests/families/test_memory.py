@@ -82,6 +82,7 @@ def test_depth_attention_costs_little_memory():
     assert temporary("DR+DA", 32) <= LARGEST_RATIO * plain
 
 
+@pytest.mark.slow  # tests/recurrence/test_scan.py has it of a small layer
 def test_memory_is_linear_in_depth():
     """From L = 8 to 64 every depth adds the same, a few times its residual stream."""
     per_depth = growth((8, 16, 32, 64))

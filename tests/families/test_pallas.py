@@ -159,7 +159,8 @@ def test_experts_of_several_depths_at_once(remat, recompute):
     )
 
 
-@pytest.mark.parametrize("shared", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [True, False])
 def test_what_a_gpu_takes(monkeypatch, caplog, shared):
     """All of its kernels in one model, in float32, which a GPU's matrix units wouldn't take; gradients on the tape."""
     backend._say_once.cache_clear()

@@ -48,6 +48,7 @@ def distance(actual, expected):
     return float(jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected))
 
 
+@pytest.mark.slow
 def test_bfloat16_is_close_to_float32():
     """Logits and every parameter's gradient; float32 outside, really bfloat16 inside."""
     (_, output), gradient = loss_and_gradient("bfloat16")

@@ -62,6 +62,7 @@ def solver(request):
     return family, (params, state), puzzles(family.config), run
 
 
+@pytest.mark.slow_but("dreamer")
 def test_news_comes_along_edges_only(solver):
     """On a way of nodes 0 -> 1 -> ... the last node's answer depends on the first once the depths reach so far."""
     family, _, batch, run = solver
@@ -103,6 +104,7 @@ def test_counts(solver):
     assert program.count(family.config, 7) == program.expected(family.config, 7)
 
 
+@pytest.mark.slow_but("dreamer")
 def test_it_learns_all_that_it_has(solver):
     """Every parameter gets a gradient from the label."""
     family, (params, state), batch, _ = solver

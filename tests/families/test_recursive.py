@@ -108,6 +108,7 @@ def cross_entropy(logits):
 # A pass and its loss.
 
 
+@pytest.mark.slow_but("middle_cycle", "sequence", "plain")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_pass_is_that_of_the_equations(form):
     known = passed(form)[0][1][2] if form in ("cycle", "sequence") else whole(FORMS[form])(drawn_params(FORMS[form]))
@@ -215,6 +216,7 @@ RULES = {
 }
 
 
+@pytest.mark.slow_but("sure")
 @pytest.mark.parametrize("rule", RULES)
 def test_a_token_stops_where_the_rule_says(rule):
     """One after the other, by the equations: states, loops, and what later tokens see of loops that were left out."""

@@ -135,11 +135,9 @@ def assert_close(found: Any, wanted: Any, tolerance: float) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(np.abs(b).max(), 1e-3))
 
 
-# One code lays out the weights and states of all families: two stand for the others when there is no time for all.
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(name, marks=[] if name in ("dreamer", "huginn") else [pytest.mark.slow]) for name in TINY_MODELS],
-)
+# One code lays out the weights and states of all families: one stands for the others when there is no time for all.
+@pytest.mark.slow_but("dreamer")
+@pytest.mark.parametrize("family", TINY_MODELS)
 def test_eight_devices_and_going_on(family, tmp_path):
     """Eight devices train as one does; who goes on from a checkpoint comes to the same."""
     checkpoints = functools.partial(Checkpoints, tmp_path, CheckpointConfig(), META)
@@ -153,10 +151,8 @@ def test_eight_devices_and_going_on(family, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again, found)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(name, marks=[] if name == "dreamer" else [pytest.mark.slow]) for name in TINY_MODELS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", TINY_MODELS)
 def test_bfloat16_on_eight_devices(family):
     """Losses of three steps are nearly those in float32."""
     _, rounded = steps(family, 8, "bfloat16")

@@ -47,6 +47,7 @@ def full_pass(config, depth=None):
     return jitted_forward(config)(*random_weights(config), random_tokens(config), *PACKED, depth or config.depth)
 
 
+@pytest.mark.slow_but("'sa_every': 2", "pa_slots", "da_window")
 @pytest.mark.parametrize("changes", CASES, ids=str)
 def test_equal_to_numpy(changes):
     """Packed rows, at the trained depth and a shallower one; routers count nothing where their attention rests."""
@@ -68,7 +69,8 @@ def gradient(config, remat="full"):
     return jax.jit(jax.value_and_grad(loss))(*random_weights(config))
 
 
-@pytest.mark.parametrize("remat", ["attention", *(pytest.param(r, marks=pytest.mark.slow) for r in ("full", "none"))])
+@pytest.mark.slow  # tests/families/test_gradients.py has it of whole depths
+@pytest.mark.parametrize("remat", ["attention", "full", "none"])
 def test_gradients_are_those_of_an_unrolled_loop(remat):
     assert_same(gradient(BOTH, remat), unrolled_gradient(BOTH))
 
@@ -95,6 +97,7 @@ def test_which_depths_act(dtype):
     assert found.tolist() == [True, False, False, True, False, False, True]
 
 
+@pytest.mark.slow
 def test_acting_at_every_depth_changes_no_bit():
     """Of the loss and of every gradient: a setting that isn't set traces to nothing."""
     plain = small_config("DR+DA", **SMALL)
@@ -114,8 +117,9 @@ def test_what_is_kept_is_no_more_than_without(remat):
     assert temporaries(BOTH) < temporaries(small_config("DR+DA", **SMALL))
 
 
+@pytest.mark.slow_but("7-{'sa_every': 2", "7-{'pa_slots")
 @pytest.mark.parametrize("changes", CASES, ids=str)
-@pytest.mark.parametrize("depth", [pytest.param(None, marks=pytest.mark.slow), 7])
+@pytest.mark.parametrize("depth", [None, 7])
 def test_decoding_keeps_only_depths_that_act(changes, depth):
     """Every position at its own depth, against a full pass."""
     config = small_config("DR+DA", **SMALL, **changes)

@@ -50,6 +50,7 @@ def logits_of(config: Any, params: Any, bias: Any, tokens: np.ndarray, texts: np
     return family.logits(params, hidden)
 
 
+@pytest.mark.slow_but("DR+DA")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_model_agrees_with_numpy(name: str) -> None:
     """Packed rows, at the trained depth and a shallower one."""
@@ -63,7 +64,8 @@ def test_the_model_agrees_with_numpy(name: str) -> None:
         assert relative_error(np.asarray(found)[REAL], expected.logits[REAL]) < 1e-5
 
 
-@pytest.mark.parametrize("variant", [pytest.param("LA", marks=pytest.mark.slow), "DR+DA"])
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["LA", "DR+DA"])
 def test_the_gradient_of_the_maps_is_that_of_an_unrolled_loop(variant: str) -> None:
     """In which the same model has learned slots, and they are what the maps make of the texts."""
     config, latents = small_config(variant, **OF_TEXTS), small_config(variant, **SLOTS)
@@ -86,6 +88,7 @@ def test_the_gradient_of_the_maps_is_that_of_an_unrolled_loop(variant: str) -> N
     assert_same(*(jax.jit(jax.value_and_grad(loss))(params) for loss in (scanned, unrolled)))
 
 
+@pytest.mark.slow_but("DR+DA")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_decoding_gives_what_a_whole_pass_gives(name: str) -> None:
     """Token by token, and positions at depths of their own. Its weights hold keys and values; the embeddings stay
@@ -107,6 +110,7 @@ def test_decoding_gives_what_a_whole_pass_gives(name: str) -> None:
     assert its["keys"].shape[-3:] == (2, 5, 8) and set(model.state) == {"balancing"}
 
 
+@pytest.mark.slow
 def test_other_texts_than_trained_and_another_number_of_them() -> None:
     """A text twice is the same as once where all the others are it, too."""
     config, other = CONFIGS["DR+DA"], small_config("DR+DA", **{**OF_TEXTS, "pa_slots": 9})

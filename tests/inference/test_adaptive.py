@@ -99,6 +99,7 @@ def stopping(criterion):
     return run
 
 
+@pytest.mark.slow_but("latent-diff", "minp-kl", "argmax-stability")
 @pytest.mark.parametrize("criterion", CRITERIA)
 @pytest.mark.parametrize(("least", "every"), [(1, 1), (3, 2)])
 def test_a_token_stops_where_the_definition_says(criterion, least, every):
@@ -214,9 +215,8 @@ def blocks(sampling, rounds, collect=0.0, threshold=0.7, logprobs=None):
     return texts, count, logs
 
 
-@pytest.mark.parametrize(
-    "sampling", [pytest.param(Sampling(), marks=pytest.mark.slow), Sampling(temperature=0.9, seed=3)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=3)])
 def test_a_block_may_end_anywhere(sampling):
     """Positions go on from the depth that they had come to, also where heads are applied to several rows at once."""
     whole = [row.tokens for row in engine().generate(PROMPTS, 9, sampling, numbers=[0] * 3)]

@@ -88,6 +88,7 @@ def chunked_logits(
     return np.concatenate(parts, axis=1)
 
 
+@pytest.mark.slow_but("DR+DA-parallel_attention", "LA-sequential")
 @pytest.mark.parametrize("mixing", MIXINGS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_prefill_and_then_token_by_token_equals_the_full_forward(variant, mixing):
@@ -116,6 +117,7 @@ def test_every_prefill_length_and_many_chunkings_equal_the_full_forward(variant,
         assert np.abs(chunked_logits(model, tokens, chunks) - expected).max() < TOLERANCE, chunks
 
 
+@pytest.mark.slow_but("DR+DA")
 @pytest.mark.parametrize("variant", ["DR+DA", "LA"])
 def test_many_rows_at_once_equal_the_full_forward(variant):
     """Enough rows for each expert that they are computed in blocks."""
@@ -132,6 +134,7 @@ def test_long_caches_of_which_only_a_part_is_read_equal_the_full_forward():
     assert np.abs(chunked_logits(model, tokens, chunks, capacity=384) - full_logits(model, tokens)).max() < TOLERANCE
 
 
+@pytest.mark.slow_but("DR+DA-5")
 @pytest.mark.parametrize(("variant", "depth"), [("DR+DA", 5), ("DR", 2), ("LA+DA", 2)])
 def test_another_depth_at_run_time_equals_the_full_forward_at_that_depth(variant, depth):
     model = model_of(variant, depth=depth)
@@ -152,6 +155,7 @@ def test_a_depth_that_layers_do_not_have_is_refused():
         model_of("DR", depth=1.5)
 
 
+@pytest.mark.slow_but("DR+DA-parallel_attention", "LA-sequential")
 @pytest.mark.parametrize("mixing", MIXINGS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_positions_at_different_depths_in_one_batch_give_what_each_gives_alone(variant, mixing):
@@ -181,7 +185,8 @@ def test_positions_at_different_depths_in_one_batch_give_what_each_gives_alone(v
     assert relative_error(slots.values, alone_slots.values) < 1e-6
 
 
-@pytest.mark.parametrize("variant", ["DR+DA", pytest.param("LA+DA", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["DR+DA", "LA+DA"])
 def test_weights_that_are_not_arranged_for_a_cpu_equal_the_full_forward(variant, monkeypatch):
     """As elsewhere: the experts' operations of training, given the layers' weights where they lie."""
     monkeypatch.setattr("pallas_kernels.backend.on_cpu", lambda: False)
@@ -218,6 +223,7 @@ def test_the_depth_cache_does_not_grow_with_the_sequence_and_the_sequence_cache_
     assert flight.depths.keys.shape == (config.depth, 2 * 1, config.da_kv_heads * config.da_head_size)
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_near_float32():
     config = small_config("DR+DA", depth=2, num_experts=2)  # all experts are selected: no choice to flip
     params, bias = random_weights(config)
@@ -232,6 +238,7 @@ def test_bfloat16_stays_near_float32():
     assert 1e-4 < relative_error(found, exact) < 0.1
 
 
+@pytest.mark.slow_but("DR+DA")
 @pytest.mark.parametrize("variant", ["DR+DA", "LA+DA"])
 def test_experts_in_eight_bits_are_those_of_the_numbers_that_they_stand_for(variant):
     config = small_config(variant)
@@ -251,6 +258,7 @@ def test_experts_in_eight_bits_are_those_of_the_numbers_that_they_stand_for(vari
     assert relative_error(found, chunked_logits(exact, tokens, [5, 1])) > 1e-4
 
 
+@pytest.mark.slow
 def test_models_without_experts_have_nothing_to_keep_in_eight_bits():
     with pytest.raises(UserError, match="int8: the model has no experts"):
         fold(test_huginn.TINY, test_huginn.drawn_params(test_huginn.TINY), {}, int8=True)
@@ -280,6 +288,7 @@ def test_folding_adds_the_shared_expert_to_every_routed_one():
             assert np.array_equal(together[matrix].matrices, np.swapaxes(whole, 1, 2))
 
 
+@pytest.mark.slow_but("DR+DA")
 @pytest.mark.parametrize("variant", ["DR+DA", "LA+DA"])
 def test_folding_keeps_the_tree_and_the_precision_of_training(variant):
     """Less what is folded into the rest; every other leaf is of the compute copy's dtype, routers' queries too."""

@@ -83,6 +83,7 @@ def compare(data, base: FoldedModel, limit: str, sampling: Sampling | None = Non
     return [depth for row in found for depth in row.depths[1:]]
 
 
+@pytest.mark.slow_but("static")
 @pytest.mark.parametrize("limit", ["static", "adaptive"])
 def test_one_position_at_a_time_is_plain_decoding(limit):
     """r' = r with the fixed exit takes all depths; a wavefront of 1 stops where the adaptive sampler does."""
@@ -247,7 +248,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(n, marks=[pytest.mark.slow] * (n == "noise")) for n in CASES])
+@pytest.mark.slow_but("latent-diff", "unprefilled")
+@pytest.mark.parametrize("case", CASES)
 def test_the_algorithm(case):
     """Texts, recurrences and iterations of three rows, of random models whose texts vary."""
     config = SILENT if case == "noise" else SMALL

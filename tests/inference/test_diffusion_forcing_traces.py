@@ -99,6 +99,7 @@ def quirky(exit, **settings):
     return DiffusionForcing(exit=exit, noise_schedule="harmonic", official_quirks=True, **settings)
 
 
+@pytest.mark.slow
 def test_iterations_of_the_published_code():
     """By hand, with the numbers of iterations that positions have had.
 

@@ -48,6 +48,7 @@ def greedy(prompt: tuple[int, ...], count: int, variant: str) -> list[int]:
     return row[len(prompt) :]
 
 
+@pytest.mark.slow_but("DR+DA")
 @pytest.mark.parametrize("variant", ["DR+DA", "LA"])
 def test_ragged_greedy_generation_is_that_of_the_full_forward(variant):
     found = Engine(model_of(variant)).generate(PROMPTS, 7)
@@ -65,6 +66,7 @@ def in_columns(model: FoldedModel) -> FoldedModel:
     return model.replace(params=jax.tree.map(placed, model.params))
 
 
+@pytest.mark.slow
 def test_weights_lie_row_after_row():
     """Programs would copy them first."""
     given = in_columns(model_of())
@@ -84,7 +86,8 @@ def test_batches_and_chunks_of_the_prompts_change_nothing(monkeypatch):
     assert [row.tokens for row in found] == expected
 
 
-@pytest.mark.parametrize("cores", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cores", [3, 1])
 def test_parts_of_a_batch_in_threads_change_nothing(monkeypatch, cores):
     monkeypatch.setattr(engine, "_cores", lambda: cores)
     threads = set()
@@ -196,6 +199,7 @@ def test_a_mesh_changes_nothing(variant, shape):
         assert np.abs(a.logprobs - b.logprobs).max(initial=0) < 1e-5
 
 
+@pytest.mark.slow
 def test_devices_divide_experts_in_eight_bits():
     """With the scales of their own."""
     if jax.device_count() < 4:
@@ -219,6 +223,7 @@ def test_early_exit_takes_all_depths_when_nothing_settles_and_one_when_everythin
     assert all(row.depths == [3, 1, 1, 1, 1] for row in always)
 
 
+@pytest.mark.slow
 def test_early_exit_does_not_depend_on_the_batch():
     exiting = Engine(model_of(), sampler=Adaptive(threshold=1.0))
     together = exiting.generate(PROMPTS, 12)

@@ -84,6 +84,7 @@ def generated(config):
     return engine.generate(PROMPTS, 6)
 
 
+@pytest.mark.slow
 def test_prompts_come_in_one_piece_whatever_is_beside_them(monkeypatch):
     """Where the last loop's keys stand for all, a piece behind another sees less than it would in one."""
     monkeypatch.setattr(batches, "CHUNK_TOKENS", 64)  # pieces of 16 for four rows whose loops are apart
@@ -98,6 +99,7 @@ def test_prompts_come_in_one_piece_whatever_is_beside_them(monkeypatch):
     assert engine.generate([row, *PROMPTS], 4)[0].tokens == alone
 
 
+@pytest.mark.slow_but("loops")
 @pytest.mark.parametrize("cache", ["loops", "last"])
 def test_tokens_stop_when_the_gate_says_so(cache):
     """Tokens and loops of each row are those of the equations, whatever the other rows of the batch do."""
@@ -116,6 +118,7 @@ def test_tokens_stop_when_the_gate_says_so(cache):
     assert len(taken) > 1
 
 
+@pytest.mark.slow
 def test_thresholds_at_both_ends():
     """q = 0 takes one loop a token, q = 1 all of them."""
     for threshold, loops in ((0.0, 1), (1.0, LOOPS)):

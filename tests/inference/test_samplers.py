@@ -83,6 +83,7 @@ def spoilt(model: FoldedModel, token: int) -> FoldedModel:
     return model.replace(params=model.params | {"embedding": model.params["embedding"].at[token].set(jnp.nan)})
 
 
+@pytest.mark.slow_but("static-None", "speculative-sampling")
 @pytest.mark.parametrize("sampling", [None, Sampling(0.8)])
 @pytest.mark.parametrize("sampler", [Static(), Speculative(3, 2), Lossless(2)], ids=lambda its: its.name)
 def test_a_row_whose_logits_are_no_numbers_fails_alone(sampler, sampling):
@@ -117,6 +118,7 @@ def compare(data, family: str, kind: str, sampling: Sampling | None) -> tuple[in
     return sum(row.drafted for row in found), sum(row.accepted for row in found)
 
 
+@pytest.mark.slow_but("dreamer")
 @pytest.mark.parametrize(
     ("family", "kind"), [("dreamer", "speculative"), ("dreamer", "lossless"), ("huginn", "lossless")]
 )
@@ -204,6 +206,7 @@ def test_drawn_tokens_have_the_distribution_of_full_depth(sampler):
     assert ((counts - wanted) ** 2 / wanted).sum() > 20 * bound
 
 
+@pytest.mark.slow
 def test_lossless_text_is_that_of_the_seed():
     """Drawn tokens are the very same as in plain decoding, which the speculative sampler's needn't be."""
     plain, wave = (sampled(sampler) for sampler in (None, Lossless(1)))

@@ -35,6 +35,7 @@ def model():
     return params, tokens, np.asarray(s0, np.float64)[0]
 
 
+@pytest.mark.slow_but("varying-full", "constant-latest", "varying-compress-s2", "varying-always-last")
 @pytest.mark.parametrize("rule", ["full", "latest", "always-last", "compress-s2", "compress-s4"])
 @pytest.mark.parametrize("depths", [VARYING, CONSTANT], ids=["varying", "constant"])
 def test_rules_of_the_cache(model, rule, depths):
@@ -48,6 +49,7 @@ def test_rules_of_the_cache(model, rule, depths):
         np.testing.assert_allclose(found, whole, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_rows_divided_over_devices(model):
     """A rule that counts recurrences, with rows on two devices that stop early by themselves."""
     if jax.device_count() < 2:
@@ -150,20 +152,21 @@ class Plain:
         return found
 
 
-def test_one_step_for_positions_at_different_recurrences(model):
+@pytest.mark.slow_but("always-last")
+@pytest.mark.parametrize("rule", ["full", "latest", "always-last", "compress-s4"])
+def test_one_step_for_positions_at_different_recurrences(model, rule):
     """Positions 5 and 6 at recurrences 1 and 3 in one step get what they get one after the other."""
     params, tokens, _ = model
-    for rule in ("full", "latest", "always-last", "compress-s4"):
-        folded = fold(dataclasses.replace(CONFIG, cache=rule), params, {}, DEEPEST)
-        slots = filled(folded, tokens)
-        state = jax.random.normal(jax.random.key(4), (1, 2, CONFIG.hidden_size))
-        positions, depths = jnp.array([[5, 6]]), jnp.array([[1, 3]])
-        flight, _ = folded.enter(jnp.asarray(tokens[None, 5:7]), positions, slots)
-        both, _ = folded.step(flight._replace(state=state), positions, depths, slots)
-        for i in range(2):
-            part = flight._replace(state=state[:, i : i + 1], inputs=flight.inputs[:, i : i + 1])
-            one, slots = folded.step(part, positions[:, i : i + 1], int(depths[0, i]), slots)
-            np.testing.assert_allclose(both.state[:, i], one.state[:, 0], atol=1e-5, err_msg=rule)
+    folded = fold(dataclasses.replace(CONFIG, cache=rule), params, {}, DEEPEST)
+    slots = filled(folded, tokens)
+    state = jax.random.normal(jax.random.key(4), (1, 2, CONFIG.hidden_size))
+    positions, depths = jnp.array([[5, 6]]), jnp.array([[1, 3]])
+    flight, _ = folded.enter(jnp.asarray(tokens[None, 5:7]), positions, slots)
+    both, _ = folded.step(flight._replace(state=state), positions, depths, slots)
+    for i in range(2):
+        part = flight._replace(state=state[:, i : i + 1], inputs=flight.inputs[:, i : i + 1])
+        one, slots = folded.step(part, positions[:, i : i + 1], int(depths[0, i]), slots)
+        np.testing.assert_allclose(both.state[:, i], one.state[:, 0], atol=1e-5)
 
 
 def test_positions_outside_of_the_slots_count_as_nothing():

@@ -43,6 +43,7 @@ def test_a_wave_is_written_down_cell_by_cell():
     assert len(found.cells) == 25 and found.tokens == [9, 9, *range(2, 9)]
 
 
+@pytest.mark.slow_but("speculative")
 @pytest.mark.parametrize("sampler", [Lossless(1), Speculative(2, 1)], ids=["lossless", "speculative"])
 def test_the_last_entries_make_the_text(sampler):
     """Guesses are right and wrong: the text is that of plain decoding, every cell and step

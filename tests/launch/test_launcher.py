@@ -114,6 +114,7 @@ def test_an_outage_of_the_launchers_network_at_every_moment(capsys):
         check_end(world, code, err)
 
 
+@pytest.mark.slow_but("passing", "login")
 @pytest.mark.parametrize("kind", ["permission", "login", "quota", "passing"])
 def test_a_refusal_from_some_moment_on(kind, capsys):
     for call in range(number_of_calls()):

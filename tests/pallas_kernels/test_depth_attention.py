@@ -94,17 +94,16 @@ def assert_close(actual, expected, tolerance):
 SHAPES = [(1, 128, 1, 1, 128), (5, 256, 1, 1, 128), (8, 128, 2, 1, 128), (6, 128, 4, 2, 128), (4, 384, 1, 1, 64)]
 
 
-SLOW = (8, 128, 2, 1, 128)
-
-
-@pytest.mark.parametrize("shape", [pytest.param(s, marks=[pytest.mark.slow] * (s == SLOW)) for s in SHAPES], ids=str)
+@pytest.mark.slow_but("(6, 128, 4, 2, 128)")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernels_compute_the_definition(shape):
     """Float32, from depth 0 to L-1; slots that no depth has written yet hold NaN and are never read."""
     arguments = inputs(*shape, jnp.float32)
     assert_close(scanned(*arguments, unwritten=jnp.nan), defined(*arguments), FLOAT32)
 
 
-@pytest.mark.parametrize("shape", [(2, 256, 1, 1, 128), pytest.param((5, 128, 4, 2, 128), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 256, 1, 1, 128), (5, 128, 4, 2, 128)])
 def test_two_cores_do_not_race(shape):
     """As a TPU would run it; uninitialised memory is NaN too."""
     arguments = inputs(*shape, jnp.float32)
@@ -112,7 +111,8 @@ def test_two_cores_do_not_race(shape):
     assert_close(actual, defined(*arguments), FLOAT32)
 
 
-@pytest.mark.parametrize("size", [128, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [128, 64])
 def test_several_rows_of_a_block(monkeypatch, size):
     """Forward and backward with blocks of their own, of which the inner loop takes all tokens at once or a part."""
     large = dataclasses.replace(SMALL, depth_slots=2, depth_forward=(512, 256), depth_backward=(256, 128))

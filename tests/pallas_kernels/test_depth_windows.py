@@ -35,6 +35,7 @@ def definition(q, k, v, l, window):
     return out
 
 
+@pytest.mark.slow_but("7-", "1-True")
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("depths", [1, 2, 7, 8])
 def test_operation_is_its_definition(depths, ring):
@@ -122,9 +123,8 @@ def close(found, wanted, tolerance=1e-5):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale), found, wanted)
 
 
-@pytest.mark.parametrize(
-    "how", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("last 2", "last 3")), "run time 4", "rows"]
-)
+@pytest.mark.slow_but("rows")
+@pytest.mark.parametrize("how", ["last 2", "last 3", "run time 4", "rows"])
 def test_gradients_against_a_masked_cache(how, monkeypatch):
     batch = setting()[-1]
     count = len(batch["tokens"])

@@ -107,6 +107,7 @@ def test_too_large_for_the_sort_key():
         jax.eval_shape(lambda i: plan_dispatch(i, 1024, 256), indices)
 
 
+@pytest.mark.slow_but("1", "5")
 @pytest.mark.parametrize("used", [1, 5, 12])
 def test_only_filled_blocks_are_fetched(monkeypatch, used):
     """Blocks that hold a row are those of `blocks_of`, alone or among others'; of the rest, two at most are written."""

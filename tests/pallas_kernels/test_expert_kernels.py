@@ -61,6 +61,7 @@ def test_what_is_no_number_stays_in_its_token(form, int8):
     assert not np.any(np.asarray(out)[0]) and np.all(np.isfinite(out[1])) and np.all(np.isnan(out[2]))
 
 
+@pytest.mark.slow
 def test_blocks_filled_to_a_half():
     """Half of a block is computed where the other half is empty: values and gradients are the same, on the tape too."""
     case = halves_case()
@@ -111,9 +112,8 @@ def test_bfloat16(operation, reference, case, kind):
         assert np.linalg.norm(np.asarray(got, np.float32) - wanted) < 0.01 * np.linalg.norm(wanted)
 
 
-@pytest.mark.parametrize(
-    ("depths", "group", "settled"), [(1, 1, 0), (3, 4, 2), pytest.param(3, 1, 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow_but("1-1-0")
+@pytest.mark.parametrize(("depths", "group", "settled"), [(1, 1, 0), (3, 4, 2), (3, 1, 1)])
 def test_tape(depths, group, settled):
     """The sum over several depths, added at every one or a few at a time: as many as there is room for, which is fewer
     where much more than a group's share of the tokens comes."""
@@ -136,7 +136,8 @@ def test_tape(depths, group, settled):
     assert_close(tape.gradients()["down"], sums[1])
 
 
-@pytest.mark.parametrize("depths", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("depths", [1, 2])
 def test_gate_and_up_computed_again(depths):
     """Bit for bit what is kept gives: gradients without a tape, and on one that adds at once or keeps aside."""
     again = ExpertMLP("pallas", depths, recompute=True)
@@ -165,8 +166,9 @@ def test_counting_sort():
         assert np.all(np.asarray(plan.source).reshape(-1)[np.asarray(plan.slot)[chosen == experts]] == pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_memory")
-@pytest.mark.parametrize("kind", ["some elsewhere", pytest.param("one hot", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["some elsewhere", "one hot"])
 def test_tiles_of_columns(kind):
     """Columns in two tiles, as chips with little vector memory need them: every tile walks all blocks again."""
     case = mlp_case(kind, hidden=512)

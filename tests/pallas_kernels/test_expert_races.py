@@ -37,6 +37,7 @@ def test_races(kind):
     jax.tree.map(assert_close, on_two_cores(fresh(MLP), *case), compiled(with_an_empty_expert)(*case))
 
 
+@slow
 @pytest.mark.parametrize("experts", [1, EXPERTS])
 def test_races_of_blocks_filled_to_a_half(experts):
     """What isn't computed is never read, or zero: uninitialised it would show."""
@@ -50,6 +51,7 @@ def test_races_of_linear_blocks_filled_to_a_half():
     jax.tree.map(assert_close, on_two_cores(fresh(LINEAR), *case), compiled(linear_reference.expert_linear)(*case))
 
 
+@pytest.mark.slow_but("one token")
 @pytest.mark.parametrize("chosen", [[[3, 0, 5]], [[1, 2, 3], [6, 2, 0]]], ids=["one token", "one choice elsewhere"])
 def test_races_of_a_step_of_decoding(chosen):
     """Fewer pairs than experts: each has a block, and one without an expert has the zeros of an idle one."""

@@ -131,6 +131,7 @@ def test_experts_are_not_made_dense(operation, dense, taken):
     assert bool(re.search(rf"tensor<{every}x({size}|{2 * size})x{hidden}x(bf16|f32)>", text)) == dense
 
 
+@pytest.mark.slow
 def test_what_bench_kernels_measures():
     """Every case traces, and ours and XLA's grouped products have the same results' shapes."""
     for case in kernel_cases(platform="gpu"):
@@ -199,6 +200,7 @@ DECODING = {
 }
 
 
+@pytest.mark.slow_but("middle_cycle", "dreamer", "ouro", "universal")
 @pytest.mark.parametrize("name", DECODING)
 def test_every_family_decodes(name):
     """In sizes that kernels take: one position of a row and several, at one depth and at depths of their own."""

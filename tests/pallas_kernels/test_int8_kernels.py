@@ -21,6 +21,7 @@ def uneven(matrices: jax.Array) -> jax.Array:
     return matrices * jnp.asarray(sizes, matrices.dtype)
 
 
+@pytest.mark.slow_but("random")
 @pytest.mark.parametrize("kind", ["random", "one hot", "some elsewhere"])
 def test_mlp(kind):
     """Of rows on two cores, without a race."""
@@ -37,6 +38,7 @@ def test_mlp(kind):
     assert 0.002 < np.linalg.norm(expected - exact) / np.linalg.norm(exact) < 3 * 0.007
 
 
+@pytest.mark.slow_but("random")
 @pytest.mark.parametrize("kind", ["random", "one hot"])
 def test_linear(kind):
     """With a score and without; the shared expert is folded in before."""
@@ -50,6 +52,7 @@ def test_linear(kind):
     assert_close(LINEAR(x, jnp.int32(2), None, kept), LINEAR(x, jnp.full_like(index, 2), None, kept))
 
 
+@pytest.mark.slow
 def test_experts_of_one_depth_of_several():
     """Stacked ones are those of its row."""
     indices, (x, weights, *matrices), _ = mlp_case("random")

@@ -14,6 +14,7 @@ from pallas_kernels.attention_moe import ExpertLinear, LinearTape
 from tests.pallas_kernels.expert_cases import LINEAR, assert_close, compiled, linear_case
 
 
+@pytest.mark.slow_but("1")
 @pytest.mark.parametrize("depths", [1, 2])
 def test_totals_of_three_depths(depths):
     """The tape's totals are the sum of the routed gradients, added at every depth or two at a time, the last time one;
@@ -62,6 +63,7 @@ def test_more_depths_than_are_of_use_are_not_kept():
         assert tape is not None and tape.every == every
 
 
+@pytest.mark.slow
 def test_tapes_of_a_module():
     """Room is made in each that has none left, and each is settled."""
     one, two = (tape_of(ExpertLinear("pallas", n)) for n in (1, 2))

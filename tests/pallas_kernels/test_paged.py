@@ -35,6 +35,7 @@ def reference(monkeypatch):
     monkeypatch.setattr(paged, "ragged_paged_attention", run)
 
 
+@pytest.mark.slow_but("depths0", "2-positions3", "0-positions4")
 @pytest.mark.parametrize(
     ("depths", "positions"),
     [

@@ -77,6 +77,7 @@ def test_two_cores_do_not_race():
     assert_close([actual], [reference.sequence_attention(*arrays[:3], segment_ids)], FLOAT32)
 
 
+@pytest.mark.slow_but("512-256", "640")
 @pytest.mark.parametrize(("length", "block"), [(512, 512), (512, 256), (768, 768), (640, 640)])
 def test_keys_of_a_block_that_are_taken_at_once(monkeypatch, length, block):
     """Parts of a block: scores above the diagonal are left out but for those of its own part."""

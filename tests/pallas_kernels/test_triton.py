@@ -64,6 +64,7 @@ PRODUCTS = on(
 )
 
 
+@pytest.mark.slow_but("(300, 2")
 @pytest.mark.parametrize(("dtype", "tokens", "choices", "experts", "size", "hidden", "block"), PRODUCTS)
 def test_products(dtype, tokens, choices, experts, size, hidden, block):
     """Each block by its expert's matrix, and each expert's sum of outer products, in float64; nothing else is written
@@ -159,6 +160,7 @@ ATTENTIONS = on(
 )
 
 
+@pytest.mark.slow_but("(3, 40, 3", "(2, 9, 2")
 @pytest.mark.parametrize(("dtype", "slots", "tokens", "heads", "kv_heads", "size"), ATTENTIONS)
 def test_depth_attention(dtype, slots, tokens, heads, kv_heads, size):
     """All depths of a scan against plain autodiff; slots that no depth has written hold NaN and are never read."""
@@ -269,6 +271,7 @@ def test_where_there_is_no_triton(monkeypatch):
     assert gpu.unsupported(1) == "the kernels are for NVIDIA GPUs"
 
 
+@pytest.mark.slow
 def test_an_import_without_triton():
     """Everything still loads."""
     lines = "import sys; sys.modules['jax.experimental.pallas.triton'] = None; import pallas_kernels.gpu as gpu"

@@ -23,6 +23,7 @@ MLPS = on(
 )
 
 
+@pytest.mark.slow_but("(5, 3")
 @pytest.mark.parametrize(("dtype", "tokens", "choices", "experts", "size", "hidden"), MLPS)
 def test_expert_mlp(dtype, tokens, choices, experts, size, hidden):
     """The definition; a pair without an expert (index E) adds nothing, whatever its weight; and the gradients."""
@@ -54,6 +55,7 @@ def test_expert_mlp(dtype, tokens, choices, experts, size, hidden):
 LINEARS = on([(3, 4, 48, 40), (2, 3, 300, 16)], [(1, 12, 512, 1024), (16, 8, 1000, 392)])
 
 
+@pytest.mark.slow_but("(3, 4")
 @pytest.mark.parametrize(("dtype", "rows", "experts", "inward", "outward"), LINEARS)
 def test_expert_linear(dtype, rows, experts, inward, outward):
     """Each row by its own matrix, zero without one; and the gradients."""
@@ -103,6 +105,7 @@ SLOTS = on(
 )
 
 
+@pytest.mark.slow_but("(3, 64", "(2, 1536")
 @pytest.mark.parametrize(("dtype", "rows", "length", "heads", "kv_heads", "size"), SLOTS)
 @pytest.mark.parametrize("paged", [False, True])
 def test_attention_over_slots(dtype, rows, length, heads, kv_heads, size, paged):

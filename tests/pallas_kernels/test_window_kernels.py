@@ -93,6 +93,7 @@ def test_two_cores_do_not_race():
     assert_close(actual, defined(*arguments, window=window), FLOAT32)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_kernels")
 def test_several_rows_of_a_block_in_bfloat16(monkeypatch):
     """Forward and backward with blocks of their own, of which the inner loop takes a part at a time; to rounding."""
@@ -171,6 +172,7 @@ def _kernels(jaxpr):
                 yield from _kernels(inner)
 
 
+@pytest.mark.slow
 def test_gradient_without_a_tape():
     """Plain autodiff through the kernel, as remat none takes it: the cache gets a gradient too."""
     q, k, v, d_out = (part[2] for part in inputs(3, 128, 2, 1, 128, jnp.float32))
@@ -187,6 +189,7 @@ def test_gradient_without_a_tape():
         np.testing.assert_allclose(got, want, rtol=0, atol=FLOAT32 * float(jnp.abs(want).max()))
 
 
+@pytest.mark.slow
 def test_a_shorter_pass_leaves_zeros_on_the_tape():
     """A pass that begins at depth 2 of a cache of 6 finds nothing above it: what isn't there adds nothing."""
     short, window = inputs(3, 128, 1, 1, 128, jnp.float32), Window(2, 2)

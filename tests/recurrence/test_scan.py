@@ -163,6 +163,7 @@ def test_memory_of_the_gradient_is_linear_in_depth(remat):
     assert STATE <= second <= 1.25 * first, (first, second)
 
 
+@pytest.mark.slow
 def test_memory_with_truncation_grows_with_the_differentiated_depths_only():
     """At four differentiated depths a further depth adds nothing but its number among the counts; a memory along depth
     keeps its slots all the same, which the forward pass needs."""

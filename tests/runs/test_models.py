@@ -128,6 +128,7 @@ def resumed(config: Config, step: int | None = None) -> np.ndarray:
     return jax.device_get(state.params["layers"]["sequence_norm"]["scale"])
 
 
+@pytest.mark.slow
 def test_layers_are_counted_where_they_lie(tmp_path):
     """In the checkpoint: a run that was to become deeper, and saved nothing since, has no more of them."""
     two, four, eight = (run_config(tmp_path / "run", model__depth=depth) for depth in (2, 4, 8))
@@ -138,6 +139,7 @@ def test_layers_are_counted_where_they_lie(tmp_path):
     equal(resumed(two), saved)
 
 
+@pytest.mark.slow
 def test_a_run_from_the_weights_of_another_becomes_deeper(run, tmp_path):
     """Whose depth it no longer has, and which may be gone."""
     base = Path(shutil.copytree(run, tmp_path / "base"))
@@ -148,6 +150,7 @@ def test_a_run_from_the_weights_of_another_becomes_deeper(run, tmp_path):
     equal(resumed(deeper), saved[stacking(2, 3)])
 
 
+@pytest.mark.slow_but("lambda>--", "load_run", "init-before-True")
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("moment", ["before", "between"])
 @pytest.mark.parametrize(

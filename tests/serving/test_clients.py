@@ -118,7 +118,8 @@ def test_a_failure_in_mid_stream_ends_the_connection():
     assert b"[DONE]" not in received and received.count(b'"depth"') == 5  # what there is comes
 
 
-@pytest.mark.parametrize("requests", [100, pytest.param(1000, marks=pytest.mark.slow)])  # ten times the same
+@pytest.mark.slow
+@pytest.mark.parametrize("requests", [100, 1000])
 def test_many_requests_over_64_connections(requests):
     """None is lost, none mixed up, and memory doesn't grow with their number."""
     engine = FakeEngine(rows=16, queue=128, pace=0)

@@ -116,6 +116,7 @@ def test_a_family_is_served_like_it_generates(name, devices, monkeypatch):
     engine.close(0)
 
 
+@pytest.mark.slow_but("ouro")
 @pytest.mark.parametrize("name", ["huginn-always-last", "ouro"])
 def test_what_others_have_left_in_the_pool_changes_nothing(name, monkeypatch):
     """A prompt's last chunk reaches beyond the pages that the request has."""

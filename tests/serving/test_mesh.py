@@ -64,6 +64,7 @@ def dreamer():
     assert not [thread for thread in threading.enumerate() if thread.name == "served-engine" and thread.is_alive()]
 
 
+@pytest.mark.slow
 def test_requests_get_what_they_get_alone(dreamer, monkeypatch):
     """Of all samplers, depths and lengths, with joins, leaves, cancellation and pages that are short; and nothing is
     compiled for them once the engine is ready."""

@@ -94,6 +94,7 @@ def test_nobody_is_passed_over():
         assert (number - last[wanted] < 4 + np.sum(~wanted)).all()
 
 
+@pytest.mark.slow
 def test_no_memory_is_copied():
     """Neither at a border nor in a step: the compiled tick has no copy of any of the pool's arrays. In Huginn prelude
     and coda have keys of their own."""

@@ -111,6 +111,7 @@ def test_sigterm_finishes_what_was_admitted_and_takes_nothing_more():
     assert "Traceback" not in said and free(url)
 
 
+@pytest.mark.slow
 def test_what_takes_longer_than_the_grace_is_cut_off():
     with process(0.05, 0.5) as (running, url):
         whole, streamed = Asking(url, 5000), Asking(url, 5000, stream=True)
@@ -130,6 +131,7 @@ def ask_on(running, url):
             post(url, b'{"prompt": "a", "max_tokens": 1}')
 
 
+@pytest.mark.slow_but("Ctrl-C")
 @pytest.mark.parametrize("signals", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)], ids=["Ctrl-C", "twice"])
 def test_at_once(signals):
     with process(0.05, 60) as (running, url):
@@ -151,6 +153,7 @@ def test_at_once(signals):
     assert streamed.failure is not None and free(url)
 
 
+@pytest.mark.slow
 def test_kill_leaves_no_port_behind():
     with process(0.05, 60) as (running, url):
         streamed = Asking(url, 5000, stream=True)

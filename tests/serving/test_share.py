@@ -64,6 +64,7 @@ def batching() -> tuple[View, View]:
         return replay(48, 64, patch)
 
 
+@pytest.mark.slow
 def test_depth_batching_reaches_nine_tenths_of_the_bound(batching):
     """Sixteen rows, recorded depths of mean L / 2, as long as requests wait: issue 21."""
     busy, ended = batching
@@ -78,6 +79,7 @@ def test_depth_batching_reaches_nine_tenths_of_the_bound(batching):
     assert busy.border_rows < 1.25 * busy.decoded  # 4 if nobody waited; more than 1 while the places fill
 
 
+@pytest.mark.slow
 def test_rows_that_wait_for_the_slowest_take_more_steps(batching, monkeypatch):
     """The same work where nothing is read before all rows have arrived: of 16 draws from 1 .. 7 the largest is 6.9 on
     average, so that is what a token of each row takes in place of 4."""

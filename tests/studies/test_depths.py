@@ -26,7 +26,6 @@ from dreamer_jax.studies.depths import Kept, Progress, usual_depths
 from dreamer_jax.studies.difficulty import accuracy, difficulties
 from dreamer_jax.training.train_step import make_evaluation_step
 from tests.analysis.cases import HUGINN, draw_without_files, make_run
-from tests.analysis.test_spectrum import slow_but
 from tests.families.cases import TINY_MODELS, drawn_params
 from tests.families.puzzle_cases import puzzles
 from tests.training.cases import random_batch, tiny_config
@@ -54,7 +53,8 @@ def layered(tmp_path_factory) -> Path:
 # One program for all depths.
 
 
-@pytest.mark.parametrize("name", slow_but("dreamer"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY_MODELS)
 def test_a_depth_at_run_time_gives_what_one_that_is_compiled_in_gives(name):
     model = dataclasses.replace(TINY_MODELS[name], variant="DR+DA") if name == "dreamer" else TINY_MODELS[name]
     family, params = build(model), drawn_params(model)
@@ -77,7 +77,8 @@ def test_a_depth_at_run_time_gives_what_one_that_is_compiled_in_gives(name):
 # The use of experts.
 
 
-@pytest.mark.parametrize("recurrent", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("recurrent", [True, False])
 def test_experts_are_counted_over_several_batches_of_training(recurrent, tmp_path, monkeypatch, capsys):
     """Against the counts that training's own forward pass of each batch gives, and Gini's definition: half of the mean
     difference of two experts over their mean."""
@@ -103,6 +104,7 @@ def test_experts_are_counted_over_several_batches_of_training(recurrent, tmp_pat
     assert expert_use.expert_use(folder, print) == found
 
 
+@pytest.mark.slow
 def test_a_model_without_experts_has_none_that_are_used(tmp_path, capsys):
     folder = make_run(tmp_path / "huginn", model=HUGINN)
     assert expert_use.expert_use(folder, lambda line: None) == {}

@@ -188,6 +188,7 @@ def test_two_models_of_one_name_would_share_a_folder(tmp_path: Path) -> None:
         variants.variants_of("boolean", "laptop", True, [str(tmp_path / "no_gate.yaml")], [])
 
 
+@pytest.mark.slow
 def test_gradients_by_step(folder: Path) -> None:
     run, steps = folder / "depth_recurrent/seed0", 4
     norms = cells.gradient_norms(run, steps, 6)
@@ -314,7 +315,8 @@ def test_other_families_have_as_many_parameters(model: str) -> None:
     assert (theirs.model.vocab_size, theirs.model.readout, theirs.model.positions) == (3, "pair", "none")
 
 
-@pytest.mark.parametrize("model", [pytest.param("dr", marks=pytest.mark.slow), "dreamer"])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["dr", "dreamer"])
 def test_a_long_pass_answers_as_short_ones_do(model: str) -> None:
     """What makes one pass enough for all numbers of steps: nothing in it knows how long it will be."""
     _, other = variants.variants_of("graph", "paper", False, [model], [])

@@ -179,9 +179,8 @@ WEIGHING = {"ouro": {}, "algoformer": {}, "recursive": {"rank": 0, "share_norms"
 """The families whose loss weighs several depths, as they do."""
 
 
-@pytest.mark.parametrize(
-    "family", [n if n in WEIGHING else pytest.param(n, marks=pytest.mark.slow) for n in TINY_MODELS]
-)
+@pytest.mark.slow_but("recursive")
+@pytest.mark.parametrize("family", TINY_MODELS)
 def test_a_drawn_depth_is_that_depth(family):
     """Loss and gradients of a program that gets its depth as a number are those of a program of that depth alone."""
     config = dataclasses.replace(TINY_MODELS[family], depth=3, **WEIGHING.get(family, {}))
@@ -209,7 +208,8 @@ def assert_close(found: Any, wanted: Any, tolerance: float) -> None:
 # Rows with depths of their own.
 
 
-@pytest.mark.parametrize("variant", ["DR+DA", pytest.param("DR", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["DR+DA", "DR"])
 def test_rows_with_depths_of_their_own(variant):
     """Rows of 4, 1, 5 and 2 depths in two groups: loss, gradients and counts are those of each alone."""
     config = small_config(variant, depth=5)
@@ -268,7 +268,8 @@ def test_losses_at_several_depths():
         assert_close(gradients, expected, 1e-5)
 
 
-@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("each", [1, 2])
 def test_a_loss_on_the_results_of_steps(each):
     """NumPy: step n's results by the state after n (or 2 n) depths, mean over the steps that a pass has depths for."""
     config = small_config("DR", depth=5)
@@ -388,7 +389,8 @@ def trained(by: str, devices: int = 1, expert: int = 1, microbatches: int = 1) -
     return found
 
 
-@pytest.mark.parametrize("by", ["step", pytest.param("row", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["step", "row"])
 def test_a_train_step_at_drawn_depths(by):
     """Depths vary and are logged: a whole number for all rows, or the mean over the targets."""
     depths_of = [depth for _, depth, _ in trained(by)]

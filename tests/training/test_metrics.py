@@ -194,6 +194,7 @@ def test_no_metrics_yet(tmp_path):
     assert read_metrics(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_the_events_dont_import_torch(tmp_path):
     """tensorboardX does wherever torch is installed; it took a quarter of a training's start. Later it is there."""
     code = (

@@ -69,9 +69,8 @@ def test_an_estimate_of_the_whole_matrix():
     assert not penalties.jacobian(family, params, alone, many[0]).any()
 
 
-@pytest.mark.parametrize(
-    "name", ["dreamer", *(pytest.param(n, marks=pytest.mark.slow) for n in ("huginn", "universal"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dreamer", "huginn", "universal"])
 def test_its_gradient_against_finite_differences(name):
     """In a random direction of the weights, with the state before the last depth and the memory held."""
     config = CONFIG if name == "dreamer" else TINY_MODELS[name]
@@ -162,6 +161,7 @@ def test_in_a_train_step():
 LAYERS = small_config("LA", depth=4)
 
 
+@pytest.mark.slow
 def test_layers_that_are_alike():
     """The cosine of layers k apart, over all matrices; 1 for loops that are equal, and its gradient is right."""
     family, (params, _) = build(LAYERS), random_weights(LAYERS)

@@ -63,6 +63,7 @@ def named(tree) -> dict:
     return {".".join(key.key for key in path): leaf for path, leaf in leaves}
 
 
+@pytest.mark.slow
 def test_what_is_not_trained_keeps_its_bits(tmp_path):
     """On 8 devices: the rest has no gradient in the norm, no moments and no update, and the state is saved as it is."""
     config = tiny_config(training__trainable="layer.expert_attention,norm", mesh__data=(8,), training__warmup_steps=0)
@@ -91,6 +92,7 @@ def test_what_is_not_trained_keeps_its_bits(tmp_path):
     checkpoints.close()
 
 
+@pytest.mark.slow_but("router_key")
 @pytest.mark.parametrize(("trainable", "moves"), [("head,norm", False), ("router_key", True)])
 def test_biases_that_balance_rest_with_their_routers(trainable, moves):
     """A frozen layer goes on choosing the same experts."""

@@ -53,6 +53,7 @@ def three_steps(variant: str):
     return run(variant, [random_batch(seed) for seed in (1, 2, 3)])
 
 
+@pytest.mark.slow_but("4 microbatches")
 @pytest.mark.parametrize("how", [{"microbatches": 4}, {"devices": 8}], ids=["4 microbatches", "8 devices"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_same_result_however_it_is_divided(variant, how):
@@ -89,6 +90,7 @@ def test_counts_and_balancing(variant):
         before = state.model_state["balancing"]
 
 
+@pytest.mark.slow
 def test_biases_may_move_after_each_microbatch():
     """As they would in steps of a part of the batch each, if no weight moved in between."""
     config = tiny_config(training__microbatches=2, training__balance="microbatch", mesh__data=(2,))
@@ -194,6 +196,7 @@ def test_metrics_of_a_step():
     assert clipped == pytest.approx(min(0.5, float(metrics["gradient_norm"])), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_on_float32_weights():
     """Masters and optimizer state are float32, and take updates far below bfloat16's resolution."""
     config = tiny_config(model__dtype="bfloat16", training__learning_rate=1e-6, training__weight_decay=0.0)
@@ -206,6 +209,7 @@ def test_bfloat16_computes_on_float32_weights():
     assert 0 < moved.max() < 1e-6 and np.mean(moved > 0) > 0.5
 
 
+@pytest.mark.slow_but("none-1", "full-2")
 @pytest.mark.parametrize(("remat", "times"), [("none", 1), ("attention", 1), ("full", 2)])
 def test_only_a_whole_layer_selects_again(remat, times):
     """What routers selected is kept otherwise: each of the three in a layer selects once, or again in the backward."""

@@ -60,6 +60,7 @@ def test_mean_depths(recurrence: dict[str, Any], expected: float) -> None:
     assert mean(config(**recurrence)) == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.slow
 def test_families_that_draw_their_depths() -> None:
     """1 + Poisson for Huginn, whose `depth` is the Poisson's mean; truncated after the last eight."""
     huginn = HuginnConfig(
