@@ -104,7 +104,7 @@ def _check(words: list[str]) -> None:
     if loaded is None:
         return
     config = loaded.config
-    from dreamer_jax.training.state import check_settings  # after the other checks: importing jax takes a second
+    from dreamer_jax.training.checks import check_settings  # after the other checks: importing jax takes a second
 
     check_settings(config)
     named = {"data.path": config.data.path, "data.heldout_path": config.data.heldout_path}

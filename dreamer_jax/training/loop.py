@@ -21,12 +21,13 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.families import KNOWLEDGE, build
 from dreamer_jax.families.checking import check_logged
 from dreamer_jax.parallel import batch_spec, make_mesh
-from dreamer_jax.parallel.distributed import is_primary, largest, others_than_the_first, place_rows, rows_of_devices
+from dreamer_jax.parallel.distributed import is_primary, largest, place_rows, rows_of_devices
 from dreamer_jax.runs.checkpoints import Checkpoints
-from dreamer_jax.runs.folders import PLACES, RunFolder, open_run, save_configuration, write_atomically
+from dreamer_jax.runs.folders import RunFolder, open_run, save_configuration, write_atomically
 from dreamer_jax.runs.metrics import MetricsWriter, newest_values, read_metrics
 from dreamer_jax.runs.state import TrainState
 from dreamer_jax.training import metrics as measure
+from dreamer_jax.training.checks import check_alike, check_settings
 from dreamer_jax.training.clock import Schedule, StepClock
 from dreamer_jax.training.console import Console
 from dreamer_jax.training.evaluation import evaluate, keep_parts
@@ -36,7 +37,7 @@ from dreamer_jax.training.memory import check_memory
 from dreamer_jax.training.preemption import StopRequest
 from dreamer_jax.training.recovery import Recovery, RunCounters, recorded_config
 from dreamer_jax.training.stability import SkipCounter, Unstable
-from dreamer_jax.training.state import check_beginning, check_settings
+from dreamer_jax.training.state import check_beginning
 from dreamer_jax.training.train_step import make_evaluation_step, make_train_step
 
 EXAMPLES = 3
@@ -95,7 +96,7 @@ def train(loaded: LoadedConfig, extras: Extras = Extras()) -> int:
             check_settings(config)
             check_memory(config, mesh)
             data = open_data(config)
-            _check_alike(config, data)
+            check_alike(config, data)
             folder = open_run(loaded, recorded_config, check_beginning)
         with folder.alone():
             console.say(f"run {folder.place}: {build(config.model).headline()}; {data.summary}")
@@ -124,27 +125,6 @@ def train(loaded: LoadedConfig, extras: Extras = Extras()) -> int:
             with heartbeat.suspended():
                 _finish(config, console, folder, state, data, extras)
     return 0
-
-
-def _check_alike(config: Config, data: Data) -> None:
-    """Each process updates its part of the weights and reads rows of its own by one plan, so all of them must have the
-    same settings, but for where files lie, and have read the same files."""
-    settings = dataclasses.asdict(config)
-    for place in PLACES:
-        section, _, key = place.partition(".")
-        del settings[section][key]
-    if others := others_than_the_first(repr(settings)):
-        numbers = ", ".join(map(str, others))
-        raise UserError(
-            f"the configuration of process {numbers} is another than that of process 0; start all with the same file "
-            "and options"
-        )
-    if others := others_than_the_first(data.fingerprint + data.tokenizer.fingerprint):
-        numbers = ", ".join(map(str, others))
-        raise UserError(
-            f"the data or the tokenizer of process {numbers} are others than those of process 0; give all hosts "
-            "the same files, or a place that all of them see"
-        )
 
 
 class _Loop:

@@ -14,16 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 from dreamer_jax.config.sections import Config
 from dreamer_jax.config.values import knowledge_of
-from dreamer_jax.errors import ConfigError, UserError
+from dreamer_jax.errors import UserError
 from dreamer_jax.families import KNOWLEDGE, Family, build, initialise
 from dreamer_jax.parallel.layout import parameter_layouts
 from dreamer_jax.runs.array_files import read_tree
 from dreamer_jax.runs.knowledge import read_embeddings
 from dreamer_jax.runs.models import Located, locate_run
 from dreamer_jax.runs.state import TrainState
-from dreamer_jax.training import depths
-from dreamer_jax.training.optimizer import make_optimizer, trained_leaves
-from dreamer_jax.training.penalties import check_likeness
+from dreamer_jax.training.optimizer import make_optimizer
 
 
 def create_state(config: Config, mesh: Mesh) -> TrainState:
@@ -72,27 +70,6 @@ def check_beginning(config: Config) -> None:
     _texts(config)
     if config.training.initial_weights:
         _require_same_model(_located(config.training.initial_weights), config)
-
-
-def check_settings(config: Config) -> None:
-    """That the settings of training have a meaning for the model.
-
-    Raises:
-        ConfigError: one hasn't.
-    """
-    family = build(config.model)
-    depths.check(config.recurrence, family)
-    rows = config.training.batch_size // config.training.microbatches // config.mesh.size
-    groups = config.recurrence.groups
-    if config.recurrence.draw != "model" and config.recurrence.by == "row" and rows % groups:
-        raise ConfigError(
-            f"recurrence.groups: the {rows} rows that a device computes at once can't be divided into {groups} groups "
-            "of like depth; change it or training.batch_size",
-            "recurrence.groups",
-        )
-    check_likeness(config, family)
-    if config.training.trainable:
-        trained_leaves(config.training, family.roles)
 
 
 def _texts(config: Config) -> np.ndarray | None:

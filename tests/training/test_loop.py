@@ -37,7 +37,7 @@ from dreamer_jax.runs import checkpoints
 from dreamer_jax.runs.checkpoints import Checkpoints
 from dreamer_jax.runs.metrics import MetricsWriter, newest_values, read_metrics
 from dreamer_jax.runs.state import TrainState
-from dreamer_jax.training import clock, loop, recovery
+from dreamer_jax.training import checks, clock, loop, recovery
 from dreamer_jax.training.console import Console
 from dreamer_jax.training.evaluation import Evaluation
 
@@ -368,10 +368,10 @@ def test_hosts_of_other_settings_or_files_are_refused(train, monkeypatch, tmp_pa
 
 def test_hosts_may_keep_their_files_elsewhere_and_must_agree_on_the_rest(monkeypatch):
     texts, config = [], Config()
-    monkeypatch.setattr(loop, "others_than_the_first", lambda text: texts.append(text) or [])
+    monkeypatch.setattr(checks, "others_than_the_first", lambda text: texts.append(text) or [])
     for changed in ({}, {"path": "elsewhere", "tokenizer": "elsewhere.json"}, {"sequence_length": 7}):
         data = dataclasses.replace(config.data, **changed)
-        loop._check_alike(dataclasses.replace(config, data=data), FakeData())
+        checks.check_alike(dataclasses.replace(config, data=data), FakeData())
     settings = texts[::2]
     assert settings[0] == settings[1] != settings[2]
 
