@@ -163,8 +163,8 @@ class Model:
         return self.texts(depth, batch_size=batch_size).score(wanted)
 
     def embed(self, texts: Sequence[str] | str, depth: int | None = None, batch_size: int = 16) -> np.ndarray:
-        """Embeddings [N, h] float32 of texts: the mean of the last states over the tokens of each, with a mean square
-        of 1. A text is cut off where a row of training ends.
+        """Embeddings [N, h] float32 of texts: the mean of what the head reads over the tokens of each but begin of
+        text, with a mean square of 1. A text is cut off where a row of training ends.
 
         Args:
             texts: none of them empty.

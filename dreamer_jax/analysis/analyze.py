@@ -23,7 +23,7 @@ from dreamer_jax.data import open_data
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import build
 from dreamer_jax.parallel import make_mesh
-from dreamer_jax.runs.folders import path_of, run_and_step
+from dreamer_jax.runs.folders import path_of, run_and_step, write_atomically
 from dreamer_jax.runs.knowledge import read_texts
 from dreamer_jax.runs.models import load_run, locate_run
 
@@ -40,7 +40,8 @@ def analyze(
 
     Args:
         run: run directory, or one checkpoint in it; also on a bucket.
-        out: the folder to write; by default `analysis` in the run directory. May lie on a bucket, too.
+        out: the folder to write; by default `analysis` in the run directory, or `analysis-N` for its checkpoint N.
+            May lie on a bucket, too.
         data: a JSONL file with the run's fields, or a directory of prepared data; by default the run's held-out data.
         sequences: documents to look at, chosen at random; all if there are fewer.
         seed: of that choice.
@@ -52,9 +53,8 @@ def analyze(
     Raises:
         UserError: no run or checkpoint, no data, no folder can be at `out`, or `compare` is not an LA model.
     """
-    folder = _place(out) if out is not None else _place(run_and_step(run)[0]) / "analysis"
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--out {folder}: is a file; name a folder")
+    folder = _folder(run) if out is None else _place(out)
+    _check_place(folder)
     if compare is not None and not build(locate_run(run).config.model).flags.recurrent:
         raise UserError("--compare puts an LA run beside a recurrent one, and this run is LA itself")
     summary, config = examine(run, data, sequences, seed)
@@ -69,13 +69,19 @@ def analyze(
         summary["compared_with"] = layered["run"]
         summary["against_layered"] = _against(summary, layered, "used")
         summary["against_layered_90_percent"] = _against(summary, layered, "used_for_90_percent")
-    (folder / "figures").mkdir(parents=True, exist_ok=True)
-    (folder / "analysis.json").write_text(json.dumps(summary) + "\n", encoding="utf-8")
     figures = make_figures(summary, layered)
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
     for figure in figures:
         figure.save(folder / "figures")
-    (folder / "report.html").write_text(write_report(summary, figures), encoding="utf-8")
+    _write(folder / "report.html", write_report(summary, figures))
+    _write(folder / "analysis.json", json.dumps(summary) + "\n")  # last: it is there when all is
     return folder, summary
+
+
+def _folder(run: str | Path) -> epath.Path:
+    """Where the analysis of a run goes, and that of one of its checkpoints, beside it."""
+    directory, step = run_and_step(run)
+    return _place(directory) / ("analysis" if step is None else f"analysis-{step}")
 
 
 def examine(
@@ -126,6 +132,24 @@ def _name_texts(slots: dict[str, Any], texts: list[str] | None) -> None:
 def _place(folder: str | Path) -> epath.Path:
     """A folder as it was named, or on a bucket, which takes whole files as a disk does."""
     return path_of(folder) if "://" in os.fspath(folder) else epath.Path(folder)
+
+
+def _check_place(folder: epath.Path) -> None:
+    """What can't be written shows before all the work, and nothing is made for what is refused meanwhile."""
+    if "://" in os.fspath(folder):
+        return
+    there = next(path for path in (folder / "figures", folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UserError(f"--out {folder}: {there} is a file; name a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{folder} can't be written: {there} is closed to you; name another folder with --out")
+
+
+def _write(path: epath.Path, text: str) -> None:
+    if "://" in os.fspath(path):
+        path.write_text(text, encoding="utf-8")
+    else:
+        write_atomically(Path(path), text)
 
 
 def _against(summary: Summary, layered: Summary, measure: str) -> list[float]:

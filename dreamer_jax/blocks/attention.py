@@ -104,6 +104,12 @@ class Attention(Block):
         return self.projections(parent=None).parameters(folded) + (2 + told) * self.head_size
 
     @nn.nowrap
+    def active_parameters(self, applications: int) -> int:
+        """Of a mixture of maps one for each application, as far as there are enough."""
+        idle = max(0, self.router.num_experts - applications) if self.router else 0
+        return self.parameters(folded=True) - idle * self._weights
+
+    @nn.nowrap
     def keys_met(self, reach: Reach) -> float:
         """Keys that a query meets on average: over the sequence."""
         return reach.context

@@ -78,16 +78,18 @@ def _training(
     config: Config, work: Sequence[analytic.Work] | None, deepest: analytic.Work | None, trained: int | None
 ) -> dict[str, Any]:
     model, length = build(config.model), config.data.places
+    copies = config.data.copies  # times that a token is computed
     rows = config.training.batch_size // config.training.microbatches // config.mesh.size
     remat = config.training.remat
     context = analytic.average_context(length, model.flags.causal)
-    forward = analytic.total(analytic.matmul_flops(model, context))
-    forward_elementwise = analytic.total(analytic.elementwise_flops(model, context))
+    forward = copies * analytic.total(analytic.matmul_flops(model, context))
+    forward_elementwise = copies * analytic.total(analytic.elementwise_flops(model, context))
     work, deepest = work or analytic.whole(model), deepest or analytic.whole(model)[0]
-    useful = analytic.training_flops(model, length, work)
-    executed = analytic.executed_training_flops(model, length, remat == "full", work)
+    useful = [copies * its for its in analytic.training_flops(model, length, work)]
+    executed = [copies * its for its in analytic.executed_training_flops(model, length, remat == "full", work)]
     return {
         "sequence_length": length,
+        "copies": copies,
         "depth": sum(its.share * its.depth for its in work),
         "deepest": deepest.depth,
         "rows": rows,
@@ -155,7 +157,8 @@ def _training_text(report: Report) -> str:
         flops, elementwise = its[f"{prefix}flops_per_token"], its[f"{prefix}elementwise_flops_per_token"]
         rows.append([name, f"{factor:.3f}", _mega(flops), _mega(elementwise), _mega(flops + elementwise)])
     drawn = f", {its['depth']:.3g} depths on average" if its["depth"] != report["model"]["depth"] else ""
-    header = [f"training, S = {its['sequence_length']}{drawn}", "factor", "MFLOP/token", "elementwise", "both"]
+    copies = f" ({its['copies']} of each token)" if its["copies"] > 1 else ""
+    header = [f"training, S = {its['sequence_length']}{copies}{drawn}", "factor", "MFLOP/token", "elementwise", "both"]
     return table(header, rows)
 
 

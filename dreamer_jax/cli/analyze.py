@@ -37,5 +37,7 @@ def _parser() -> Parser:
     parser.add_argument("--sequences", type=int, default=1000, help="sequences, chosen at random (1000)")
     parser.add_argument("--seed", type=natural, default=0, help="of that choice (0)")
     parser.add_argument("--compare", metavar="RUN", help="an LA run to draw beside this one in Fig. 6")
-    parser.add_argument("--out", metavar="DIR", help="the folder to write (RUN/analysis)")
+    parser.add_argument(
+        "--out", metavar="DIR", help="the folder to write (RUN/analysis; of checkpoint N: RUN/analysis-N)"
+    )
     return parser

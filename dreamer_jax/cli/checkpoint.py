@@ -32,15 +32,15 @@ def run(arguments: list[str]) -> int:
 
 
 def _list(folders) -> int:
-    from dreamer_jax.runs.integrity import bytes_of, is_complete
+    from dreamer_jax.runs.integrity import bytes_of, problem_of_save
 
     steps = folders.all()
     for step in steps:
-        if is_complete(folders[step]):
+        if problem := problem_of_save(folders[step]):
+            print(f"{step:>10}  {'':>13}  {problem}")
+        else:
             saved = datetime.datetime.fromtimestamp(folders[step].stat().mtime).isoformat(" ", "seconds")
             print(f"{step:>10}  {bytes_of(folders[step]) / 1e6:>10,.1f} MB  {saved}")
-        else:
-            print(f"{step:>10}  {'':>13}  not saved to the end")
     for path in folders.unfinished():
         print(f"{path.name}  being saved, or left by a save that was cut short")
     if not steps:

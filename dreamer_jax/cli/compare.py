@@ -9,7 +9,7 @@ from typing import Any
 
 from dreamer_jax.budget import analytic
 from dreamer_jax.cli.arguments import Parser, figure_file
-from dreamer_jax.config import Config, load_config
+from dreamer_jax.config import Config
 from dreamer_jax.errors import UserError
 from dreamer_jax.evaluation.comparison import (
     AVERAGE,
@@ -24,7 +24,7 @@ from dreamer_jax.evaluation.comparison import (
 )
 from dreamer_jax.families import build
 from dreamer_jax.json_files import read_object
-from dreamer_jax.runs.folders import not_a_run, path_of
+from dreamer_jax.runs.folders import config_of_run, not_a_run, path_of
 from dreamer_jax.runs.metrics import newest_values, read_metrics
 from dreamer_jax.training.figures import heldout_curve
 from dreamer_jax.training.recovery import recorded_config
@@ -38,7 +38,7 @@ def run(arguments: list[str]) -> int:
     figure = options.figure and figure_file("--figure", options.figure)
     directories = list(dict.fromkeys(str(Path(run)) for run in options.runs))  # a/ is a
     rows = [_row(Path(directory)) for directory in directories]
-    configs = {directory: load_config(Path(directory) / "config.yaml").config for directory in directories}
+    configs = {directory: config_of_run(Path(directory)) for directory in directories}
     curves = {d: accuracies(Path(d), config, read_metrics(Path(d))) for d, config in configs.items()}
     own = any(AVERAGE in its for its in curves.values())
     shared = in_common(curves.values())
@@ -54,6 +54,8 @@ def run(arguments: list[str]) -> int:
             print(line)
         for line in _other_data(configs):
             print(line)
+        if len(rows) > 1 and any(row["data_efficiency"] for row in rows):
+            print(f"data efficiency: against {baseline}")
         if own:
             print(f"average: {_of(shared)}")
     if figure:
@@ -76,7 +78,9 @@ def _parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run directories")
-    parser.add_argument("--baseline", metavar="RUN", help="the run that others are compared with (the first LA run)")
+    parser.add_argument(
+        "--baseline", metavar="RUN", help="the run that others are compared with (the first LA run, else the first)"
+    )
     parser.add_argument(
         "--figure", metavar="FILE.png", help="also draw held-out loss and accuracies over training tokens"
     )
@@ -90,7 +94,7 @@ def _row(directory: Path) -> dict[str, Any]:
         raise not_a_run(directory, directory)
     if not summary.is_file():
         raise UserError(f"{directory} is not a finished run: it has no summary.json; finish it with `dreamer train`")
-    config = load_config(directory / "config.yaml").config
+    config = config_of_run(directory)
     fix = "`dreamer train` with its config.yaml makes it again"
     last = read_object(summary, fix, ("step", "tokens"))
     for name, value in last.items():
@@ -117,7 +121,7 @@ def _row(directory: Path) -> dict[str, Any]:
 
 def _baseline(asked: str | None, directories: list[str], rows: list[dict[str, Any]]) -> str:
     if asked is None:
-        layered = (d for d, row in zip(directories, rows, strict=True) if row["variant"].startswith("LA"))
+        layered = (d for d, row in zip(directories, rows, strict=True) if row["variant"] == "LA")
         return next(layered, directories[0])
     if str(Path(asked)) not in directories:
         raise UserError(f"--baseline {asked} is none of the runs that are compared: {', '.join(directories)}")

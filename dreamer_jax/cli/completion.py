@@ -35,6 +35,8 @@ SETTINGS = ("train", "budget", "match", "plan", "bench", "config", "study", "fro
 """Commands that take any key of a configuration as an option."""
 KINDS = dict.fromkeys(SETTINGS, "configuration") | {"study": "study", "data": "mixture", "frontier": "none"}
 """Command -> what of the package it takes by name."""
+OF_ACTIONS = {"data show": "configuration", "data build": "none"}
+"""Actions of commands that take something else by name."""
 
 
 def run(arguments: list[str]) -> int:
@@ -82,16 +84,16 @@ def _names(before: Sequence[str]) -> list[str]:
     from dreamer_jax.configs import files, name_of
 
     actions = _actions(before[0]) if len(before) == 1 else []
-    kind = KINDS.get(before[0])
+    kind = OF_ACTIONS.get(" ".join(before[:2]), KINDS.get(before[0]))
     return actions or [name_of(path) for path, its in files().items() if its == kind]
 
 
 def _actions(command: str) -> list[str]:
     """Of a command with a usage such as `dreamer data prepare ...` or `dreamer checkpoint list|verify|prune ...`."""
     printed = _help([command])
-    if several := re.match(rf"usage: dreamer {command} (?:\[-h\] )?([a-z]+(?:\|[a-z]+)+) ", printed):
+    if several := re.match(rf"usage: dreamer {command} (?:\[-h\] )?([a-z]+(?:\|[a-z]+)+)(?: |$)", printed, re.M):
         return several[1].split("|")
-    return list(dict.fromkeys(re.findall(rf"^(?:usage:|      ) dreamer {command} ([a-z]+)\b", printed, re.M)))
+    return list(dict.fromkeys(re.findall(rf"^(?:usage:|      ) dreamer {command} ([a-z][a-z-]*)", printed, re.M)))
 
 
 def _options(before: Sequence[str]) -> list[str]:
@@ -101,8 +103,9 @@ def _options(before: Sequence[str]) -> list[str]:
     from dreamer_jax.config.models import at_hand
 
     keys = [f"--{key}" for family in at_hand() for key in key_types(family.config)]
-    named = re.findall(r"(?<![\w-])--[a-z][a-z_-]*(?![a-z_.-])", _help([before[0], *_action(before)]))
-    return list(dict.fromkeys([*named, *(keys if before[0] in SETTINGS else []), OPTION]))
+    named = re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*(?![a-z0-9_.-])", _help([before[0], *_action(before)]))
+    settings = before[0] in SETTINGS or list(before[:2]) == ["data", "show"]
+    return list(dict.fromkeys([*named, *(keys if settings else []), OPTION]))
 
 
 def _choices(before: Sequence[str]) -> list[str]:

@@ -54,9 +54,12 @@ HEAVY = [["train"], ["frontier"], ["study"], ["depth"], ["bench"], ["eval"], ["g
 COMPILING = [*(words for words in HEAVY if words != ["study"]), ["analyze"], ["embed"], ["export"], ["import"]]
 """Commands whose compiled programs are worth keeping; those of `plan` are for machines that aren't there, and runs of a
 study are processes that have fewer cores."""
-OF_THE_DISK = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or name another place") | dict.fromkeys(
-    (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG), "name another place"
-)
+OF_THE_DISK = {
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or name another place"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "see whose it is, or name another place"),
+    **dict.fromkeys((errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG), "name another place"),
+}
 """What a person can do about errors of files that no command has foreseen."""
 MEMORY = (
     "glibc.malloc.hugetlb=1",

@@ -71,6 +71,12 @@ class DataConfig:
             needed = {"jsonl": "a file, e.g. --data.path train.jsonl", "prepared": "a directory, e.g. --data.path data"}
             require(bool(self.path), "data.path", f"is empty; data.source {self.source} needs {needed[self.source]}")
         require(
+            self.source in ("jsonl", "prepared") or not (self.path or self.heldout_path),
+            "data.path",
+            f"{self.path or self.heldout_path}: data.source {self.source} reads no files; set data.source to jsonl or "
+            "prepared, or leave it out",
+        )
+        require(
             self.source == "prepared" or not self.mixture,
             "data.mixture",
             f"only prepared data are mixed, and data.source is {self.source}",

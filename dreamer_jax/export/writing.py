@@ -88,7 +88,10 @@ def written_aside(out: Path) -> Iterator[Path]:
     refuse_existing(out)
     aside = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise UserError(f"{out}: can't write there: {out.parent}, or what it is in, is a file") from None
         aside.mkdir()
         yield aside
         for path in (*aside.rglob("*"), aside):

@@ -13,7 +13,7 @@ from dreamer_jax.errors import UserError, whole
 
 COLDEST = 1e-30
 """Temperatures below are as this one, so that no logit is divided to infinity, where all would be alike."""
-HOTTEST = 1e30
+LARGEST = 1e30
 """Above all tokens are equally likely long since, and float32 ends."""
 BROKEN = -2
 """In the place of a token where there is none to choose, as logits are NaN or infinite. It ends its row; -1 is behind a
@@ -43,7 +43,7 @@ class Sampling:
         for key in ("top_k", "seed"):
             object.__setattr__(self, key, whole(getattr(self, key), f"sampling: {key}"))
         problems = {
-            f"temperature {self.temperature}: must be from 0 to {HOTTEST:g}": not 0 <= self.temperature <= HOTTEST,
+            f"temperature {self.temperature}: must be from 0 to {LARGEST:g}": not 0 <= self.temperature <= LARGEST,
             f"top_k {self.top_k}: must be from 0 (all tokens) to 2^31 - 1": not 0 <= self.top_k < 2**31,
             f"top_p {self.top_p}: must be more than 0 and at most 1": not 0 < self.top_p <= 1,
             f"min_p {self.min_p}: must be from 0 to 1": not 0 <= self.min_p <= 1,

@@ -36,6 +36,9 @@ CHANGEABLE = (
 PLACES = ("data.path", "data.heldout_path", "data.mixture", "data.knowledge", "data.tokenizer")
 """Keys that say where files lie; fingerprints say whether they are the same."""
 
+LAST_SECTION = "\nrun:\n"
+"""Of a written configuration."""
+
 SCHEDULE = ("training.schedule", "training.cooldown_steps", "training.learning_rate_floor", "training.steps")
 ALLOWED = {"learning_rate": ("training.learning_rate", "training.warmup_steps", *SCHEDULE), "depth": ("model.depth",)}
 """Name of a change that `checkpoint.allow` permits -> the keys it is about."""
@@ -147,6 +150,22 @@ def not_a_run(directory: str | Path, local: Path) -> UserError:
     )
 
 
+def config_of_run(local: Path) -> Config:
+    """The configuration in a run's config.yaml, which is in `local`.
+
+    Raises:
+        UserError: the end of the file is missing: everything that isn't there would be taken for a default.
+    """
+    path = local / "config.yaml"
+    config = load_config(path).config
+    if LAST_SECTION not in path.read_text(encoding="utf-8"):
+        raise UserError(
+            f"{path} was cut short: it has no section run, with which every run's ends; copy it anew, or write what "
+            "`config` says in the file meta/metadata of the newest checkpoint"
+        )
+    return config
+
+
 def open_run(
     loaded: LoadedConfig,
     recorded: Callable[[epath.Path], Config | None] = lambda _: None,
@@ -201,7 +220,10 @@ def write_atomically(path: Path, text: str) -> None:
     """Replace a file in one go: whoever is killed meanwhile leaves the old or the new one, never half of it."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_text(text, encoding="utf-8")
+        with open(unfinished, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut may leave the new name and none of the text
         unfinished.replace(path)
     finally:
         with contextlib.suppress(OSError):

@@ -43,7 +43,12 @@ def manifests(step: epath.Path) -> list[epath.Path]:
 
 def is_complete(step: epath.Path) -> bool:
     """Whether all manifests are there: the step was saved to its end. Cheap; says nothing of damage."""
-    return _problem_of_manifests(step)[0] is None
+    return problem_of_save(step) is None
+
+
+def problem_of_save(step: epath.Path) -> str | None:
+    """Why a step isn't complete, or None."""
+    return _problem_of_manifests(step)[0]
 
 
 def problem_of(step: epath.Path, items: Sequence[str] = (), process: int = 0, processes: int = 1) -> str | None:

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from dreamer_jax.config import Config, load_config
+from dreamer_jax.config import Config
 from dreamer_jax.config.keys import convert
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import KNOWLEDGE, Family, build
 from dreamer_jax.runs.array_files import read_tree
 from dreamer_jax.runs.checkpoints import FINGERPRINTS, warn
-from dreamer_jax.runs.folders import config_of_text, folder_of, not_a_run, path_of, run_and_step
+from dreamer_jax.runs.folders import config_of_run, config_of_text, folder_of, not_a_run, path_of, run_and_step
 from dreamer_jax.runs.integrity import problem_of
 from dreamer_jax.runs.knowledge import read_embeddings
 from dreamer_jax.runs.step_folders import StepFolders
@@ -189,11 +189,15 @@ def locate_run(path: str | Path, step: int | None = None) -> Located:
         UserError: if there is no run, no good checkpoint, or not the step asked for.
     """
     directory, named = run_and_step(path)
+    if None not in (step, named) and step != named:
+        raise UserError(
+            f"{path} is the checkpoint of step {named}, but step {step} is asked for; name the run, {directory}"
+        )
     step = step if named is None else named
     local = folder_of(directory).local
     if not (local / "config.yaml").is_file():
         raise not_a_run(directory, local)
-    config = load_config(local / "config.yaml").config
+    config = config_of_run(local)
     folders = StepFolders(path_of(directory))
     steps = folders.all()
     if not steps:

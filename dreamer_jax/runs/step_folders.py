@@ -64,11 +64,13 @@ class StepFolders:
             usable: a further condition.
         """
         together = jax.process_index(), jax.process_count()
-        for step in reversed(self.all()):
+        steps = self.all()
+        for step in reversed(steps):
             problem = problem_of(self[step], items, *together)
             if largest(problem is not None):
                 reason = problem or "another process found it damaged"
-                say(f"checkpoint {step} can't be used: {reason}; falling back to the one before")
+                older = "; trying the one before" if step != steps[0] else ""
+                say(f"checkpoint {step} can't be used: {reason}{older}")
             elif usable(step):
                 if is_unverifiable(self[step]):
                     say(f"checkpoint {step} was saved by an early version without checksums; it can't be verified")

@@ -356,7 +356,7 @@ def _sampler(fields: Fields, offered: Mapping[str, Sampler]) -> Sampler:
         within = "sampler."
     if value is None or isinstance(value, str):
         value = {"name": Static.name if value is None else value}
-    settings: dict[str, Any] = dict(value)
+    settings: dict[str, Any] = {key: setting for key, setting in value.items() if setting is not None}
     name = settings.pop("name", None)
     if not isinstance(name, str):
         fields.refuse("sampler", 'must be a name, or an object with one: {"name": "adaptive", "threshold": 0.05}')
@@ -367,9 +367,14 @@ def _sampler(fields: Fields, offered: Mapping[str, Sampler]) -> Sampler:
             fields.refuse("min_depth", "goes with exit, or sampler adaptive that says no other")
         settings["min_depth"] = min_depth
     for key, setting in settings.items():
-        if isinstance(setting, (dict, list)) or setting is None:
+        if isinstance(setting, (dict, list)):
             fields.refuse(f"{within}{key}", "must be a string, a number, or true or false")
-    return sampler_of(name, as_written(settings), within)
+        if isinstance(setting, int) and abs(setting) >= 2**31:
+            fields.refuse(f"{within}{key}", "is too large a number")
+    try:
+        return sampler_of(name, as_written(settings), within)
+    except UserError as error:
+        raise Refused(400, str(error), within.removesuffix(".")) from None
 
 
 def _logprobs(fields: Fields, chat: bool) -> int | None:

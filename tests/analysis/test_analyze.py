@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import html
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -105,6 +107,36 @@ def test_figures_say_the_same_twice_and_differ_in_the_dark(analysed):
     light = lens.render("svg")
     assert light == lens.render("svg") == (analysed / "figures" / "lens.svg").read_bytes()
     assert light != lens.render("svg", DARK)
+
+
+def test_a_place_that_can_not_be_written_is_said_before_the_work(runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(analyze, "examine", lambda *_: pytest.fail("computed"))
+    (tmp_path / "file").write_text("")
+    assert main(["analyze", str(runs["DR"]), "--out", str(tmp_path / "file" / "x")]) == 2
+    assert f"{tmp_path}/file is a file; name a folder" in capsys.readouterr().err
+    monkeypatch.setattr(analyze.os, "access", lambda *_: False)
+    assert main(["analyze", str(runs["DR"]), "--out", str(tmp_path / "closed" / "x")]) == 2
+    assert f"{tmp_path} is closed to you; name another folder" in capsys.readouterr().err
+
+
+def test_an_analysis_that_fails_leaves_the_one_before(runs, tmp_path, capsys, monkeypatch):
+    draw_without_files(monkeypatch)
+    out = tmp_path / "out"
+    words = ["analyze", str(runs["DR"]), "--sequences", "3", "--out", str(out)]
+    assert main(words) == 0
+    before = (out / "analysis.json").read_bytes()
+
+    def full(summary, layered):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(analyze, "make_figures", full)
+    assert main([*words, "--seed", "1"]) == 2
+    assert (out / "analysis.json").read_bytes() == before
+
+
+def test_a_checkpoint_has_a_folder_of_its_own():
+    assert [analyze._folder(name).name for name in ("runs/a", "runs/a/checkpoints/10")] == ["analysis", "analysis-10"]
+    assert analyze._folder("runs/a/checkpoints/10").parent == analyze._folder("runs/a").parent
 
 
 def test_curve_of_la_is_the_average_layer_among_all_experts():

@@ -194,3 +194,11 @@ def test_depths_and_what_is_outside_of_them_are_all_there_is() -> None:
     counts = analytic.matmul_flops(family, 512)
     assert outside + family.depth * each == pytest.approx(analytic.total(counts))
     assert outside == counts["head"]
+
+
+def test_a_map_is_active_where_its_attention_acts() -> None:
+    """Experts of projections, of which a depth takes one."""
+    every, second = (analytic.active_parameters(small("DR+DA", da_every=n)) for n in (1, 2))
+    assert every["DA"] - second["DA"] == DA_WEIGHTS  # depths 0 and 2 of three
+    sparse = analytic.active_parameters(small("DR+DA", sa_every=2))
+    assert every["SA"] - sparse["SA"] == SA_WEIGHTS

@@ -78,6 +78,18 @@ def test_budget_takes_depth_context_batch_and_overrides(capsys: pytest.CaptureFi
     assert long["flops_per_token"]["SA"] > usual["flops_per_token"]["SA"]
 
 
+def test_budget_computes_every_copy_of_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the run, its plan and comparisons of runs do."""
+    words = "dr_da_tiny", "--data.sequence_length"
+    once = json.loads(run(capsys, "budget", *words, "512", "--json"))["training"]
+    copied = json.loads(run(capsys, "budget", *words, "256", "--data.copies", "2", "--json"))["training"]
+    for name, value in once.items():
+        if name.endswith("flops_per_token"):
+            assert copied[name] == 2 * value
+    assert copied["factor"] == once["factor"] and copied["sequence_length"] == once["sequence_length"]
+    assert "S = 512 (2 of each token)" in run(capsys, "budget", *words, "256", "--data.copies", "2")
+
+
 def test_budget_has_moments_of_what_is_trained_alone(capsys: pytest.CaptureFixture[str]) -> None:
     words = "quickstart", "--training.trainable", "head,norm"
     held = json.loads(run(capsys, "budget", *words, "--json"))["training"]["bytes"]["full"]

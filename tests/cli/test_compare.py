@@ -105,9 +105,27 @@ def test_data_efficiency_against_a_baseline(runs, capsys):
     assert main(["compare", *runs, "--baseline", runs[1]]) == 0
     shown = capsys.readouterr().out
     assert "gsm8k accuracy" in shown and "20.00%" in shown
-    assert shown.splitlines()[-1].split()[-2:] == ["-", "1.00"]  # LA never gets there
+    *_, row, baseline = shown.splitlines()
+    assert row.split()[-2:] == ["-", "1.00"]  # LA never gets there
+    assert baseline == f"data efficiency: against {runs[1]}"
     assert main(["compare", *runs, "--baseline", "other"]) == 2
     assert "none of the runs" in capsys.readouterr().err
+
+
+def test_layers_that_attend_over_depths_are_no_baseline():
+    """LA+DA is a variant that is compared with LA."""
+    rows = [{"variant": "DR"}, {"variant": "LA+DA"}, {"variant": "LA"}]
+    assert compare._baseline(None, list("abc"), rows) == "c"
+    assert compare._baseline(None, list("ab"), rows[:2]) == "a"
+
+
+@pytest.mark.parametrize("damage", [lambda text: "", lambda text: text.partition("\ndata:")[0]])
+def test_a_configuration_that_was_cut_short_is_no_run_of_defaults(damage, runs, capsys):
+    path = Path(runs[1]) / "config.yaml"
+    path.write_text(damage(path.read_text()))
+    for words in (["compare", *runs], ["generate", runs[1], "--prompt", "a"]):
+        assert main(words) == 2
+        assert f"{path} was cut short" in capsys.readouterr().err
 
 
 def test_a_slash_behind_a_run_makes_no_other_run(runs, capsys):

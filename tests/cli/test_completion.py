@@ -37,6 +37,12 @@ from dreamer_jax.cli.main import COMMANDS, main
         (["train", "quickstart", "--coord"], ["--coordinator"]),
         (["train", "quickstart", "--fam"], ["--family-module"]),
         (["generate", "runs/x", "--dtype", "b"], ["bfloat16"]),
+        (["data", "tr"], ["train-tokenizer"]),
+        (["data", "show", "quick"], ["quickstart"]),
+        (["data", "show", "quickstart", "--data.sou"], ["--data.source"]),
+        (["data", "build", ""], []),
+        (["generate", "runs/x", "--int"], ["--int8"]),
+        (["completion", ""], ["bash", "zsh", "fish"]),
         (["nonsense", "x"], []),
     ],
 )

@@ -150,12 +150,15 @@ def test_errors_of_the_disk_are_a_line(tmp_path: Path, monkeypatch: pytest.Monke
     assert main(["info"]) == 2
     assert capsys.readouterr().err == f"dreamer: error: {tmp_path}/file/below: Not a directory; name another place\n"
 
-    def full(_: list[str]) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    said = {errno.ENOSPC: "No space left on device; make room", errno.EFBIG: "File too large; raise the limit of"}
+    for number, line in said.items():
 
-    command.run = full  # type: ignore[attr-defined]
-    assert main(["info"]) == 2
-    assert "error: No space left on device; make room" in capsys.readouterr().err
+        def fails(_: list[str], number: int = number) -> int:
+            raise OSError(number, os.strerror(number))
+
+        command.run = fails  # type: ignore[attr-defined]
+        assert main(["info"]) == 2
+        assert f"error: {line}" in capsys.readouterr().err
     command.run = lambda _: (tmp_path / "nothing").read_text()  # type: ignore[attr-defined]
     with pytest.raises(FileNotFoundError):
         main(["info"])

@@ -44,6 +44,14 @@ def test_a_section_within_a_section(tmp_path: Path) -> None:
     assert "  puzzle:\n    task: boolean  # " in again.read_text()
 
 
+def test_files_that_no_source_reads_are_refused() -> None:
+    """Else the built-in task would be trained on in their place, without a word."""
+    for key in ("path", "heldout_path"):
+        with pytest.raises(ConfigError, match=r"mine\.jsonl: data\.source task reads no files; set data\.source"):
+            load_config("quickstart", [f"--data.{key}", "mine.jsonl"])
+    assert load_config("la_tiny", ["--data.path", "mine.jsonl", "--data.source", "jsonl"]).config.data.path
+
+
 def test_base_is_relative_to_its_own_file(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     write(tmp_path, "run: {seed: 7}\n", "root.yaml")

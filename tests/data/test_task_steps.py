@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import re
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -29,6 +31,16 @@ def test_the_last_step_is_the_answer(task, difficulty):
     for (prompt, completion), steps in problems_of(task, difficulty):
         assert steps[-1] == Step(len(prompt) - 1, difficulty, completion)
         assert {step.number for step in steps} == set(range(1, difficulty + 1))
+
+
+def test_the_examples_of_the_documentation():
+    """Those of docs/data.md whose steps can be worked out."""
+    page = (Path(__file__).parents[2] / "docs/data.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \| `(.+?)` \|", page, re.MULTILINE)
+    examples = {task: (prompt.replace("\\|", "|"), answer) for task, prompt, answer in rows if task in STEPPED_TASKS}
+    assert set(examples) == set(STEPPED_TASKS)
+    for task, (prompt, answer) in examples.items():
+        assert steps_of(task, prompt)[-1].result == answer, prompt
 
 
 def expression_ending(prompt: str, place: int) -> str:

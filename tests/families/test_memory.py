@@ -50,7 +50,7 @@ def measure(variant, depth, scan=None):
 def checkpointed_scan(step, *_):
     """What one would write first: lax.scan over a checkpointed step, the memory in the carry, plain autodiff."""
 
-    def scan(weights, state, inputs, memory, context, depth):
+    def scan(weights, state, inputs, memory, context, depth, *_):
         @jax.checkpoint
         def body(carry, l):
             stepped = step(weights.at(l), carry[0], inputs, Depth(l, jnp.int32(depth)), carry[1], context)

@@ -122,6 +122,10 @@ def test_every_damaged_file_is_noticed(damage, two, tmp_path):
         assert len(said) == 1 and "checkpoint 2 can't be used" in said[0] and "the one before" in said[0]
         path.write_bytes(content)
     assert open_checkpoints(directory, []).newest_good() == 2
+    for path in files[0], next((directory / "checkpoints" / "1").rglob("*metadata")):
+        damage(path)
+    assert open_checkpoints(directory, said := []).newest_good() is None
+    assert ["the one before" in line for line in said] == [True, False]
 
 
 def test_a_step_cut_short_is_never_used(two, tmp_path):

@@ -61,7 +61,7 @@ def test_an_edited_configuration_is_not_what_was_trained(tmp_path):
         {"training__learning_rate": 0.5},
         {"model__depth": 3},
         {"training__steps": 99},
-        {"data__path": "moved"},
+        {"data__tokenizer": "moved.json"},
     ):
         open_run(now, recorded=lambda _, its=same: begun(**its).config)
     with pytest.raises(

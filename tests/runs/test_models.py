@@ -222,3 +222,10 @@ def test_weights_of_a_model_with_more_parts(tmp_path):
     assert ours.items() < theirs.items()
     with pytest.raises(UserError, match=r"holds another model: layers\.depth_attention"):
         _require_same_model(Located(path_of(tmp_path), more, 1), config)
+
+
+def test_a_checkpoint_is_not_asked_for_another_step(run):
+    """The one that would be given is of another step than was asked for."""
+    assert locate_run(run / "checkpoints/2", 2).step == 2
+    with pytest.raises(UserError, match=f"2 is the checkpoint of step 2, but step 3 is asked for; .* {run}"):
+        locate_run(run / "checkpoints/2", 3)

@@ -59,6 +59,7 @@ def test_defaults_are_those_of_openai():
     [
         ({"exit": {"criterion": "kl", "threshold": 1e-3}, "min_depth": 2}, Adaptive("kl", 1e-3, 2)),
         ({"exit": {}}, Adaptive()),
+        ({"exit": {"criterion": None, "threshold": None, "every": 2}}, Adaptive(every=2)),
         ({"sampler": "adaptive", "min_depth": 3}, Adaptive(min_depth=3)),
         ({"sampler": {"name": "adaptive", "every": 2}}, Adaptive(every=2)),
         ({"sampler": {"name": "diffusion-forcing", "official_quirks": True}}, DiffusionForcing(official_quirks=True)),
@@ -98,10 +99,16 @@ def test_chat_fields():
         ({"prompt": "a", "top_p": 10**400}, "top_p is too large a number"),
         ({"prompt": "a", "min_p": -(10**400)}, "min_p is too large a number"),
         ({"prompt": "a", "top_k": 10**400}, "top_k must be 0 to 2147483647"),
-        ({"prompt": "a", "exit": {"every": 2**31}}, "exit.every 2.14748e+09: must be from 1 to 2^31 - 1"),
+        ({"prompt": "a", "exit": {"every": 2**31}}, "exit.every is too large a number"),
         ({"prompt": "a", "exit": {}, "min_depth": 2**31}, "min_depth must be 1 to 2147483647"),
-        ({"prompt": "a", "exit": {"threshold": -1}}, "exit.threshold -1: must be 0"),
-        ({"prompt": "a", "sampler": {"name": "adaptive", "threshold": -1}}, "sampler.threshold -1: must be 0"),
+        ({"prompt": "a", "exit": {"threshold": 10**400}}, "exit.threshold is too large a number"),
+        ({"prompt": "a", "exit": {"threshold": 1e300}}, "exit.threshold 1e+300: must be from 0"),
+        ({"prompt": "a", "exit": {"threshold": -1}}, "exit.threshold -1: must be from 0"),
+        ({"prompt": "a", "sampler": {"name": "adaptive", "threshold": -1}}, "sampler.threshold -1: must be from 0"),
+        (
+            {"prompt": "a", "sampler": {"name": "diffusion-forcing", "init_scale": 1e39}},
+            "sampler.init_scale 1e+39: must",
+        ),
         ({"prompt": "a", "stop": ["a"] * 5}, "stop takes at most 4"),
         ({"prompt": "a", "stop": ""}, "none of them empty"),
         ({"prompt": "a", "logprobs": 21}, "logprobs must be 0 to 20"),
@@ -145,6 +152,13 @@ def test_a_number_out_of_range_names_its_field(name, value):
     with pytest.raises(Refused) as refused:
         read(**{"prompt": "a", name: value})
     assert refused.value.param == name and refused.value.message.startswith(f"{name} {float(value)}: must be ")
+
+
+def test_a_setting_out_of_range_names_where_it_stands():
+    for fields, param in (({"exit": {"every": 0}}, "exit"), ({"sampler": {"name": "static", "every": 2}}, "sampler")):
+        with pytest.raises(Refused) as refused:
+            read(prompt="a", **fields)
+        assert refused.value.param == param
 
 
 def test_an_echo_is_of_completions_only():

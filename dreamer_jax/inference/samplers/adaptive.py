@@ -11,6 +11,7 @@ import numpy as np
 from dreamer_jax.inference.samplers import one_by_one
 from dreamer_jax.inference.samplers.contract import Asked, Block, Carried, Choosing, Progress, Sampler
 from dreamer_jax.inference.samplers.criteria import CRITERIA, Name
+from dreamer_jax.inference.sampling import LARGEST
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Adaptive(Sampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(self.threshold >= 0, "threshold", "must be 0 (that of the published code) or more")
+        within = 0 <= self.threshold <= LARGEST
+        self._require(within, "threshold", f"must be from 0 (that of the published code) to {LARGEST:g}")
         for key in ("min_depth", "every"):
             self._require(1 <= getattr(self, key) < 2**31, key, "must be from 1 to 2^31 - 1")
 

@@ -38,7 +38,7 @@ from dreamer_jax.inference.samplers.contract import (
 )
 from dreamer_jax.inference.samplers.exits import EXITS, Exit
 from dreamer_jax.inference.samplers.wavefront import Wave, advanced, begun, of_lanes, refined
-from dreamer_jax.inference.sampling import by_row
+from dreamer_jax.inference.sampling import LARGEST, by_row
 
 THRESHOLD = 0.03
 """epsilon of the paper's section 5, and of its code."""
@@ -95,8 +95,8 @@ class DiffusionForcing(Sampler):
         super().__post_init__()
         for key in ("inner_recurrences", "wavefront", "headway"):
             self._require(getattr(self, key) >= 1, key, "must be 1 or more")
-        self._require(self.threshold >= 0, "threshold", "must be 0 (the exit's own) or more")
-        self._require(self.init_scale >= 0, "init_scale", "must be 0 or more")
+        self._require(0 <= self.threshold <= LARGEST, "threshold", f"must be from 0 (the exit's own) to {LARGEST:g}")
+        self._require(0 <= self.init_scale <= LARGEST, "init_scale", f"must be from 0 to {LARGEST:g}")
         self._require(0 <= self.momentum < 1, "momentum", "must be 0 (none) or more, and less than 1")
         self._require(0 <= self.noise <= 1, "noise", "must be from 0 (none) to 1")
         if self.official_quirks:
