@@ -180,7 +180,10 @@ def _rate(written: str) -> float:
 
 def _bounds(written: str) -> tuple[int, int]:
     low, _, high = written.partition("-")
-    found = (positive(low), positive(high or low))
+    try:
+        found = (positive(low), positive(high or low))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"'{written}' is neither a number nor two as in 16-64") from None
     if found[0] > found[1]:
         raise argparse.ArgumentTypeError(f"'{written}': the first must not be more than the second")
     return found

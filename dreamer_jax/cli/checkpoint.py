@@ -18,9 +18,10 @@ def run(arguments: list[str]) -> int:
     from dreamer_jax.runs.step_folders import StepFolders
 
     folder = folder_of(options.run)
-    if not (folder.local / "config.yaml").is_file():
-        raise not_a_run(options.run, folder.local)
     folders = StepFolders(folder.place)
+    configured = (folder.local / "config.yaml").is_file()
+    if not configured and (options.action == "prune" or not folders.all()):  # its rules are those of the run
+        raise not_a_run(options.run, folder.local)
     if options.action == "list":
         return _list(folders)
     if options.action == "verify":

@@ -144,7 +144,7 @@ def test_an_empty_choice_is_not_certain(tmp_path):
     ],
 )
 def test_where_the_space_stood_in_training(data, expected):
-    config = Config(data=DataConfig(path="there", **data))
+    config = Config(data=DataConfig(path="there" if data["source"] != "task" else "", **data))
     assert subject_of(config, "run", 3, {}).space_in_prompt is expected
 
 

@@ -239,7 +239,7 @@ def test_early_exit_needs_one_layer_for_all_depths_and_a_distance():
         Engine(model_of("LA"), sampler=Adaptive(threshold=0.1))
     with pytest.raises(UserError, match=r"sampler\.criterion foo: must be one of latent-diff, "):
         Adaptive("foo")
-    with pytest.raises(UserError, match="must be 0"):
+    with pytest.raises(UserError, match="must be from 0"):
         Adaptive(threshold=-1.0)
 
 

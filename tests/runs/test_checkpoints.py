@@ -325,6 +325,12 @@ def test_command_line(two, tmp_path, capsys):
     assert main(["checkpoint", "list", str(directory)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["1", "2"] and "MB" in lines[0]
+    (kept := directory / "config.yaml").rename(aside := tmp_path / "aside")
+    assert main(["checkpoint", "list", str(directory)]) == 0
+    assert capsys.readouterr().out.splitlines() == lines
+    assert main(["checkpoint", "prune", str(directory), "--keep", "1"]) == 2
+    assert "has no config.yaml" in capsys.readouterr().err
+    aside.rename(kept)
     assert main(["checkpoint", "verify", str(directory)]) == 0
     assert capsys.readouterr().out.count("good") == 2
     flip(next((directory / "checkpoints" / "1" / "params" / "d").iterdir()))

@@ -271,6 +271,7 @@ def test_streams_of_other_servers(stream, finish, tokens):
         (["--url", "http://127.0.0.1:8000/other/v1"], "must be such as http://127.0.0.1:8000"),
         (["--url", "http://[::1"], "must be such as http://127.0.0.1:8000"),
         (["runs/x", "--rate", "0"], "'0' is not a number of requests a second"),
+        (["runs/x", "--prompt-tokens", "3:20"], "'3:20' is neither a number nor two as in 16-64"),
         (["runs/x", "--answer-tokens", "9-3"], "the first must not be more than the second"),
         (["runs/x", "--lengths", "nowhere.jsonl"], "nowhere.jsonl: can't be read"),
     ],

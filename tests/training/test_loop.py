@@ -25,6 +25,7 @@ from dreamer_jax.config.recurrence import RecurrenceConfig
 from dreamer_jax.config.sections import (
     AnalysisConfig,
     CheckpointConfig,
+    DataConfig,
     EvaluationConfig,
     MeshConfig,
     RunConfig,
@@ -367,7 +368,7 @@ def test_hosts_of_other_settings_or_files_are_refused(train, monkeypatch, tmp_pa
 
 
 def test_hosts_may_keep_their_files_elsewhere_and_must_agree_on_the_rest(monkeypatch):
-    texts, config = [], Config()
+    texts, config = [], Config(data=DataConfig(source="jsonl", path="here"))
     monkeypatch.setattr(checks, "others_than_the_first", lambda text: texts.append(text) or [])
     for changed in ({}, {"path": "elsewhere", "tokenizer": "elsewhere.json"}, {"sequence_length": 7}):
         data = dataclasses.replace(config.data, **changed)
