@@ -173,6 +173,11 @@ class TrainingConfig:
         )
         require(self.learning_rate_floor <= 1, "training.learning_rate_floor", "is a share, at most 1")
         require(
+            self.schedule != "constant" or not self.learning_rate_floor,
+            "training.learning_rate_floor",
+            f"{self.learning_rate_floor}: training.schedule constant never falls; set it to cosine or trapezoid",
+        )
+        require(
             self.schedule == "trapezoid" or not self.cooldown_steps,
             "training.cooldown_steps",
             f"only training.schedule trapezoid has a descent of so many steps, and it is {self.schedule}",

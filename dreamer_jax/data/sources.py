@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Protocol
@@ -146,12 +146,12 @@ class JsonlSource:
         else:
             heldout_store = store
             train_ids, heldout_ids = split_records(len(store), data.heldout_records, data.path)
-            others = _without_copies(store, train_ids, heldout_ids)
-            if len(others) < len(train_ids):
-                skipped["copies of held-out records"] = len(train_ids) - len(others)
-            if not len(others):
-                raise UserError(f"{data.path}: every record to train on is a copy of one that is held out")
-            train_ids = others
+        others = _without_copies(store, train_ids, heldout_store, heldout_ids)
+        if len(others) < len(train_ids):
+            skipped["copies of held-out records"] = len(train_ids) - len(others)
+        if not len(others):
+            raise UserError(f"{data.path}: every record to train on is a copy of one that is held out")
+        train_ids = others
         split = data.prompt == ""
         longest = data.sequence_length if data.packing == "best_fit" else UNCUT  # concat cuts at the ends of rows
         self._train = Documents(store, train_ids, longest, split)
@@ -242,15 +242,17 @@ def _tokenize(config: Config, path: str, key: str, tokenizer: Tokenizer, skipped
     return store
 
 
-def _without_copies(store: TokenStore, train: np.ndarray, heldout: np.ndarray) -> np.ndarray:
+def _without_copies(store: TokenStore, train: np.ndarray, others: TokenStore, heldout: np.ndarray) -> np.ndarray:
     """The records to train on but those that are held out, too: to the token, prompt and completion."""
+    apart = set(_contents(others, heldout))
+    pairs = zip(train.tolist(), _contents(store, train), strict=True)
+    return np.array([record for record, content in pairs if content not in apart], train.dtype)
+
+
+def _contents(store: TokenStore, records: np.ndarray) -> Iterator[bytes]:
     ends, tokens = np.frombuffer(store.ends, np.int64), np.frombuffer(store.tokens, np.int32)
-
-    def content(record: int) -> bytes:
-        return tokens[ends[record - 1] if record else 0 : ends[record]].tobytes()
-
-    apart = {content(record) for record in heldout.tolist()}
-    return np.array([record for record in train.tolist() if content(record) not in apart], train.dtype)
+    for record in records.tolist():
+        yield tokens[ends[record - 1] if record else 0 : ends[record]].tobytes()
 
 
 def split_records(records: int, heldout: int, path: str) -> tuple[np.ndarray, np.ndarray]:

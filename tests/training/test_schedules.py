@@ -50,6 +50,7 @@ def test_trapezoid_stays_and_falls_in_a_line():
         ({"schedule": "cosine", "cooldown_steps": 3}, "only training.schedule trapezoid"),
         ({"schedule": "trapezoid", "cooldown_steps": 11}, "more than training.steps 12"),
         ({"schedule": "cosine", "learning_rate_floor": 1.5}, "at most 1"),
+        ({"schedule": "constant", "learning_rate_floor": 0.3}, "never falls"),
     ],
 )
 def test_schedules_that_can_not_be(settings, said):
