@@ -21,8 +21,8 @@ assert main(["analyze", "gs://bucket/runs/la/checkpoints/0", "--sequences", "3"]
 @pytest.mark.slow  # tests/runs/test_buckets.py has a run on a bucket by default
 def test_a_run_on_a_bucket_keeps_its_analysis_there(tmp_path):
     make_run(tmp_path / "bucket" / "runs" / "la", "LA")
-    assert "done: gs://bucket/runs/la/analysis/report.html" in run_script(SCRIPT, tmp_path)
-    written = tmp_path / "bucket" / "runs" / "la" / "analysis"
+    assert "done: gs://bucket/runs/la/analysis-0/report.html" in run_script(SCRIPT, tmp_path)
+    written = tmp_path / "bucket" / "runs" / "la" / "analysis-0"
     summary = json.loads((written / "analysis.json").read_text())
     assert (summary["run"], summary["sequences"]) == ("la", 3)
     assert (written / "report.html").read_text(encoding="utf-8").count("<section>") == 4
