@@ -218,6 +218,8 @@ def test_jsonl_heldout_file(tmp_path: Path, jsonl: str) -> None:
     assert [record.prompt for record in data.heldout_records(9)] == [f"what is {i} + {i}?\n" for i in range(3)]
     assert "117 records to train on, 3 held out" in data.summary
     assert "3 copies of held-out records" in data.summary
+    both = open_data(make(source="jsonl", path=jsonl, heldout_path=jsonl))
+    assert "120 records to train on, 120 held out" in both.summary
     missing = make(source="jsonl", path=jsonl, heldout_path=str(tmp_path / "none.jsonl"))
     with pytest.raises(UserError, match=r"data\.heldout_path: .*none\.jsonl does not exist"):
         open_data(missing)
