@@ -6,7 +6,6 @@ import argparse
 import datetime
 
 from dreamer_jax.cli.arguments import Parser, natural, positive
-from dreamer_jax.config import load_config
 from dreamer_jax.errors import UserError
 
 
@@ -14,7 +13,11 @@ def run(arguments: list[str]) -> int:
     """Do what the words say; the exit code is 1 if `verify` finds damage."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    from dreamer_jax.runs.folders import folder_of, not_a_run  # after the checks: importing jax takes a second
+    from dreamer_jax.runs.folders import (  # after the checks: importing jax takes a second
+        config_of_run,
+        folder_of,
+        not_a_run,
+    )
     from dreamer_jax.runs.step_folders import StepFolders
 
     folder = folder_of(options.run)
@@ -26,7 +29,7 @@ def run(arguments: list[str]) -> int:
         return _list(folders)
     if options.action == "verify":
         return _verify(folders, options.step)
-    config = load_config(folder.local / "config.yaml").config.checkpoint
+    config = config_of_run(folder.local).checkpoint
     keep_every = config.keep_every if options.keep_every is None else options.keep_every
     with folder.alone("is being trained; prune it afterwards"):
         return _prune(folders, options.keep or config.keep, keep_every)

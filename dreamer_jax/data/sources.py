@@ -146,9 +146,8 @@ class JsonlSource:
         else:
             heldout_store = store
             train_ids, heldout_ids = split_records(len(store), data.heldout_records, data.path)
-        others = train_ids
-        if data.heldout_path != data.path:  # who names one file twice wants to see what was trained on
-            others = _without_copies(store, train_ids, heldout_store, heldout_ids)
+        twice = data.heldout_path == data.path  # to see what is trained on
+        others = train_ids if twice else _without_copies(store, train_ids, heldout_store, heldout_ids)
         if len(others) < len(train_ids):
             skipped["copies of held-out records"] = len(train_ids) - len(others)
         if not len(others):

@@ -36,7 +36,7 @@ CHANGEABLE = (
 PLACES = ("data.path", "data.heldout_path", "data.mixture", "data.knowledge", "data.tokenizer")
 """Keys that say where files lie; fingerprints say whether they are the same."""
 
-LAST_SECTION = "\nrun:\n"
+LAST_SECTION = "\nrun:"
 """Of a written configuration."""
 
 SCHEDULE = ("training.schedule", "training.cooldown_steps", "training.learning_rate_floor", "training.steps")

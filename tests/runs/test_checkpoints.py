@@ -330,6 +330,9 @@ def test_command_line(two, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == lines
     assert main(["checkpoint", "prune", str(directory), "--keep", "1"]) == 2
     assert "has no config.yaml" in capsys.readouterr().err
+    kept.write_text(aside.read_text().partition("\ncheckpoint:")[0])  # its rule would be the default one
+    assert main(["checkpoint", "prune", str(directory)]) == 2
+    assert "was cut short" in capsys.readouterr().err
     aside.rename(kept)
     assert main(["checkpoint", "verify", str(directory)]) == 0
     assert capsys.readouterr().out.count("good") == 2
