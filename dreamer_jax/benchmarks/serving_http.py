@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import threading
@@ -27,6 +28,10 @@ class Remote:
     Args:
         url: such as http://127.0.0.1:8000.
         key: that it wants; None for none.
+
+    Attributes:
+        refusal: why it refused the last request that it did.
+
     Raises:
         UserError: it isn't there, isn't ready, or isn't one of OpenAI's API.
     """
@@ -40,7 +45,7 @@ class Remote:
             right = False
         if not right:
             raise UserError(f"--url {url}: must be such as http://127.0.0.1:8000")
-        self._url, self._parts = url, parts
+        self.url, self._parts, self.refusal = url, parts, ""
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         try:
             self.model = json.loads(self._get("/v1/models"))["data"][0]["id"]
@@ -58,11 +63,11 @@ class Remote:
             response = connection.getresponse()
             text = response.read().decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:
-            raise UserError(f"--url {self._url}: nobody answers ({error})") from None
+            raise UserError(f"--url {self.url}: nobody answers ({error})") from None
         finally:
             connection.close()
         if response.status != 200:
-            raise UserError(f"--url {self._url}: {path} is answered with {response.status}")
+            raise UserError(f"--url {self.url}: {path} is answered with {response.status}")
         return text
 
     def share_of_bound(self) -> float | None:
@@ -82,6 +87,7 @@ class Remote:
             response = connection.getresponse()
             if response.status != 200:
                 line.finish = f"refused: {response.status}"
+                self.refusal = f"{response.status}: {_reason(response.read())}"
                 return
             for text in response:
                 field, _, data = text.strip().partition(b":")
@@ -109,6 +115,14 @@ class Remote:
             line.counted = int(chunk["usage"]["completion_tokens"])
 
 
+def _reason(body: bytes) -> str:
+    """What a server says in a refusal, in one line."""
+    text = body.decode(errors="replace")
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        text = str(json.loads(text)["error"]["message"])
+    return " ".join(text.split())[:300]
+
+
 def bench_remote(remote: Remote, plan: Sequence[Arrival], extra: dict[str, Any], seed: int) -> dict[str, Any]:
     """The summary of a load.
 
@@ -117,6 +131,9 @@ def bench_remote(remote: Remote, plan: Sequence[Arrival], extra: dict[str, Any],
         plan: when requests come, and how long they are; an answer may end earlier.
         extra: further fields of every request.
         seed: of the tokens.
+
+    Raises:
+        UserError: nothing was answered.
     """
     rng = np.random.default_rng(seed)
     bodies = [
@@ -139,4 +156,7 @@ def bench_remote(remote: Remote, plan: Sequence[Arrival], extra: dict[str, Any],
         threads[-1].start()
     for thread in threads:
         thread.join()
+    if not any(line.tokens for line in lines):
+        reason = remote.refusal or "its streams are not those of OpenAI's API, or it gave up"
+        raise UserError(f"--url {remote.url}: none of {len(lines):,} requests was answered ({reason})")
     return summary(lines, time.perf_counter() - begin, remote.share_of_bound())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 
 from dreamer_jax.cli.arguments import Parser, say
@@ -17,6 +18,10 @@ def run(arguments: list[str]) -> int:
     options, sampler = parse(_parser(), arguments)
     if sampler is None:
         return 0
+    if sys.stdin is None:
+        raise UserError("chat: there is no input to read lines from; give it a terminal, a pipe or a file")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that isn't text is said, and the next one is read
     sampling = sampling_of(options)
     model, config = open_model(options, sampler)
     from dreamer_jax.data.jsonl import Template

@@ -29,6 +29,10 @@ def run(arguments: list[str]) -> int:
         return _answer_file(prompt_file(options.file), options, sampler)
     if options.prompt is None:
         raise UserError("generate: nothing to continue; give --prompt TEXT or --file prompts.jsonl")
+    try:
+        options.prompt.encode()
+    except UnicodeEncodeError:  # Python keeps such bytes as halves of characters
+        raise UserError("--prompt: isn't text in UTF-8; give a terminal or a script in that encoding") from None
     if options.trace is not None:
         return _trace(figure_file("--trace", options.trace), options, sampler)
     from dreamer_jax.inference.text import refuse_failed

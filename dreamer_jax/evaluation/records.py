@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dreamer_jax.errors import UserError
+
+
+@contextlib.contextmanager
+def alone(path: Path, waiting: Callable[[str], None] | None = None) -> Iterator[None]:
+    """While this process is the only one at a file or folder, of those that ask so. A disk without locks has none.
+
+    Args:
+        path: of a folder, or of a file, which is made.
+        waiting: gets a line where another process has to be waited for; without it, that is refused.
+
+    Raises:
+        UserError: another process is at it.
+    """
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):  # what can't be written is said by whoever writes it
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
+            held.callback(os.close, handle)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if waiting is None:
+                    raise UserError(
+                        f"{path}: another process is at this evaluation; wait for it, or choose a folder with --out"
+                    ) from None
+                waiting(f"{path}: another process is at this evaluation; waiting for it")
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 class Records:

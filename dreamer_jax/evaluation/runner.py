@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from dreamer_jax.errors import UserError
 from dreamer_jax.evaluation.comparison import read_results
-from dreamer_jax.evaluation.records import Records
+from dreamer_jax.evaluation.records import Records, alone
 from dreamer_jax.evaluation.scoring import Estimate
 from dreamer_jax.evaluation.tasks import TASKS, Settings, Task
+from dreamer_jax.runs.folders import write_atomically
 
 if TYPE_CHECKING:
     from dreamer_jax.inference import LanguageModel
@@ -63,7 +64,7 @@ def evaluate(
     """Evaluate a model and write `LABEL.jsonl` (a record a line) and `results.json` into the folder.
 
     What the folder already holds of the same evaluation is not computed again, so an interrupted one goes on, and one
-    with a limit can be extended.
+    with a limit can be extended. Other tasks may be evaluated into it by other processes at the same time.
 
     Args:
         model: see `opening.open_model`.
@@ -74,38 +75,57 @@ def evaluate(
         row_length: S of the run, the window of the task ppl.
         limit: only the first questions (windows) of each task.
         fresh: discard earlier records.
-        renew: discard records of another evaluation; they are refused otherwise.
+        renew: discard records of another evaluation, and wait for one of the same task; both are refused otherwise.
         say: gets lines of progress.
 
     Returns:
         The results of these tasks.
+
+    Raises:
+        UserError: the folder can't be used, holds another evaluation, or another process is at the same task.
     """
     results: Results = {}
     asked = [(task, label_of(task, settings), task.items(settings, model.tokenizer, row_length)) for task in tasks]
     for task, label, items in asked:  # all of them are there before the first is answered
         identity = {**source, "task": label, "max_length": model.max_length, "items": task.identity(items, settings)}
-        records = Records(folder / f"{label}.jsonl", identity, fresh, renew, MEANT)
-        wanted = spread([getattr(item, "subject", "") for item in items], limit)
-        cut = {i for i in wanted if task.cut(items[i], settings, model)}
-        if cut:
-            say(
-                f"{label}: {len(cut):,} of {len(wanted):,} prompts are longer than --max-length {model.max_length:,} "
-                "leaves room for, and lose their beginning"
-            )
-        # Earlier versions marked none, and left out begin-of-text before choices.
-        for i in [i for i in wanted if i in records.done and ("cut" in records.done[i]) != (i in cut)]:
-            del records.done[i]
-        _answer(task, label, items, wanted, cut, records, settings, model, say)
-        try:
-            results[label] = _result(task, settings, [records.done[i] for i in wanted], len(cut))
-        except (KeyError, TypeError, ValueError) as error:  # a line that somebody has changed
-            problem = f"a record of {label} has no {error}" if isinstance(error, KeyError) else f"{label}: {error}"
-            raise UserError(f"{problem}: move the file of its records away, or start anew with --fresh") from None
+        path = folder / f"{label}.jsonl"
+        with alone(path, say if renew else None):
+            records = Records(path, identity, fresh, renew, MEANT)
+            wanted = spread([getattr(item, "subject", "") for item in items], limit)
+            results[label] = _evaluate(task, label, items, wanted, records, settings, model, say)
         replace = len(records.done) <= len(wanted)
         kept = _write(folder / "results.json", dict(source), label, results[label], replace)
         if kept:
             say(f"{label}: results.json keeps the numbers over {kept:,} that are already there")
     return results
+
+
+def _evaluate(
+    task: Task,
+    label: str,
+    items: Sequence[Any],
+    wanted: Sequence[int],
+    records: Records,
+    settings: Settings,
+    model: LanguageModel,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """The result of one task over the wanted items; the records get what they lack."""
+    cut = {i for i in wanted if task.cut(items[i], settings, model)}
+    if cut:
+        say(
+            f"{label}: {len(cut):,} of {len(wanted):,} prompts are longer than --max-length {model.max_length:,} "
+            "leaves room for, and lose their beginning"
+        )
+    # Earlier versions marked none, and left out begin-of-text before choices.
+    for i in [i for i in wanted if i in records.done and ("cut" in records.done[i]) != (i in cut)]:
+        del records.done[i]
+    _answer(task, label, items, wanted, cut, records, settings, model, say)
+    try:
+        return _result(task, settings, [records.done[i] for i in wanted], len(cut))
+    except (KeyError, TypeError, ValueError) as error:  # a line that somebody has changed
+        problem = f"a record of {label} has no {error}" if isinstance(error, KeyError) else f"{label}: {error}"
+        raise UserError(f"{problem}: move the file of its records away, or start anew with --fresh") from None
 
 
 def spread(subjects: Sequence[str], limit: int | None) -> list[int]:
@@ -203,16 +223,14 @@ def _numbers(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
 def _write(path: Path, source: dict[str, Any], label: str, result: dict[str, Any], replace: bool) -> int:
     """Add a result to those that the file has of the same source. One over more questions stays, unless it is to be
     replaced; returns how many it is over then, else 0."""
-    known: Results = {}
-    if path.is_file():
-        content = read_results(path)
-        known = content["tasks"] if content["source"] == source else {}
-    its = known.get(label)
-    before = its.get("questions", 0) if isinstance(its, dict) else 0
-    if before > result["questions"] and not replace:
-        return before
-    text = json.dumps({"source": source, "tasks": known | {label: result}}, indent=1) + "\n"
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-    return 0
+    with alone(path.parent, lambda _: None):  # another process may add another task's
+        known: Results = {}
+        if path.is_file():
+            content = read_results(path)
+            known = content["tasks"] if content["source"] == source else {}
+        its = known.get(label)
+        before = its.get("questions", 0) if isinstance(its, dict) else 0
+        if before > result["questions"] and not replace:
+            return before
+        write_atomically(path, json.dumps({"source": source, "tasks": known | {label: result}}, indent=1) + "\n")
+        return 0

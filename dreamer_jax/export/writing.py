@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -80,18 +82,23 @@ def tokenizer_of(description: Description) -> Tokenizer:
 
 @contextlib.contextmanager
 def written_aside(out: Path) -> Iterator[Path]:
-    """A new folder beside `out` that becomes `out` when the block ends well, and vanishes when it doesn't.
+    """A new folder beside `out` that becomes `out` when the block ends well, and vanishes when it doesn't. What
+    killed processes of this machine left there is removed first.
 
     Raises:
         UserError: something exists at `out`, or the folder can't be written.
     """
     refuse_existing(out)
-    aside = out.parent / f".{out.name}.partial-{os.getpid()}"
+    begins = f".{out.name}.partial-{socket.gethostname()}-"
+    aside = out.parent / f"{begins}{os.getpid()}"
     try:
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise UserError(f"{out}: can't write there: {out.parent}, or what it is in, is a file") from None
+        for left in out.parent.glob(f"{glob.escape(begins)}*"):
+            if left == aside or not _lives(left.name.removeprefix(begins)):
+                shutil.rmtree(left)
         aside.mkdir()
         yield aside
         for path in (*aside.rglob("*"), aside):
@@ -104,6 +111,17 @@ def written_aside(out: Path) -> Iterator[Path]:
         raise UserError(f"{out}: can't write there: {error.strerror or error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _lives(number: str) -> bool:
+    """Whether a process of that number does; of what is none, too."""
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return False
+    except (ValueError, OverflowError, PermissionError):
+        pass
+    return True
 
 
 def refuse_existing(out: Path) -> None:

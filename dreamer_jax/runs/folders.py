@@ -251,6 +251,8 @@ def _refuse_other(place: epath.Path, before: Config, now: Config) -> None:
     allowable = tuple(key for name in names for key in ALLOWED[name])
     hint = f", or add --checkpoint.allow {','.join((*now.checkpoint.allowed, *names))} to change that"
     hint = hint if names and all(_about(line, allowable) for line in refused) else ""
+    if all(_about(line, PLACES) for line in refused):
+        hint = f". If those files were only moved, write their new places into {place / 'config.yaml'}"
     raise UserError(
         f"{place} holds a run with another configuration:\n  "
         + "\n  ".join(refused)

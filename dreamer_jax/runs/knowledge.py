@@ -7,8 +7,10 @@ one that it was trained with, if their embeddings are of the same size.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -77,18 +79,27 @@ def read_texts(path: str | Path, count: int) -> list[str] | None:
 
 
 def write(path: Path, embeddings: np.ndarray, texts: Sequence[str]) -> None:
-    """Both files.
+    """Both files, or none.
 
     Args:
         path: of the safetensors file.
         embeddings: [N, e] float32.
         texts: N.
+
+    Raises:
+        OSError: they can't be written.
     """
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    write_file(unfinished, [Tensor(NAME, "F32", embeddings.shape, lambda start, stop: embeddings[start:stop])])
+    unfinished, beside = path.with_name(f".{path.name}.{os.getpid()}"), texts_beside(path)
     lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts]
-    write_atomically(texts_beside(path), "".join(lines))
-    unfinished.replace(path)
+    try:
+        write_file(unfinished, [Tensor(NAME, "F32", embeddings.shape, lambda start, stop: embeddings[start:stop])])
+        write_atomically(beside, "".join(lines))
+        unfinished.replace(path)
+    except BaseException:
+        for half in (unfinished, beside):
+            with contextlib.suppress(OSError):
+                half.unlink()
+        raise
 
 
 def label(path: str | Path, embeddings: np.ndarray) -> str:

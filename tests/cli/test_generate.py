@@ -98,6 +98,12 @@ def test_a_line_that_is_no_text_is_left_out(monkeypatch, capsys):
     assert main(["chat", "runs/x"]) == 0
     shown = capsys.readouterr()
     assert shown.out == "<Q: a\nA: >\n\n<Q: b\nA: >\n\n" and "isn't text in UTF-8" in shown.err
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\n\xff\nb\n"), "utf-8", "strict"))
+    assert main(["chat", "runs/x"]) == 0
+    assert capsys.readouterr() == shown
+    monkeypatch.setattr("sys.stdin", None)  # as Python has it of a process without one
+    assert main(["chat", "runs/x"]) == 2
+    assert "there is no input to read lines from" in capsys.readouterr().err
 
 
 def test_a_template_without_fields_makes_no_prompts(run, tmp_path, capsys):
@@ -154,6 +160,7 @@ def test_a_trace_is_drawn(monkeypatch, tmp_path, capsys):
         (["generate", "runs/x"], "nothing to continue"),
         (["generate", "runs/x", "--file", "missing.jsonl"], "no such file"),
         (["generate", "runs/x", "--file", "."], "is a folder"),
+        (["generate", "runs/x", "--prompt", "a\udcff"], "--prompt: isn't text in UTF-8"),
         (["generate", "runs/x", "--prompt", "a", "--top-p", "2"], "top_p"),
         (["generate", "runs/x", "--prompt", "a", "--batch-size", "0"], "--batch-size"),
         (["generate", "runs/x", "--prompt", "a", "--tempreature", "1"], "--help"),

@@ -6,6 +6,8 @@ import codecs
 import json
 import math
 import shutil
+import threading
+import time
 
 import pytest
 
@@ -254,6 +256,37 @@ def test_resuming_computes_only_what_is_missing(data, tmp_path):
     # Records that begin anew are all that there is.
     fewer = run(model_of(answer_by_question(REPLIES)), "gsm8k", data, tmp_path, limit=2, fresh=True)
     assert json.loads((tmp_path / "out/results.json").read_text())["tasks"] == fewer
+
+
+def test_a_second_evaluation_at_the_same_time(data, tmp_path):
+    """Of another task it adds its numbers; of the same one it is refused, or waits, and computes nothing twice."""
+    seen = []
+
+    def reply(prompt):
+        if not seen:
+            seen.append("first")
+            run(model_of(Scripted()), "mathqa", data, tmp_path)
+            with pytest.raises(UserError, match=r"gsm8k\.jsonl: another process is at this evaluation; wait for it"):
+                run(model_of(Scripted()), "gsm8k", data, tmp_path, fresh=True)
+            later.start()
+            while not said:  # until it waits
+                time.sleep(0.01)
+        return "#### 18"
+
+    def wait():
+        model, settings = model_of(Scripted(seen.append)), Settings(data=str(data))
+        evaluate(model, choose_tasks("gsm8k"), settings, tmp_path / "out", SOURCE, 8, renew=True, say=said.append)
+
+    said, later = [], threading.Thread(target=wait)
+    run(model_of(Scripted(reply)), "gsm8k", data, tmp_path)
+    later.join(60)
+    assert seen == ["first"]  # the one that waited asked nothing
+    assert said == [
+        f"{tmp_path}/out/gsm8k.jsonl: another process is at this evaluation; waiting for it",
+        "gsm8k: 6 of 6 are already there",
+    ]
+    assert {*json.loads((tmp_path / "out" / "results.json").read_text())["tasks"]} == {"gsm8k", "mathqa"}
+    assert len(records(tmp_path, "gsm8k")[1]) == 6
 
 
 def test_records_of_another_evaluation_are_refused(data, tmp_path):

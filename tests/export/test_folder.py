@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from dreamer_jax.export import modeling_file
 from dreamer_jax.export.card import write_card
 from dreamer_jax.export.description import read_description
 from dreamer_jax.export.reading import import_run
-from dreamer_jax.export.writing import export
+from dreamer_jax.export.writing import export, written_aside
 from dreamer_jax.parallel import make_mesh
 from dreamer_jax.runs import checkpoints, leaves, safetensors_files
 from dreamer_jax.runs.checkpoints import Checkpoints
@@ -165,6 +166,19 @@ def test_the_safetensors_library_agrees(exported: Path) -> None:
     assert set(theirs) == set(ours)
     for name, values in theirs.items():
         np.testing.assert_array_equal(values, ours[name].array())
+
+
+def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
+    """One of this number, too: in a container every process may have it. What others are at stays."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    names = {who: f".out.partial-{socket.gethostname()}-{who}" for who in (ended.pid, os.getpid(), 1, "mine")}
+    names["elsewhere"] = f".out.partial-another-host-{ended.pid}"
+    for name in names.values():
+        (tmp_path / name / "half").mkdir(parents=True)
+    with written_aside(tmp_path / "out") as aside:
+        assert aside.name == names[os.getpid()] and not list(aside.iterdir())
+    assert {*os.listdir(tmp_path)} == {"out", names[1], names["mine"], names["elsewhere"]}
 
 
 def test_nothing_is_left_when_verification_fails(run: Path, tmp_path: Path) -> None:

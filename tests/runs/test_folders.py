@@ -72,6 +72,20 @@ def test_an_edited_configuration_is_not_what_was_trained(tmp_path):
         open_run(now, recorded=lambda _: begun(training__weight_decay=0.5).config)
 
 
+def test_files_that_were_moved(tmp_path):
+    """The refusal says where their new places go; not where something else changed, too."""
+
+    def begun(**changes):
+        return LoadedConfig(dataclasses.replace(tiny_config(**changes), run=RunConfig(dir=str(tmp_path / "run"))), {})
+
+    open_run(begun())
+    where = tmp_path / "run" / "config.yaml"
+    for more, told in (({}, True), ({"training__weight_decay": 0.5}, False)):
+        with pytest.raises(UserError, match=r"data.tokenizer: .* -> moved.json") as found:
+            open_run(begun(data__tokenizer="moved.json", **more))
+        assert (f"If those files were only moved, write their new places into {where}" in str(found.value)) is told
+
+
 @pytest.mark.parametrize("changes", [{"model__depth_counters": "up"}, {"model__depth_scaling": "ntk"}])
 def test_what_only_begins_like_an_allowed_key_is_refused(tmp_path, changes):
     def at_depth(depth, **more):

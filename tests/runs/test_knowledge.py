@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,20 @@ def test_rows_are_read_with_a_mean_square_of_one(tmp_path: Path) -> None:
     np.testing.assert_array_equal(load_file(path)["texts"], EMBEDDINGS)
     name, other = knowledge.label(path, found), knowledge.label(path, -found)
     assert name.startswith("facts-") and name != other and knowledge.label(path, found) == name
+
+
+def test_what_could_not_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the same command can be repeated."""
+
+    def full(self: Path, target: Path) -> None:
+        if target.suffix == ".safetensors":
+            raise OSError(28, "No space left on device")
+        os.replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        knowledge.write(tmp_path / "facts.safetensors", EMBEDDINGS, ["a", "b", "c"])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -201,13 +201,14 @@ def test_a_server_under_load(capsys):
 
 
 @contextlib.contextmanager
-def answering(*bodies: bytes) -> Iterator[str]:
-    """The address of a server that answers everybody with 200 and the next body, at the end always the last one."""
+def answering(*bodies: bytes, posts: int = 200) -> Iterator[str]:
+    """The address of a server that answers everybody with the next body, at the end always the last one; with 200, or
+    what is said of those who post."""
     left = list(bodies)
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def answer(self) -> None:
-            self.send_response(200)
+            self.send_response(posts if self.command == "POST" else 200)
             self.end_headers()
             self.wfile.write(left.pop(0) if len(left) > 1 else left[0])
 
@@ -258,6 +259,21 @@ def test_streams_of_other_servers(stream, finish, tokens):
         line = Timeline(0.0)
         Remote(url).ask({}, line, 0.0)
     assert (line.finish, line.tokens) == (finish, tokens)
+
+
+@pytest.mark.parametrize(
+    "body, status, reason",
+    [
+        (b'{"error": {"message": "unknown\\nfield"}}', 422, "(422: unknown field)"),
+        (b"<html>\n", 404, "(404: <html>)"),
+        (b"<html>", 200, "(its streams are not those of OpenAI's API, or it gave up)"),
+    ],
+)
+def test_a_server_that_answers_nothing(body, status, reason, capsys):
+    """Nothing was measured then."""
+    with answering(MODELS, body, posts=status) as url:
+        assert main(["bench", "serve", "--url", url, "--requests", "3", "--rate", "inf"]) == 2
+    assert f"error: --url {url}: none of 3 requests was answered {reason}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
