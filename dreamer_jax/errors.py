@@ -37,6 +37,20 @@ class ConfigError(UserError):
         self.key = key
 
 
+def number(value: Any, name: str) -> float:
+    """A number, NumPy's and jax's too, as a float.
+
+    Raises:
+        UserError: it isn't one.
+    """
+    try:
+        if not isinstance(value, str):
+            return float(value)
+    except TypeError:
+        pass
+    raise UserError(f"{name} {value}: must be a number")
+
+
 def whole(number: Any, name: str, least: int | None = None) -> int:
     """A whole number, NumPy's and jax's too, as an int: jit's cache knows no difference between them.
 

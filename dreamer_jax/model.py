@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dreamer_jax.config import Config
-from dreamer_jax.config.models import give
+from dreamer_jax.config.models import give_working
 from dreamer_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dreamer_jax.errors import UserError, whole
 from dreamer_jax.families import Family, forward
@@ -175,6 +175,8 @@ class Model:
             raise UserError(f"models of the family {self.config.model.family} read puzzles, not texts")
         check_generates(self.config)
         wanted = [texts] if isinstance(texts, str) else texts
+        if not all(isinstance(text, str) for text in wanted):
+            raise UserError("embed: every text must be a str")
         rows = [self.encode(text)[: self.config.data.sequence_length] for text in wanted]
         if not rows or min(map(len, rows)) < 2:
             raise UserError("embed: there is no text, or an empty one")
@@ -243,7 +245,7 @@ def load(
     knowledge: str | None = None,
     tokenizer: str | None = None,
     mesh: Mesh | None = None,
-    family_module: str | None = None,
+    family_module: str | Path | None = None,
     int8: bool = False,
 ) -> Model:
     """A trained model.
@@ -264,7 +266,7 @@ def load(
         UserError: there is no such run or folder, or what is there is damaged.
     """
     if family_module is not None:
-        give(family_module)
+        give_working(str(family_module))
     folder = Path(path)
     if (folder / "config.json").is_file() and not (folder / "config.yaml").is_file():
         if step is not None or average != 1:

@@ -76,7 +76,8 @@ def mark_cases(items):
                 raise pytest.UsageError(f"{test}: slow_but names {word!r}, which no case has in its name")
             quick |= meant
         for name in its.keys() - quick:
-            its[name].add_marker("slow")
+            if not any(map(its[name].get_closest_marker, ("gpu", "aot", "llama3"))):  # nor does `-m slow` run those
+                its[name].add_marker("slow")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -192,6 +192,19 @@ def test_what_can_not_be_asked(model, run):
     ):
         with pytest.raises(UserError, match=said):
             model.generate(["a"], **words)
+    for said, words in (
+        ("stop None: must be a list of texts", {"stop": None}),
+        (r"stop \[1\]: must be a list of texts", {"stop": [1]}),
+        ("temperature a: must be a number", {"temperature": "a"}),
+    ):
+        with pytest.raises(UserError, match=said):
+            model.generate(["a"], **words)
+    with pytest.raises(UserError, match="every text must be a str"):
+        model.embed([[1, 2]])
+    with pytest.raises(UserError, match=r"average 1\.5: must be a whole number"):
+        dreamer_jax.load(run, average=1.5)
+    with pytest.raises(UserError, match="dtype: expected one of"):
+        dreamer_jax.load(run, dtype=np.float32)
     for asked in (model.score, model.embed):
         with pytest.raises(UserError, match="batch_size -1: must be 1 or more"):
             asked(["some text"], batch_size=-1)

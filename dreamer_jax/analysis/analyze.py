@@ -19,13 +19,12 @@ from dreamer_jax.analysis.summary import Summary, summarise
 from dreamer_jax.analysis.trajectories import trajectories
 from dreamer_jax.config.recurrence import RecurrenceConfig
 from dreamer_jax.config.sections import Config, MeshConfig
-from dreamer_jax.data import open_data
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import build
 from dreamer_jax.parallel import make_mesh
 from dreamer_jax.runs.folders import path_of, run_and_step, write_atomically
 from dreamer_jax.runs.knowledge import read_texts
-from dreamer_jax.runs.models import load_run, locate_run
+from dreamer_jax.runs.models import data_of, load_run, locate_run
 
 
 def analyze(
@@ -93,7 +92,7 @@ def examine(
     family = build(config.model)
     if only_layered and (family.flags.recurrent or config.model.family != "dreamer"):
         raise UserError(f"{run}: --compare needs an LA run, and this is {family.headline()}")
-    opened = open_data(_with_data(config, data))
+    opened = data_of(model, _with_data(config, data))
     mesh = make_mesh(MeshConfig(data=(jax.device_count(),)))
     seen, first = 0, None
 

@@ -7,6 +7,7 @@ arrivals are a Poisson process.
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -187,7 +188,9 @@ def drive(
         return deliver
 
     for each, prompt, line in zip(plan, prompts, lines, strict=True):
-        time.sleep(max(0.0, begin + each.seconds - time.perf_counter()))
+        while (early := begin + each.seconds - time.perf_counter()) > 0:
+            looks.append((time.perf_counter() - begin, engine.view()))
+            time.sleep(min(early, LOOK))
         try:
             engine.submit(Request(prompt, each.lengths.answer, sampler=sampler), deliver_to(line))
         except (QueueFull, TooLong, Closed) as error:
@@ -203,7 +206,7 @@ def steady(
     looks: Sequence[tuple[float, View]], costs: Mapping[str, tuple[float, float]]
 ) -> dict[str, float | None] | None:
     """What an engine does while requests wait and no place is free, without the time when it fills and when it runs
-    empty. None if there was no such time.
+    empty: in the longest such time, as the queue may run empty between arrivals. None if there was none.
 
     Args:
         looks: of `drive`.
@@ -214,7 +217,9 @@ def steady(
         outside of the depths that a token took; and what it would have cost if all places were used, over what it did
         cost, in FLOPs.
     """
-    full = [look for look in looks if look[1].queue and None not in look[1].rows]
+    stretches = [list(its) for waits, its in itertools.groupby(looks, lambda look: look[1].queue > 0) if waits]
+    longest = max(stretches, key=lambda its: its[-1][0] - its[0][0], default=[])
+    full = [look for look in longest if None not in look[1].rows]
     if not full or full[0][1].decoded == full[-1][1].decoded:
         return None
     (begin, a), (end, b) = full[0], full[-1]

@@ -27,6 +27,8 @@ _STEADY = (
     "share of the bound, by steps: {share_of_bound:.3f}"
 )
 ROWS = 16
+SLOWEST = 0.001
+"""Requests a second."""
 KEY = "OPENAI_API_KEY"
 """The environment variable with the key of a server."""
 
@@ -173,17 +175,19 @@ def _rate(written: str) -> float:
         rate = float(written)
     except ValueError:
         rate = math.nan
-    if not rate > 0:
-        raise argparse.ArgumentTypeError(f"'{written}' is not a number of requests a second; inf is all at once")
+    if not rate >= SLOWEST:  # the next one would never come
+        raise argparse.ArgumentTypeError(
+            f"'{written}' is not a number of requests a second, {SLOWEST} or more; inf is all at once"
+        )
     return rate
 
 
 def _bounds(written: str) -> tuple[int, int]:
-    low, _, high = written.partition("-")
+    low, two, high = written.partition("-")
     try:
-        found = (positive(low), positive(high or low))
+        found = (positive(low), positive(high if two else low))
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"'{written}' is neither a number nor two as in 16-64") from None
+        raise argparse.ArgumentTypeError(f"'{written}' is neither a number of 1 or more nor two as in 16-64") from None
     if found[0] > found[1]:
         raise argparse.ArgumentTypeError(f"'{written}': the first must not be more than the second")
     return found

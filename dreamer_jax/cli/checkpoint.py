@@ -28,7 +28,7 @@ def run(arguments: list[str]) -> int:
     if options.action == "list":
         return _list(folders)
     if options.action == "verify":
-        return _verify(folders, options.step)
+        return _verify(folder, folders, options.step)
     config = config_of_run(folder.local).checkpoint
     keep_every = config.keep_every if options.keep_every is None else options.keep_every
     with folder.alone("is being trained; prune it afterwards"):
@@ -52,8 +52,8 @@ def _list(folders) -> int:
     return 0
 
 
-def _verify(folders, wanted: int | None) -> int:
-    from dreamer_jax.runs.integrity import problem_of
+def _verify(folder, folders, wanted: int | None) -> int:
+    from dreamer_jax.runs.integrity import is_complete, problem_of
 
     steps = folders.all()
     if wanted is not None and wanted not in steps:
@@ -61,11 +61,23 @@ def _verify(folders, wanted: int | None) -> int:
     damaged = 0
     for step in steps if wanted is None else [wanted]:
         problem = problem_of(folders[step])
-        damaged += problem is not None
+        if problem and not is_complete(folders[step]) and _is_trained(folder):
+            problem = "being saved or removed by the training of this run"
+        else:
+            damaged += problem is not None
         print(f"{step:>10}  {'good' if problem is None else problem}", flush=True)
     if not steps:
         print(f"{folders.path}: no checkpoints")
     return 1 if damaged else 0
+
+
+def _is_trained(folder) -> bool:
+    """Whether a process trains the run now."""
+    try:
+        with folder.alone():
+            return False
+    except UserError:
+        return True
 
 
 def _prune(folders, keep: int, keep_every: int) -> int:

@@ -27,6 +27,8 @@ def run(arguments: list[str]) -> int:
     changes = split_words(overrides)
     if any(word.key == "run.dir" for word in changes):
         raise UserError("study: runs of a study lie in its folder; leave --run.dir out, and name the folder with --out")
+    if any(word.key == "run.seed" for word in changes):
+        raise UserError("study: leave --run.seed out, and name the seeds of its runs with --seeds")
     study = settled(study, changes)
     if options.plan:
         from dreamer_jax.studies.study_plan import plan

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from dreamer_jax.blocks.memory import Context, Memory
 from dreamer_jax.blocks.parameters import roles_of
 from dreamer_jax.errors import UserError
-from dreamer_jax.families.contract import Family, Knob, PyTree, depth_of
+from dreamer_jax.families.contract import Family, Flags, Knob, PyTree, depth_of
 from dreamer_jax.families.forward import forward
 from dreamer_jax.recurrence import Stepped, Weights
 
@@ -39,6 +39,11 @@ def check(family: Family) -> None:
     Raises:
         UserError: what a method returns isn't what the contract says.
     """
+    _instance(family, "flags", family.flags, Flags)
+    _instance(family, "depth", family.depth, int)
+    for method, found in (("knobs", family.knobs()), ("blocks", family.blocks())):
+        if not isinstance(found, (tuple, list)):
+            _wrong(family, method, f"returns a {_name(found)}, not a tuple or a list of them")
     _check_knobs(family)
     if family.flags.halts and type(family).finished is Family.finished:
         _wrong(family, "flags", "say halts=True, and `finished` isn't there to say when")
@@ -48,6 +53,9 @@ def check(family: Family) -> None:
         _wrong(family, "init", f"the model's own state is a {_name(drawn[1])}, not a dict of collections")
     roles_of(drawn[0])
     params, state = nn.meta.unbox(drawn)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if leaf.dtype != jnp.float32:
+            _wrong(family, "init", f"the parameter {_at(path)}is {_described(leaf)}; parameters are float32")
     jax.eval_shape(functools.partial(_whole_rows, family), params, state)
     if family.flags.generates:
         whole = family.fresh(ROWS, LENGTH, family.depth).sequence
@@ -184,7 +192,9 @@ def _pair(family: Family, method: str, found: Any, wanted: str) -> None:
 
 def _instance(family: Family, method: str, found: Any, wanted: type) -> None:
     if not isinstance(found, wanted):
-        _wrong(family, method, f"returns a {_name(found)}, not a {wanted.__name__}")
+        hint = "; it lacks @property" if callable(found) else ""
+        name = "whole number" if wanted is int else wanted.__name__
+        _wrong(family, method, f"returns a {_name(found)}, not a {name}{hint}")
 
 
 def _shaped(family: Family, method: str, what: str, found: Any, wanted: Sequence[int]) -> None:

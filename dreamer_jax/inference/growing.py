@@ -115,8 +115,10 @@ def check_stop(stop: Sequence[str]) -> None:
     """Refuse stop strings that can't be.
 
     Raises:
-        UserError: one is empty, or no text.
+        UserError: one is empty, or no text; or they aren't several.
     """
+    if isinstance(stop, str) or not isinstance(stop, Sequence) or not all(isinstance(each, str) for each in stop):
+        raise UserError(f"stop {stop!r}: must be a list of texts")
     if not all(stop):
         raise UserError("a stop string is empty; it would end every text at once")
     try:

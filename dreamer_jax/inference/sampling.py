@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dreamer_jax.errors import UserError, whole
+from dreamer_jax.errors import UserError, number, whole
 
 COLDEST = 1e-30
 """Temperatures below are as this one, so that no logit is divided to infinity, where all would be alike."""
@@ -42,6 +42,8 @@ class Sampling:
     def __post_init__(self) -> None:
         for key in ("top_k", "seed"):
             object.__setattr__(self, key, whole(getattr(self, key), f"sampling: {key}"))
+        for key in ("temperature", "top_p", "min_p"):
+            number(getattr(self, key), f"sampling: {key}")
         problems = {
             f"temperature {self.temperature}: must be from 0 to {LARGEST:g}": not 0 <= self.temperature <= LARGEST,
             f"top_k {self.top_k}: must be from 0 (all tokens) to 2^31 - 1": not 0 <= self.top_k < 2**31,

@@ -17,7 +17,8 @@ from etils import epath
 
 from dreamer_jax.config import Config
 from dreamer_jax.config.keys import convert
-from dreamer_jax.errors import UserError
+from dreamer_jax.data import Data, open_data
+from dreamer_jax.errors import UserError, whole
 from dreamer_jax.families import KNOWLEDGE, Family, build
 from dreamer_jax.runs.array_files import read_tree
 from dreamer_jax.runs.checkpoints import FINGERPRINTS, warn
@@ -117,6 +118,28 @@ def load_run(path: str | Path, step: int | None = None, average: int = 1) -> Tra
     return TrainedModel(found.config, found.step, mean, own, found.meta)
 
 
+def data_of(trained: TrainedModel, config: Config | None = None) -> Data:
+    """The data of a run, read with the tokenizer that its model was trained with. A warning says so where they were
+    others in training. What was converted from another's model has no data that it was trained on.
+
+    Args:
+        trained: the model.
+        config: the run's with another section `evaluation`, or with other data.
+    Raises:
+        UserError: as of `open_data`, or the tokenizer is another one now.
+    """
+    config = config or trained.config
+    data = open_data(config)
+    if trained.meta["tokenizer"] not in ("", data.tokenizer.fingerprint):
+        raise UserError(
+            f"data.tokenizer: {config.data.tokenizer} is not the tokenizer the run was trained with; bring the old "
+            "file back, or write where it is now into the run's config.yaml"
+        )
+    if config.data == trained.config.data and trained.meta["data"] not in ("", data.fingerprint):
+        warn(f"the data of {config.run.dir} have changed since it was trained; what is held out now may have been seen")
+    return data
+
+
 def changed(
     trained: TrainedModel, dtype: str | None = None, cache: str | None = None, knowledge: str | None = None
 ) -> TrainedModel:
@@ -133,7 +156,7 @@ def changed(
     if cache is not None:
         model = with_cache(model, cache)
     if dtype is not None:
-        model = dataclasses.replace(model, dtype=convert(get_type_hints(type(model))["dtype"], "dtype", dtype))
+        model = dataclasses.replace(model, dtype=convert(get_type_hints(type(model))["dtype"], "dtype", str(dtype)))
     return dataclasses.replace(trained, config=dataclasses.replace(trained.config, model=model), model_state=own)
 
 
@@ -159,8 +182,7 @@ def averaged_steps(found: Located, count: int) -> list[int]:
     Raises:
         UserError: there are not so many of the same model, or one of them is damaged.
     """
-    if count < 1:
-        raise UserError(f"an average of {count} checkpoints: must be 1 or more")
+    count = whole(count, "average", 1)
     steps = [step for step in reversed(found.folders.complete()) if step <= found.step][:count]
     if count == 1:
         return [found.step]
@@ -207,6 +229,8 @@ def locate_run(path: str | Path, step: int | None = None) -> Located:
     items: Sequence[str] = ("params", *build(config.model).shapes[1], "meta")
     if step is None:
         step = folders.newest_good(warn, items)
+        if step is None and folders.all() != steps:  # training has saved and removed some meanwhile
+            step = folders.newest_good(warn, items)
         if step is None:
             raise UserError(f"{directory} has no checkpoint that can be used; see `dreamer checkpoint verify`")
     elif problem := problem_of(folders[step], items):

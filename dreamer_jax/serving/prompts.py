@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import re
-import secrets
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -77,6 +76,10 @@ class Prompts:
         return self.text("".join(parts))
 
 
+PRIVATE = range(0xF0000, 0x10FFFE)
+"""Characters without a meaning; more than the largest request has room for."""
+
+
 class ChatTemplate:
     """A Jinja template of conversations, as Hugging Face's tokenizers have it, in a sandbox.
 
@@ -112,12 +115,13 @@ class ChatTemplate:
         Raises:
             Refused: the template doesn't take it.
         """
-        mark = secrets.token_hex(8)  # takes the place of special tokens that people have spelled, until they are text
-        spelled: list[str] = []
+        # Special tokens that people have spelled are a character each until they are text: one without a meaning, which
+        # no template changes or divides, and that nobody has written.
+        free = (chr(n) for n in PRIVATE if all(chr(n) not in m.content for m in messages))
+        marks: dict[str, str] = {}
 
         def hide(found: re.Match[str]) -> str:
-            spelled.append(found[0])
-            return f"\ue000{mark}{len(spelled) - 1}\ue001"  # which JSON writes as they are
+            return marks[found[0]] if found[0] in marks else marks.setdefault(found[0], next(free))
 
         said = [{"role": m.role, "content": self._special.sub(hide, m.content) if self._special else m.content}
                 for m in messages]  # fmt: skip
@@ -128,14 +132,14 @@ class ChatTemplate:
             raise Refused(400, f"the model's chat template refuses the messages: {error}", "messages") from None
         ids, plain = [], 0
         for found in self._special.finditer(text) if self._special else ():
-            ids += self._plain(text[plain : found.start()], mark, spelled)
+            ids += self._plain(text[plain : found.start()], marks)
             ids.append(self._tokenizer.special_ids[found[0]])
             plain = found.end()
-        ids += self._plain(text[plain:], mark, spelled)
+        ids += self._plain(text[plain:], marks)
         return tuple(ids) if ids[:1] == [self._tokenizer.bos] else (self._tokenizer.bos, *ids)
 
-    def _plain(self, text: str, mark: str, spelled: Sequence[str]) -> list[int]:
-        text = re.sub(f"\ue000{mark}(\\d+)\ue001", lambda found: spelled[int(found[1])], text)
+    def _plain(self, text: str, marks: dict[str, str]) -> list[int]:
+        text = text.translate({ord(mark): special for special, mark in marks.items()})
         return self._tokenizer.encode(text) if text else []
 
 

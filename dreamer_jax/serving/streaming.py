@@ -228,4 +228,5 @@ def _refusal(error: Exception) -> Refused:
     if isinstance(error, TooLong):
         problem = f"{error}; shorten the prompt or ask for fewer (max_tokens)"
         return Refused(413, problem, code="context_length_exceeded")
-    return Refused(400, str(error))
+    field = str(error).partition(" ")[0]  # the engine's refusals begin with it
+    return Refused(400, str(error), field if field in ("depth", "sampler") else None)

@@ -13,11 +13,10 @@ import numpy as np
 from dreamer_jax.analysis.passes import answers, counted, look, number, summarise_pass
 from dreamer_jax.analysis.report import page
 from dreamer_jax.analysis.spectrum import ITERATIONS, radii
-from dreamer_jax.data import open_data
 from dreamer_jax.data.records import Batch
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import Family
-from dreamer_jax.runs.models import TrainedModel, changed
+from dreamer_jax.runs.models import TrainedModel, changed, data_of
 from dreamer_jax.studies.depth_figures import make_figures
 from dreamer_jax.studies.depths import (
     FARTHEST,
@@ -141,7 +140,7 @@ def sample_of(model: TrainedModel, rows: int) -> Batch:
     """
     parts: list[Batch] = []
     have = 0
-    for batch in open_data(model.config).heldout_batches():
+    for batch in data_of(model).heldout_batches():
         full = np.flatnonzero(np.any(batch["loss_mask"], axis=1))[: rows - have]
         parts.append({name: values[full] for name, values in batch.items()})
         have += len(full)

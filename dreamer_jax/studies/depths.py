@@ -16,13 +16,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from dreamer_jax.config.sections import Config, MeshConfig
-from dreamer_jax.data import open_data
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import Family
 from dreamer_jax.json_files import AGAIN, read_object
 from dreamer_jax.parallel import batch_spec, make_mesh
 from dreamer_jax.runs.folders import run_and_step, write_atomically
-from dreamer_jax.runs.models import TrainedModel, load_run
+from dreamer_jax.runs.models import TrainedModel, data_of, load_run
 from dreamer_jax.training.evaluation import evaluate
 from dreamer_jax.training.train_step import make_evaluation_step
 
@@ -88,7 +87,7 @@ def heldout(run: Path, model: TrainedModel, depths: Sequence[int], kept: Kept, s
     if missing:
         check_writable(run)
         config = dataclasses.replace(model.config, evaluation=dataclasses.replace(model.config.evaluation, harder=0))
-        data, measure = open_data(config), Measure(config, max(missing))
+        data, measure = data_of(model, config), Measure(config, max(missing))
         progress = Progress(say, "held-out loss", len(missing))
         for depth in missing:
             metrics, _ = evaluate(measure.step(depth), measure.place, model, data)

@@ -11,7 +11,7 @@ from dreamer_jax.config.sections import Config
 from dreamer_jax.data import open_data, tasks
 from dreamer_jax.data.puzzles import longest as longest_puzzle
 from dreamer_jax.errors import ConfigError, UserError
-from dreamer_jax.runs.models import TrainedModel
+from dreamer_jax.runs.models import TrainedModel, data_of
 from dreamer_jax.studies.depths import FILE, Kept, Measure, Progress, Say, checked, open_run, usual_depths
 from dreamer_jax.training.evaluation import sums_of_rows
 
@@ -85,7 +85,7 @@ def accuracy(model: TrainedModel, depths: Sequence[int], instances: int, kept: K
         progress, batches = Progress(say, "accuracy by difficulty", len(missing)), {}
         for difficulty, depth in missing:
             if difficulty not in batches:
-                data = open_data(_exactly(model.config, difficulty, instances, length))
+                data = data_of(model, _exactly(model.config, difficulty, instances, length))
                 batches = {difficulty: [measure.place(batch) for batch in data.harder_batches()]}
             rows = sums_of_rows(measure.step(depth), lambda batch: batch, model, batches[difficulty])
             share = float(rows["exact"].sum() / max(1, rows["answers"].sum()))

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from dreamer_jax.data import Data, open_data
+from dreamer_jax.data import Data
 from dreamer_jax.families import forward
-from dreamer_jax.runs.models import TrainedModel
+from dreamer_jax.runs.models import TrainedModel, data_of
 from dreamer_jax.studies.depths import FILE, Kept, Progress, Say, open_run
 
 TOKENS = 65_536
@@ -39,7 +39,7 @@ def expert_use(run: Path, say: Say) -> dict[str, float]:
     kept = Kept(run / FILE, model.step, model.digest)
     found = kept.part("experts", SETTINGS)
     if "gini" not in found:
-        found["gini"] = _gini(model, open_data(model.config), say)
+        found["gini"] = _gini(model, data_of(model), say)
         kept.write()
     return found["gini"]
 

@@ -39,6 +39,9 @@ SCHEDULES = ("training.warmup_steps", "training.cooldown_steps", "recurrence.cur
 Node = yaml.Node
 Pairs = Sequence[tuple[str, Node, Node]]
 
+OF_THE_STUDY = {"training.steps": "`tokens`", "run.dir": "--out", "run.seed": "`seeds`"}
+"""Settings of a run that the study makes itself -> what says them."""
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -140,9 +143,11 @@ class StudyFile:
         lines = [*self.lines, *task.lines, *member.lines]
         lines.sort(key=lambda line: line.path == self.path)  # a base's first: its rows aren't the task's
         settings = settings_of([*lines, *words])
-        origin = settings["training.steps"].origin if "training.steps" in settings else ""
-        if origin.startswith((f"{self.path}:", COMMAND_LINE)):  # those of a base are its own runs'
-            raise ConfigError(f"{origin}: training.steps: a study has `tokens` in its place", "training.steps")
+        for key, instead in OF_THE_STUDY.items():
+            origin = settings[key].origin if key in settings else ""
+            given = (f"{self.path}:", COMMAND_LINE) if key == "training.steps" else f"{self.path}:"
+            if origin.startswith(given):  # those of a base are its own runs'
+                raise ConfigError(f"{origin}: {key}: a study has {instead} in its place", key)
         defaults = values_of(Config())
 
         def of(key: str) -> Any:

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure as Canvas
 
 from dreamer_jax.analysis.drawing import LIGHT, Figure
 from dreamer_jax.config import load_config, to_yaml
+from dreamer_jax.data import open_data
 from dreamer_jax.parallel import make_mesh
 from dreamer_jax.runs.checkpoints import Checkpoints
 from dreamer_jax.runs.folders import open_run
@@ -37,7 +38,7 @@ def make_run(directory: Path, variant: str = "DR", model: str = "") -> Path:
         text = model + text[text.index("data:") :]
     written.write_text(text, encoding="utf-8")
     loaded = load_config(written)
-    meta = {"data": "", "tokenizer": "", "config": to_yaml(loaded.config)}
+    meta = {"data": "", "tokenizer": open_data(loaded.config).tokenizer.fingerprint, "config": to_yaml(loaded.config)}
     checkpoints = Checkpoints(open_run(loaded).local, loaded.config.checkpoint, meta)
     checkpoints.save(create_state(loaded.config, make_mesh(loaded.config.mesh)))
     checkpoints.close()

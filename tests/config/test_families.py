@@ -115,6 +115,26 @@ def test_two_files_of_one_name(tmp_path: Path, module) -> None:
         assert models.find("toy").config().laps == laps
 
 
+def test_a_family_that_fails_is_given_back(tmp_path: Path) -> None:
+    """So that the next model of the process can be loaded, and the file once it is mended."""
+    broken = write(tmp_path, "CONFIG = 3\n", "mended.py")
+    before = models.known()
+    for given in (str(broken), "no_such_module_at_all"):
+        with pytest.raises(ConfigError, match="--family-module"):
+            models.give_working(given)
+        assert models.known() == before
+    broken.write_text(SOURCE)
+    models.give_working(str(broken))
+    assert "toy" in models.known()
+
+
+def test_a_file_whose_path_divides_the_list(tmp_path: Path) -> None:
+    (tmp_path / "a:b").mkdir()
+    path = write(tmp_path / "a:b", SOURCE, "toy.py")
+    with pytest.raises(ConfigError, match="its path has a ':'; move or link it to one without"):
+        models.give(str(path))
+
+
 def test_several_files(tmp_path: Path) -> None:
     """They are known together; a file takes the place of another of its name, but not in one breath."""
     (tmp_path / "other").mkdir()
@@ -263,7 +283,7 @@ def test_a_family_that_is_not_known(tmp_path: Path, module) -> None:
     path = write(tmp_path, "\nmodel:\n  family: draemer\n  depth: 2\n")
     outside = (
         "one from outside of the package needs --family-module FILE_OR_MODULE, "
-        "or in Python DREAMER_FAMILY_MODULE in the environment)"
+        "or in Python load(..., family_module=FILE_OR_MODULE))"
     )
     assert message_of(path).startswith(
         "a.yaml:3: model.family: unknown family 'draemer'; did you mean 'dreamer'? (known: "

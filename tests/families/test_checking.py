@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -118,6 +119,33 @@ class Typed(Toy):
         return (Knob("dtype", "params", "gate"),)
 
 
+class Method(Toy):
+    def flags(self) -> Any:
+        return Flags()
+
+
+class Fractional(Toy):
+    @property
+    def depth(self) -> Any:
+        return 3.0
+
+
+class Single(Toy):
+    def knobs(self) -> Any:
+        return Knob("gate_size", "params", "gate")
+
+
+class Uncounted(Toy):
+    def blocks(self) -> Any:
+        return None
+
+
+class Half(Toy):
+    def init(self, key):
+        params, state = super().init(key)
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params), state
+
+
 class Skipping(Toy):
     def loss(self, params, passed, batch):
         loss, sums = super().loss(params, passed, batch)
@@ -144,6 +172,11 @@ MISTAKES = {
     Slotless: "Slotless.slots: returns None, where a pass has a ",
     Typed: "Typed.knobs: turns 'dtype', which is 'float32'; what is turned is a whole number",
     Skipping: "Skipping.loss: logs skipped, which the run logs itself; give it another name",
+    Method: "Method.flags: returns a method, not a Flags; it lacks @property",
+    Fractional: "Fractional.depth: returns a float, not a whole number",
+    Single: "Single.knobs: returns a Knob, not a tuple or a list of them",
+    Uncounted: "Uncounted.blocks: returns a NoneType, not a tuple or a list of them",
+    Half: r"Half.init: the parameter \['.*'\] is \[.*\] bfloat16; parameters are float32",
     Elsewhere: "Elsewhere.knobs: 'gate_size' is about 'gates', which isn't among its parts .*'gate'",
 }
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +29,17 @@ from dreamer_jax.runs.step_folders import StepFolders
 from dreamer_jax.training.recovery import recorded_config, stacking, with_more_layers, with_other_depth
 
 META = {"data": "d", "tokenizer": "t"}
+
+
+@contextlib.contextmanager
+def trained_elsewhere(directory: Path) -> Iterator[None]:
+    """Another process holds the run's lock, as `dreamer train` does."""
+    program = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+    words = [sys.executable, "-c", program, str(directory / ".lock")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        yield
+        process.communicate(b"\n")
 
 
 def mesh_of(*shape: int) -> Mesh:
@@ -340,6 +355,15 @@ def test_command_line(two, tmp_path, capsys):
     assert main(["checkpoint", "verify", str(directory)]) == 1
     assert "was changed since it was written" in capsys.readouterr().out
     assert main(["checkpoint", "verify", str(directory), "--step", "2"]) == 0
+    capsys.readouterr()
+    (manifest := next((directory / "checkpoints" / "2").glob("manifest-*"))).rename(aside)
+    with trained_elsewhere(directory):
+        assert main(["checkpoint", "verify", str(directory), "--step", "2"]) == 0
+        assert "being saved or removed by the training of this run" in capsys.readouterr().out
+        assert main(["checkpoint", "verify", str(directory), "--step", "1"]) == 1  # it was complete
+    assert main(["checkpoint", "verify", str(directory), "--step", "2"]) == 1
+    assert "it was not saved to the end" in capsys.readouterr().out
+    aside.rename(manifest)
     assert main(["checkpoint", "prune", str(directory), "--keep", "1"]) == 0
     assert folders(directory) == [2] and "removed 1; left: 2" in capsys.readouterr().out
     assert main(["checkpoint", "verify", str(directory), "--step", "9"]) == 2

@@ -6,7 +6,9 @@ import contextlib
 import http.server
 import json
 import math
+import queue
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +37,7 @@ from dreamer_jax.cli import bench_serve
 from dreamer_jax.cli.main import main
 from dreamer_jax.errors import UserError
 from dreamer_jax.inference.samplers import Adaptive, Static
-from dreamer_jax.serving.contract import RowView, View
+from dreamer_jax.serving.contract import RowView, Token, Update, View
 from tests.serving.asking import until
 from tests.serving.fake import FakeEngine
 
@@ -74,6 +76,39 @@ def test_a_summary_of_times_that_are_known():
     assert summary([Timeline(0.0)], 1.0, None)["first_token_ms"] is None
 
 
+class OneByOne:
+    """Of the contract what `drive` asks for: each request has one token, which takes 20 ms."""
+
+    def __init__(self):
+        self.waiting, self.done = queue.Queue(), 0
+        threading.Thread(target=self.work, daemon=True).start()
+
+    def submit(self, request, deliver):
+        self.waiting.put(deliver)
+
+    def work(self):
+        while True:
+            deliver = self.waiting.get()
+            time.sleep(0.02)
+            self.done += 1
+            deliver(Update((Token(1, 1),), "length"))
+
+    def view(self):
+        row = RowView(1, "static", 0, (), 1, 0.0)
+        counts = dict.fromkeys(("tokens", "decoded", "decoded_depths", "row_steps", "border_rows"), self.done)
+        empty = View((row,), self.waiting.qsize(), 8, 4, 0, 0, 0, 0, 0, 0, 0, 0, {}, None)
+        return empty._replace(**counts, decode_seconds=self.done * 0.02)
+
+
+def test_an_engine_is_looked_at_while_requests_arrive():
+    """Ten at once and then as many as it can do: requests wait all the time, not from the last arrival only."""
+    plan = [Arrival(max(0.0, (i - 10) / 50), Lengths(1, 1)) for i in range(60)]
+    _, seconds, looks = drive(OneByOne(), plan, Static(), 5, seed=0)
+    assert looks[0][0] < 0.1
+    found = steady(looks, {"flops": (1.0, 1.0)})
+    assert found is not None and found["seconds"] > 0.6 * seconds
+
+
 def test_the_bound_in_its_limits():
     assert bound(0, 1, 12, 6) == 2 and bound(5, 0, 12, 6) == 1 and bound(3, 2, 12, 12) == 1
     assert bound(4, 1, 12, 6) == pytest.approx(1.6)
@@ -90,7 +125,8 @@ def test_what_is_steady_lies_between_the_first_full_moment_and_the_last():
         counts |= {"border_rows": round(1.2 * decoded), "decode_seconds": 7.0 * decoded}
         return at, nothing._replace(rows=(row, None if free else row), queue=queue, **counts)
 
-    looks = [look(1, 5, free=True), look(2, 10), look(4, 15), look(102, 20), look(110, 30, queue=0)]
+    looks = [look(0.5, 2), look(0.6, 4), look(0.7, 4, queue=0)]  # a shorter time before
+    looks += [look(1, 5, free=True), look(2, 10), look(4, 15), look(102, 20), look(110, 30, queue=0)]
     found = steady(looks, {"flops": (3.0, 1.0), "seconds": (2.0, 0.5)})
     assert found == pytest.approx(
         {
@@ -103,7 +139,7 @@ def test_what_is_steady_lies_between_the_first_full_moment_and_the_last():
             "share_of_bound": 9 / 11.6,
         }
     )
-    assert steady(looks[:2], {"flops": (3.0, 1.0)}) is None
+    assert steady(looks[3:5], {"flops": (3.0, 1.0)}) is None
     spent = look(3, 10)[1]._replace(decode_seconds=80.0)  # answers of one token, which comes of the prompt
     assert steady([look(2, 10), (3, spent)], {"flops": (3.0, 1.0)}) is None
 
@@ -287,7 +323,9 @@ def test_a_server_that_answers_nothing(body, status, reason, capsys):
         (["--url", "http://127.0.0.1:8000/other/v1"], "must be such as http://127.0.0.1:8000"),
         (["--url", "http://[::1"], "must be such as http://127.0.0.1:8000"),
         (["runs/x", "--rate", "0"], "'0' is not a number of requests a second"),
-        (["runs/x", "--prompt-tokens", "3:20"], "'3:20' is neither a number nor two as in 16-64"),
+        (["runs/x", "--rate", "1e-300"], "'1e-300' is not a number of requests a second, 0.001 or more"),
+        (["runs/x", "--prompt-tokens", "3:20"], "'3:20' is neither a number of 1 or more nor two as in 16-64"),
+        (["runs/x", "--prompt-tokens", "3-"], "'3-' is neither a number of 1 or more nor two"),
         (["runs/x", "--answer-tokens", "9-3"], "the first must not be more than the second"),
         (["runs/x", "--lengths", "nowhere.jsonl"], "nowhere.jsonl: can't be read"),
     ],

@@ -228,6 +228,31 @@ def test_a_chat_template_and_text_that_spells_its_tokens(tmp_path):
     assert chat_template_of(ByteTokenizer()) is None
 
 
+@pytest.mark.parametrize(
+    "change, said, expected",
+    [
+        ("upper", "a<|end|>b", "A<|end|>B"),
+        ("title", "a<|end|>b<|end|><s>", "A<|end|>b<|end|><s>"),
+        ("truncate(5, true, '', 0)", "a <|end|> b c", "a <|end|> b"),
+        ("list | join('-')", "a<|end|>\U000f0000<s>", "a-<|end|>-\U000f0000-<s>"),
+    ],
+)
+def test_a_template_may_change_text_that_spells_a_special_token(tmp_path, change, said, expected):
+    """Which stays as it is, always the same, and a character that a person has written is that person's."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("jinja2")
+    characters = [*map(chr, range(32, 127)), "\n", "\U000f0000"]
+    vocabulary = {character: i for i, character in enumerate(characters)}
+    built = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    built.add_special_tokens(["<s>", "</s>", "<|end|>"])
+    built.save(str(tmp_path / "tokenizer.json"))
+    settings = {"chat_template": "{{ messages[0].content | " + change + " }}", "bos_token": "<s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    chat = chat_template_of(JsonTokenizer(tmp_path / "tokenizer.json"))
+    assert chat is not None
+    assert chat.tokens([Message("user", said)])[1:] == tuple(vocabulary[character] for character in expected)
+
+
 def test_a_turn_of_a_conversation_ends_as_its_template_ends_it(tmp_path):
     """Instruct models end a turn with another token than a text: `<|im_end|>` beside `<|endoftext|>`."""
     tokenizers = pytest.importorskip("tokenizers")

@@ -241,6 +241,7 @@ def test_a_run_is_served_and_writes_what_generate_writes(tmp_path, capsys):
                 assert answer["usage"]["mean_depth"] == 3
             status, answer, _ = post(url, json.dumps(body | {"depth": 4}).encode())
             assert status == 400 and "this server goes to 3; start it with --depth 4" in answer["error"]["message"]
+            assert answer["error"]["param"] == "depth"
             assert "<title>Dreamer</title>" in get(f"{url}/")[1]
             assert main(["bench", "serve", "--url", url, "--requests", "6", "--json"]) == 0
             running.terminate()

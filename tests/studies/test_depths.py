@@ -19,7 +19,7 @@ from dreamer_jax.data import open_data
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import build, forward
 from dreamer_jax.parallel import make_mesh
-from dreamer_jax.runs.models import load_run
+from dreamer_jax.runs.models import data_of, load_run
 from dreamer_jax.studies import depth_report, depths, expert_use
 from dreamer_jax.studies.depth_report import all_depths, even, highlights, needed_by, thinned
 from dreamer_jax.studies.depths import Kept, Progress, usual_depths
@@ -203,7 +203,7 @@ def test_accuracy_by_difficulty_counts_new_instances_of_exactly_that(run, tmp_pa
         seen.setdefault(config.evaluation.harder, []).extend(data.harder_records(99))
         return data
 
-    monkeypatch.setattr("dreamer_jax.studies.difficulty.open_data", opened)
+    monkeypatch.setattr("dreamer_jax.runs.models.open_data", opened)
     monkeypatch.setattr("dreamer_jax.studies.difficulty.difficulties", lambda _: [1, 2])
     found = accuracy(model, [1, 2], 4, Kept(tmp_path / "kept.json", 0), lambda _: None)
     assert {d: set(row) for d, row in found.items()} == {1: {1, 2}, 2: {1, 2}}
@@ -366,6 +366,24 @@ def test_what_is_wrong_is_said_in_one_line(layered, capsys, words, message):
     assert main(["depth", str(layered), *words]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", (["depth"], ["depth", "--loss-only", "--experts"], ["analyze"]))
+def test_another_tokenizer_than_that_of_training_is_refused(run, tmp_path, words, monkeypatch, capsys):
+    run = Path(shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("depth.json")))
+    monkeypatch.setattr("dreamer_jax.data.tokenizers.ByteTokenizer.fingerprint", "of another")
+    assert main([words[0], str(run), *words[1:]]) == 2
+    assert "is not the tokenizer the run was trained with" in capsys.readouterr().err
+    assert not (run / "depth.json").exists() and not (run / "analysis").exists()
+
+
+def test_data_that_have_changed_since_training_are_said(run, capsys):
+    loaded = load_run(run)
+    now = open_data(loaded.config)
+    for data, said in ((now.fingerprint, False), ("", False), ("of others", True)):
+        model = dataclasses.replace(loaded, meta=loaded.meta | {"data": data})
+        assert data_of(model).fingerprint == now.fingerprint
+        assert ("what is held out now may have been seen" in capsys.readouterr().err) is said
 
 
 def test_wrong_places_are_said_in_one_line(layered, tmp_path, capsys):

@@ -167,6 +167,8 @@ def test_a_layered_member_is_evaluated_at_the_depths_that_it_has(tmp_path, monke
         ("seeds: 2", "depths: [0, 2]", "small.yaml:3: depths: 0: must be 1 or more"),
         ("metric: held-out", "metric: gsm8k", "metric gsm8k is no benchmark of evaluation.tasks"),
         ("batch_size: 16,", "batch_size: 16, steps: 3,", "training.steps: a study has `tokens` in its place"),
+        ("\ntraining: {", "\nrun: {seed: 7}\ntraining: {", "run.seed: a study has `seeds` in its place"),
+        ("\ntraining: {", "\nrun: {dir: x}\ntraining: {", "run.dir: a study has --out in its place"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_said_in_one_line(tmp_path, capsys, old, new, message):
@@ -183,6 +185,8 @@ def test_what_is_wrong_in_a_file_is_said_in_one_line(tmp_path, capsys, old, new,
 def test_runs_of_a_study_lie_in_its_folder(tmp_path, capsys):
     assert main(["study", str(written(tmp_path)), "--plan", "--run.dir", "x"]) == 2
     assert "name the folder with --out" in capsys.readouterr().err
+    assert main(["study", str(written(tmp_path)), "--plan", "--run.seed", "7"]) == 2
+    assert "name the seeds of its runs with --seeds" in capsys.readouterr().err
     assert read_study(written(tmp_path, STUDY.replace("seeds: 2", "instances: 0"))).instances == 0
 
 

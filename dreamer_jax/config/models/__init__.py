@@ -86,7 +86,7 @@ def find(key: str) -> Registered:
         raise ConfigError(
             f"model.family: unknown family '{key}'{hint} "
             f"(known: {', '.join(keys)}; one from outside of the package needs {OPTION} FILE_OR_MODULE, "
-            f"or in Python {VARIABLE} in the environment)",
+            "or in Python load(..., family_module=FILE_OR_MODULE))",
             "model.family",
         )
     if len(mine) > 1:
@@ -130,6 +130,24 @@ def give(*modules: str) -> None:
     os.environ[VARIABLE] = os.pathsep.join(given.values())
 
 
+def give_working(module: str) -> None:
+    """`give`, of a module that is imported at once: one that can't be used is given back, so that whatever is loaded
+    next in this process isn't looked for in it.
+
+    Raises:
+        ConfigError: it can't be used.
+    """
+    before = os.environ.get(VARIABLE, "")
+    give(module)
+    try:
+        _place_of(_lasting(module))
+    except BaseException:
+        os.environ[VARIABLE] = before
+        if _is_file_name(module):
+            sys.modules.pop(_name_of(module), None)  # it may be mended and given again
+        raise
+
+
 def _values() -> list[str]:
     return [each for each in os.environ.get(VARIABLE, "").split(os.pathsep) if each]
 
@@ -144,7 +162,10 @@ def _lasting(text: str) -> str:
         return text
     if not Path(text).is_file():
         raise ConfigError(f"{OPTION} {text}: no such file; name a .py file, or a module such as package.module")
-    return os.path.abspath(text)
+    path = os.path.abspath(text)
+    if os.pathsep in path:
+        raise ConfigError(f"{OPTION} {text}: its path has a '{os.pathsep}'; move or link it to one without")
+    return path
 
 
 def _places() -> list[_Place]:

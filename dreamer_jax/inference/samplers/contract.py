@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from dreamer_jax.blocks.memory import pages_like, pages_of_rows
-from dreamer_jax.errors import UserError, whole
+from dreamer_jax.errors import UserError, number, whole
 from dreamer_jax.families import Family
 from dreamer_jax.inference.model import FoldedModel, PyTree
 from dreamer_jax.inference.sampling import BROKEN, SamplingNumbers, choose
@@ -325,11 +325,14 @@ class Sampler:
     `Asked.at_once`."""
 
     def __post_init__(self) -> None:
-        """Refuses settings that aren't whole numbers where those are wanted, or are outside of a list of words."""
+        """Refuses settings that aren't numbers, or whole ones, where those are wanted, or are outside of a list of
+        words."""
         for key, kind in typing.get_type_hints(type(self)).items():
             value = getattr(self, key)
             if kind is int:
                 object.__setattr__(self, key, whole(value, f"sampler.{key}"))
+            elif kind is float:
+                number(value, f"sampler.{key}")
             elif typing.get_origin(kind) is typing.Literal:
                 words = typing.get_args(kind)
                 self._require(value in words, key, f"must be one of {', '.join(words)}")
@@ -384,7 +387,7 @@ class Sampler:
         self, choosing: Choosing, model: FoldedModel, progress: Progress, slots: PyTree, carried: Carried, asked: Asked
     ) -> Block:
         """Up to `asked.limit` further tokens, or some more, of every row that isn't done; jitted."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no decode")
 
     @property
     def label(self) -> str:
@@ -396,7 +399,8 @@ class Sampler:
         """Refuse a setting unless the condition holds."""
         if not condition:
             value = getattr(self, key)
-            raise UserError(f"sampler.{key} {value if isinstance(value, str) else format(value, 'g')}: {problem}")
+            written = f"{value:g}" if isinstance(value, int | float) else value
+            raise UserError(f"sampler.{key} {written}: {problem}")
 
 
 def of_rows(flags: jax.Array, like: Any) -> jax.Array:
