@@ -77,7 +77,7 @@ class Prompts:
 
 
 PRIVATE = range(0xF0000, 0x10FFFE)
-"""Characters without a meaning; more than the largest request has room for."""
+"""Characters without a meaning."""
 
 
 class ChatTemplate:
@@ -117,11 +117,14 @@ class ChatTemplate:
         """
         # Special tokens that people have spelled are a character each until they are text: one without a meaning, which
         # no template changes or divides, and that nobody has written.
-        free = (chr(n) for n in PRIVATE if all(chr(n) not in m.content for m in messages))
+        taken = set().union(*(m.content for m in messages))
+        free = (chr(n) for n in PRIVATE if chr(n) not in taken)
         marks: dict[str, str] = {}
 
         def hide(found: re.Match[str]) -> str:
-            return marks[found[0]] if found[0] in marks else marks.setdefault(found[0], next(free))
+            if found[0] not in marks and (mark := next(free, None)):
+                marks[found[0]] = mark
+            return marks.get(found[0], "\ufffd")  # where somebody has written all that there are
 
         said = [{"role": m.role, "content": self._special.sub(hide, m.content) if self._special else m.content}
                 for m in messages]  # fmt: skip

@@ -236,10 +236,25 @@ def test_documented_python(page, workplace, trained, huginn, capsys):
 def test_every_python_block_is_run():
     elsewhere = {
         f"docs/{name}.md"
-        for name in ("add_family", "data", "depth_recurrent", "evaluation", "export", "finetune", "serving")
+        for name in ("add_family", "data", "depth_recurrent", "evaluation", "export", "finetune", "samplers", "serving")
     }
     there = {str(page.relative_to(ROOT)) for page in PAGES if documented_python(str(page.relative_to(ROOT)))}
     assert there == {*RUN_RUNS, *elsewhere}
+
+
+def test_documented_sampler(huginn):
+    """At an angle that no step keeps within it is static; at one that every step does, tokens stop after the first."""
+    model = dreamer_jax.load(huginn)
+    names: dict = {"model": model}
+    (block,) = documented_python("docs/samplers.md")
+    exec(compile(block, "samplers.md", "exec", dont_inherit=True), names)  # whose annotations are no strings
+    whole, never, always = (
+        model.generate("((T&F)|T)=", max_tokens=6, sampler=sampler)[0]
+        for sampler in (None, names["Settled"](0.0), names["Settled"](181.0))
+    )
+    assert whole.tokens == never.tokens and whole.mean_depth == never.mean_depth == model.family.depth
+    rest = len(always.tokens) - 1  # the first comes of the prompt, which goes through all depths
+    assert rest and always.mean_depth == (model.family.depth + rest) / (rest + 1)
 
 
 def test_documented_python_of_data(workplace):
