@@ -217,7 +217,11 @@ def save_configuration(loaded: LoadedConfig, folder: RunFolder) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file in one go: whoever is killed meanwhile leaves the old or the new one, never half of it."""
+    """Replace a file in one go: whoever is killed meanwhile leaves the old or the new one, never half of it.
+
+    Raises:
+        OSError: it can't be written; the error names it.
+    """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(unfinished, "w", encoding="utf-8") as file:
@@ -225,6 +229,9 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())  # else a power cut may leave the new name and none of the text
         unfinished.replace(path)
+    except OSError as error:
+        error.filename = error.filename or os.fspath(path)  # a full disk shows when there is no name any more
+        raise
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink()

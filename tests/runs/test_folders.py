@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
 
 from dreamer_jax.config import LoadedConfig, load_config
 from dreamer_jax.config.sections import RunConfig
 from dreamer_jax.errors import UserError
-from dreamer_jax.runs.folders import open_run, run_and_step, save_configuration
+from dreamer_jax.runs.folders import open_run, run_and_step, save_configuration, write_atomically
 from tests.training.cases import tiny_config
 
 
@@ -70,6 +71,16 @@ def test_an_edited_configuration_is_not_what_was_trained(tmp_path):
         open_run(now, recorded=lambda _: begun(model__sa_rope_base=77.0).config)
     with pytest.raises(UserError, match=r"config.yaml was edited[^$]*training.weight_decay: 0.5 -> "):
         open_run(now, recorded=lambda _: begun(training__weight_decay=0.5).config)
+
+
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space") as found:
+        write_atomically(tmp_path / "a.json", "{}")
+    assert found.value.filename == str(tmp_path / "a.json") and not list(tmp_path.iterdir())
 
 
 def test_files_that_were_moved(tmp_path):
