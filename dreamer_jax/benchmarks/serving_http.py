@@ -156,7 +156,7 @@ def bench_remote(remote: Remote, plan: Sequence[Arrival], extra: dict[str, Any],
         threads[-1].start()
     for thread in threads:
         thread.join()
-    if not any(line.tokens for line in lines):
+    if not any(line.tokens or line.finish in ("stop", "length") for line in lines):  # an answer may have no token
         reason = remote.refusal or "its streams are not those of OpenAI's API, or it gave up"
         raise UserError(f"--url {remote.url}: none of {len(lines):,} requests was answered ({reason})")
     return summary(lines, time.perf_counter() - begin, remote.share_of_bound())
