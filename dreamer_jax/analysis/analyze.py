@@ -15,6 +15,7 @@ from etils import epath
 from dreamer_jax.analysis.collection import ROWS, collect, sample_sequences
 from dreamer_jax.analysis.figures import make_figures
 from dreamer_jax.analysis.report import write_report
+from dreamer_jax.analysis.run_data import data_of
 from dreamer_jax.analysis.summary import Summary, summarise
 from dreamer_jax.analysis.trajectories import trajectories
 from dreamer_jax.config.recurrence import RecurrenceConfig
@@ -24,7 +25,7 @@ from dreamer_jax.families import build
 from dreamer_jax.parallel import make_mesh
 from dreamer_jax.runs.folders import path_of, run_and_step, write_atomically
 from dreamer_jax.runs.knowledge import read_texts
-from dreamer_jax.runs.models import data_of, load_run, locate_run
+from dreamer_jax.runs.models import load_run, locate_run
 
 
 def analyze(

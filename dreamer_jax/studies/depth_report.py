@@ -12,11 +12,12 @@ import numpy as np
 
 from dreamer_jax.analysis.passes import answers, counted, look, number, summarise_pass
 from dreamer_jax.analysis.report import page
+from dreamer_jax.analysis.run_data import data_of
 from dreamer_jax.analysis.spectrum import ITERATIONS, radii
 from dreamer_jax.data.records import Batch
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import Family
-from dreamer_jax.runs.models import TrainedModel, changed, data_of
+from dreamer_jax.runs.models import TrainedModel, changed
 from dreamer_jax.studies.depth_figures import make_figures
 from dreamer_jax.studies.depths import (
     FARTHEST,

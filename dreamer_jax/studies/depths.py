@@ -15,13 +15,14 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from dreamer_jax.analysis.run_data import data_of
 from dreamer_jax.config.sections import Config, MeshConfig
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import Family
 from dreamer_jax.json_files import AGAIN, read_object
 from dreamer_jax.parallel import batch_spec, make_mesh
 from dreamer_jax.runs.folders import run_and_step, write_atomically
-from dreamer_jax.runs.models import TrainedModel, data_of, load_run
+from dreamer_jax.runs.models import TrainedModel, load_run
 from dreamer_jax.training.evaluation import evaluate
 from dreamer_jax.training.train_step import make_evaluation_step
 

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dreamer_jax.analysis.run_data import data_of
 from dreamer_jax.config.sections import Config
 from dreamer_jax.data import open_data, tasks
 from dreamer_jax.data.puzzles import longest as longest_puzzle
 from dreamer_jax.errors import ConfigError, UserError
-from dreamer_jax.runs.models import TrainedModel, data_of
+from dreamer_jax.runs.models import TrainedModel
 from dreamer_jax.studies.depths import FILE, Kept, Measure, Progress, Say, checked, open_run, usual_depths
 from dreamer_jax.training.evaluation import sums_of_rows
 

@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from dreamer_jax.analysis.run_data import data_of
 from dreamer_jax.data import Data
 from dreamer_jax.families import forward
-from dreamer_jax.runs.models import TrainedModel, data_of
+from dreamer_jax.runs.models import TrainedModel
 from dreamer_jax.studies.depths import FILE, Kept, Progress, Say, open_run
 
 TOKENS = 65_536

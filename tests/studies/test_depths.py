@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dreamer_jax.analysis.run_data import data_of
 from dreamer_jax.cli.main import main
 from dreamer_jax.data import open_data
 from dreamer_jax.errors import UserError
 from dreamer_jax.families import build, forward
 from dreamer_jax.parallel import make_mesh
-from dreamer_jax.runs.models import data_of, load_run
+from dreamer_jax.runs.models import load_run
 from dreamer_jax.studies import depth_report, depths, expert_use
 from dreamer_jax.studies.depth_report import all_depths, even, highlights, needed_by, thinned
 from dreamer_jax.studies.depths import Kept, Progress, usual_depths
@@ -203,7 +204,7 @@ def test_accuracy_by_difficulty_counts_new_instances_of_exactly_that(run, tmp_pa
         seen.setdefault(config.evaluation.harder, []).extend(data.harder_records(99))
         return data
 
-    monkeypatch.setattr("dreamer_jax.runs.models.open_data", opened)
+    monkeypatch.setattr("dreamer_jax.analysis.run_data.open_data", opened)
     monkeypatch.setattr("dreamer_jax.studies.difficulty.difficulties", lambda _: [1, 2])
     found = accuracy(model, [1, 2], 4, Kept(tmp_path / "kept.json", 0), lambda _: None)
     assert {d: set(row) for d, row in found.items()} == {1: {1, 2}, 2: {1, 2}}
