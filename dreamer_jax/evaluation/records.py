@@ -17,6 +17,9 @@ from dreamer_jax.errors import UserError
 def alone(path: Path, waiting: Callable[[str], None] | None = None) -> Iterator[None]:
     """While this process is the only one at a file or folder, of those that ask so. A disk without locks has none.
 
+    By `flock`: a lock of `lockf`, as `RunFolder.alone` has it, ends when its process closes the file anywhere, and the
+    records are read and written meanwhile.
+
     Args:
         path: of a folder, or of a file, which is made.
         waiting: gets a line where another process has to be waited for; without it, that is refused.

@@ -145,8 +145,9 @@ class StudyFile:
         settings = settings_of([*lines, *words])
         for key, instead in OF_THE_STUDY.items():
             origin = settings[key].origin if key in settings else ""
+            # The command refuses the others by itself; and those of a base are its own runs'.
             given = (f"{self.path}:", COMMAND_LINE) if key == "training.steps" else f"{self.path}:"
-            if origin.startswith(given):  # those of a base are its own runs'
+            if origin.startswith(given):
                 raise ConfigError(f"{origin}: {key}: a study has {instead} in its place", key)
         defaults = values_of(Config())
 
