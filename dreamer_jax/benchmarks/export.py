@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from dreamer_jax.benchmarks.qwen3 import EXPERTS, check_comparable, qwen, require_transformers
+from dreamer_jax.benchmarks.qwen3 import EXPERTS, cache_name, check_comparable, qwen, require_transformers
 from dreamer_jax.config.sections import Config
 from dreamer_jax.export.description import NOT_DESCRIBED, twin_of
 
@@ -106,7 +106,7 @@ def _seconds(model: Any, prompt: Any, tokens: int, clock: Callable[[], float]) -
         filled = clock()
         for _ in range(tokens):
             fed = out.logits[:, -1:].argmax(-1)
-            out = model(input_ids=fed, past_key_values=out.past_key_values, use_cache=True)
+            out = model(input_ids=fed, use_cache=True, **{cache_name(model): out.to_tuple()[1]})
         return {"prefill": filled - started, "decode": (clock() - filled) / tokens}
 
 

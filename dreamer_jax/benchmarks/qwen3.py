@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import time
 from typing import Any
 
@@ -48,6 +49,11 @@ def require_transformers() -> None:
 
     if device() == "cuda" and not torch.cuda.is_available():
         raise UserError("--against transformers: jax has a GPU, but this torch has none; install one built for CUDA")
+
+
+def cache_name(model: Any) -> str:
+    """The argument of a model's forward pass that takes its cache: transformers 5.24 gave it another name."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def check_comparable(config: Config) -> None:

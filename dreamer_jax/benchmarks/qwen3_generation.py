@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dreamer_jax.benchmarks.qwen3 import EXPERTS, device, qwen
+from dreamer_jax.benchmarks.qwen3 import EXPERTS, cache_name, device, qwen
 from dreamer_jax.config.sections import Config
 
 WAYS = (*EXPERTS, "batched_mm")
@@ -28,6 +28,7 @@ class QwenGeneration:
     def __init__(self, config: Config, experts: str):
         self.experts = experts
         self._model: Any = qwen(config, experts).eval()
+        self._cache = cache_name(self._model)
 
     def __call__(self, prompts: np.ndarray, tokens: int) -> tuple[float, float]:
         """Seconds to the first token and to the last of `tokens`, after prompts [B, S] of equal length."""
@@ -36,10 +37,11 @@ class QwenGeneration:
         began = time.perf_counter()
         first = 0.0
         with torch.inference_mode():
-            inputs, past = torch.from_numpy(prompts).to(device()).long(), None
+            inputs, cache = torch.from_numpy(prompts).to(device()).long(), None
             for number in range(tokens):
-                out = self._model(input_ids=inputs, past_key_values=past, use_cache=True, logits_to_keep=1)
-                inputs, past = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
+                out = self._model(input_ids=inputs, use_cache=True, logits_to_keep=1, **{self._cache: cache})
+                logits, cache = out.to_tuple()[:2]
+                inputs = logits[:, -1].argmax(-1, keepdim=True)
                 inputs.tolist()  # a caller would have it now
                 if number == 0:
                     first = time.perf_counter() - began

@@ -103,7 +103,7 @@ def torch_side(
     continued = fed = torch.tensor(tokens[-1:, :prompt])
     cache = None
     for _ in range(new):
-        out = model(fed, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
-        cache, fed = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
+        logits, cache = model(fed, cache=cache, use_cache=True, logits_to_keep=1, **options).to_tuple()
+        fed = logits[:, -1].argmax(-1, keepdim=True)
         continued = torch.cat([continued, fed], 1)
     return TorchSide(trace(model, tokens), rounded, continued.numpy())

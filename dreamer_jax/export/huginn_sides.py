@@ -120,8 +120,9 @@ def torch_side(folder: Path, tokens: np.ndarray, prompt: int, new: int, bfloat16
     for _ in range(new):
         held = continued.shape[1] - fed.shape[1]
         its = states[:, held : continued.shape[1]]
-        out = model(fed, num_steps=depth, input_states=its, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, fed = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
+        out = model(fed, num_steps=depth, input_states=its, cache=cache, use_cache=True, logits_to_keep=1)
+        logits, cache = out.to_tuple()
+        fed = logits[:, -1].argmax(-1, keepdim=True)
         continued = torch.cat([continued, fed], 1)
     return TorchSide(_trace(model, tokens, states, depth), rounded, continued.numpy())
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from dreamer_jax.blocks.memory import Context, Memory
-from dreamer_jax.blocks.parameters import roles_of
+from dreamer_jax.blocks.parameters import is_box, roles_of
 from dreamer_jax.errors import UserError
 from dreamer_jax.families.contract import Family, Flags, Knob, PyTree, depth_of
 from dreamer_jax.families.forward import forward
@@ -52,10 +52,13 @@ def check(family: Family) -> None:
     if not isinstance(drawn[1], dict):
         _wrong(family, "init", f"the model's own state is a {_name(drawn[1])}, not a dict of collections")
     roles_of(drawn[0])
-    params, state = nn.meta.unbox(drawn)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    for path, box in jax.tree_util.tree_leaves_with_path(drawn[0], is_leaf=is_box):
+        leaf, named, its = box.value, box.axes, f"the parameter {_at(path)}is {_described(box.value)}"
         if leaf.dtype != jnp.float32:
-            _wrong(family, "init", f"the parameter {_at(path)}is {_described(leaf)}; parameters are float32")
+            _wrong(family, "init", f"{its}; parameters are float32")
+        if not isinstance(named, tuple) or len(named) != leaf.ndim:
+            _wrong(family, "init", f"{its} with axes {named!r}; each axis has a name")
+    params, state = nn.meta.unbox(drawn)
     jax.eval_shape(functools.partial(_whole_rows, family), params, state)
     if family.flags.generates:
         whole = family.fresh(ROWS, LENGTH, family.depth).sequence

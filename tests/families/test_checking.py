@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from dreamer_jax.blocks.parameters import is_box
 from dreamer_jax.cli.main import main
 from dreamer_jax.config.models import VARIABLE
 from dreamer_jax.errors import UserError
@@ -146,6 +147,12 @@ class Half(Toy):
         return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params), state
 
 
+class Unnamed(Toy):
+    def init(self, key):
+        params, state = super().init(key)
+        return jax.tree.map(lambda box: box.replace(axes=("embed",)), params, is_leaf=is_box), state
+
+
 class Skipping(Toy):
     def loss(self, params, passed, batch):
         loss, sums = super().loss(params, passed, batch)
@@ -176,6 +183,7 @@ MISTAKES = {
     Fractional: "Fractional.depth: returns a float, not a whole number",
     Single: "Single.knobs: returns a Knob, not a tuple or a list of them",
     Uncounted: "Uncounted.blocks: returns a NoneType, not a tuple or a list of them",
+    Unnamed: r"Unnamed.init: the parameter \['.*'\] is \[.*, .*\] float32 with axes \('embed',\); each axis has a name",
     Half: r"Half.init: the parameter \['.*'\] is \[.*\] bfloat16; parameters are float32",
     Elsewhere: "Elsewhere.knobs: 'gate_size' is about 'gates', which isn't among its parts .*'gate'",
 }
