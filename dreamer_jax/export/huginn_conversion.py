@@ -10,7 +10,7 @@ and training starts from a model that computes what its layers did. No norm stan
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from dreamer_jax.errors import UserError
 from dreamer_jax.export.sources import Source
 
 Adapter = Literal["identity", "random"]
-ADAPTERS = get_args(Adapter)
 STATE_STD = (2 / (5 * 5280)) ** 0.5
 """Of the initial state of published retrofitted models: that of Huginn's embedding, whatever their own width."""
 CURRICULUM = 0.25

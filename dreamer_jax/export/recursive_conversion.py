@@ -11,7 +11,7 @@ and keeps its own norms. At full rank the model is the source.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -22,7 +22,6 @@ from dreamer_jax.export.sources import Source
 from dreamer_jax.recurrence.tape import merged
 
 Init = Literal["stepwise", "average", "lower", "upper"]
-INITS = get_args(Init)
 FULL = "full"
 
 
