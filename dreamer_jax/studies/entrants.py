@@ -111,14 +111,17 @@ def _far(found: matching.Match, hold: matching.Hold) -> dict[str, float]:
 
 
 def warnings(every: Sequence[Entrant], baseline: str) -> list[str]:
-    """A line for each member that couldn't be given the baseline's cost."""
+    """A line for each member that couldn't be given the baseline's cost, or whose runs end in their warm-up."""
     found = []
     for entrant in every:
+        member, training = f"{entrant.task.name}/{entrant.member.name}", entrant.loaded.config.training
+        if training.steps < training.warmup_steps:
+            steps = f"{training.steps} of training.warmup_steps {training.warmup_steps}"
+            found.append(f"{member} never has its learning rate: its runs end in their warm-up, after {steps}")
         hold = entrant.member.match
         far = _far(entrant.match, hold) if entrant.match and hold != "none" else {}
         gaps = [f"{gap:+.1f} % {matching.TITLES[name]}" for name, gap in far.items()]
         if gaps:
-            member = f"{entrant.task.name}/{entrant.member.name}"
             found.append(f"{member} isn't of {baseline}'s cost: {', '.join(gaps)}, as near as its sizes come")
     return found
 
