@@ -41,6 +41,8 @@ def _in_shares(x: jax.Array, index: jax.Array, weight: OutputRows) -> jax.Array:
     plan = plan_shares(index[:, None], count, (size, min(size, block_for(rows // count))))
     shares = fetch(x, token_of(plan.share, plan.place.shape))  # [G, C, a]
     found = plan.of_pairs(jnp.einsum("nra,nba->nrb", shares, weight.matrices))[:, 0]  # [T, b]
+    if not len(plan.rest):  # a single expert's share has room for all
+        return found
 
     def block(n: jax.Array, out: jax.Array) -> jax.Array:
         pairs = at(plan.rest, n)

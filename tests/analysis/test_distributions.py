@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dreamer_jax.analysis import distributions as d
+from dreamer_jax.analysis.summary import scalars
 
 # Four depths; experts: one at depth 3 only, one at depths 2 and 3, one everywhere, one almost only at depth 0, none.
 COUNTS = np.array(
@@ -106,3 +107,19 @@ def test_depth_map_of_a_model_that_looks_at_depth_0_is_one_column():
     assert np.isnan(drawn[np.triu_indices(4, 1)]).all()
     assert (drawn[np.tril_indices(4)][[2, 4, 5, 7, 8, 9]] == 0).all()  # what is behind column 0
     np.testing.assert_allclose(d.depth_map(np.array([[1, 0], [0.25, 0.75]]))[1], [1 / 3, 1])
+
+
+def test_scalars_by_hand():
+    """How far back depth attention looks, and the mean score of a router's selections; none where there were none."""
+    summary = {
+        "model": {"depth": 3},
+        "residual": {},
+        "lens": {"accuracy": [0.0, 0.5, 1.0], "answers": 0},
+        "routers": {"ea": {"entropy": [0.1, 0.2, 0.3], "score_histogram": [[0.5, 0.5], [0.0, 1.0], [0.0, 0.0]]}},
+        "depth_attention": {"scores": [[1.0, 0.0, 0.0], [0.25, 0.75, 0.0], [0.5, 0.2, 0.3]]},
+    }
+    wanted = {"on_itself": [1, 0.75, 0.3], "on_first": [1, 0.25, 0.5], "depths_back": [0, 0.25, 1.2]}
+    named = {f"analysis/depth_attention/{name}/{l}": row[l] for name, row in wanted.items() for l in range(3)}
+    named |= {"analysis/score/ea/0": 0.5, "analysis/score/ea/1": 0.75}
+    found = {name: value for name, value in scalars(summary).items() if "attention/" in name or "score/" in name}
+    assert found == pytest.approx(named)

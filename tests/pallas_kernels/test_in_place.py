@@ -69,3 +69,12 @@ def test_one_expert_for_all_rows(rows: int):
     x = RNG.normal(size=(rows, 32)).astype(np.float32)
     found = jax.jit(linear)(jnp.asarray(x), jnp.int32(3), OutputRows.of(jnp.asarray(MATRICES)))
     np.testing.assert_allclose(found, x @ MATRICES[3].T, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("index", [[0] * 9, [0, 1, 0, 0, 1, 0, 0, 0, 0]])
+def test_a_single_expert_has_room_for_all_rows(index: list[int]):
+    """As those of a model of one depth are, where 1 stands for none."""
+    x, matrix = (RNG.normal(size=shape).astype(np.float32) for shape in ((9, 8), (1, 5, 8)))
+    found = jax.jit(linear)(jnp.asarray(x), jnp.asarray(index, jnp.int32), OutputRows.of(jnp.asarray(matrix)))
+    wanted = x @ matrix[0].T * (np.asarray(index) == 0)[:, None]
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)

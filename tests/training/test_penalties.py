@@ -217,3 +217,18 @@ def test_training_makes_layers_alike():
         config = tiny_config(**{"training__looping": 1.0, **changes})
         with pytest.raises(ConfigError, match=re.escape(line)):
             penalties.check_likeness(config, build(config.model))
+
+
+def test_its_gradient_is_that_of_the_last_step_alone():
+    """States, inputs and memories are as they are: nothing asks the weights to lead elsewhere."""
+    config = dataclasses.replace(CONFIG, injection="diagonal")
+    family, (params, bias) = build(config), jax.tree.map(jnp.asarray, random_weights(config))
+    keys = jax.random.split(jax.random.key(4), 2)
+
+    def size(params, held):
+        its = passed(config, params, {"balancing": bias})
+        its = jax.tree.map(jax.lax.stop_gradient, its) if held else its
+        return jnp.sum(penalties.jacobian(family, params, its, keys))
+
+    found, wanted = (jax.jit(jax.grad(size), static_argnums=1)(params, held) for held in (False, True))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted)
