@@ -144,9 +144,8 @@ class Model:
             batch_size: prompts computed at once.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
-        wanted = [prompts] if isinstance(prompts, str) else prompts
         ends = [stop] if isinstance(stop, str) else stop
-        return self.texts(depth, sampler, batch_size).generate(wanted, max_tokens, sampling, ends)
+        return self.texts(depth, sampler, batch_size).generate(prompts, max_tokens, sampling, ends)
 
     def score(self, rows: Sequence[Prompt] | str, depth: int | None = None, batch_size: int = 16) -> list[Scores]:
         """Log-probabilities of every token of each row but its first, which for a text is begin-of-text.
@@ -159,8 +158,7 @@ class Model:
         Returns:
             `logprobs` and `greedy`, [n - 1] each, of every row of n tokens.
         """
-        wanted = [rows] if isinstance(rows, str) else rows
-        return self.texts(depth, batch_size=batch_size).score(wanted)
+        return self.texts(depth, batch_size=batch_size).score(rows)
 
     def embed(self, texts: Sequence[str] | str, depth: int | None = None, batch_size: int = 16) -> np.ndarray:
         """Embeddings [N, h] float32 of texts: the mean of what the head reads over the tokens of each but begin of

@@ -61,8 +61,12 @@ if [[ "$(cat "$venv/installed" 2>/dev/null || true)" != "$stamp" ]]; then
     echo "   $((SECONDS - start)) s"
 fi
 
-if [[ " $* " == *" -m aot "* ]]; then # those tests compile for TPUs, with the libtpu that belongs to the jax that is here
-    what=('jax[tpu]')
+# Tests that compile for TPUs need the libtpu, and those on a GPU the plugin, that belong to the jax that is here.
+platform=
+[[ " $* " != *" -m aot "* ]] || platform=tpu
+[[ "${DREAMER_TEST_PLATFORM:-cpu}" != cuda ]] || platform=cuda13
+if [[ -n "$platform" ]]; then
+    what=("jax[$platform]")
     [[ -n "$newest" ]] || what+=(-c requirements/test.lock)
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check "${what[@]}"
 fi

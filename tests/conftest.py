@@ -24,6 +24,7 @@ if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
     QUICK_COMPILE += " --xla_cpu_use_fusion_emitters=false"
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("DREAMER_TEST_PLATFORM", "cpu")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes of a parallel run share a GPU
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
 if os.environ["JAX_PLATFORMS"] == "cpu" and "optimization_level" not in os.environ["XLA_FLAGS"]:

@@ -77,9 +77,11 @@ def _in_process(
     from dreamer_jax.benchmarks.step_costs import step_costs
     from dreamer_jax.budget.analytic import average_context, flops_by_depth
     from dreamer_jax.model import load
+    from dreamer_jax.serving.groups import programs_of
 
     model = load(options.run)
     own = Replayed(depths) if depths else sampler
+    programs_of(model.folded(), [own])  # what isn't served is refused before anything is measured
     context = max(each.lengths.prompt + each.lengths.answer for each in plan)
     rows = options.rows or ROWS
     costs = {

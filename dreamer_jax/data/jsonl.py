@@ -166,7 +166,7 @@ def parse_object(line: bytes) -> dict[str, object]:
         Broken: it isn't UTF-8, JSON or an object.
     """
     try:
-        text = line.decode("utf-8")
+        text = line.decode("utf-8").rstrip("\r\n")  # behind it JSON would count columns of a next line
     except UnicodeDecodeError as error:
         raise Broken("not valid UTF-8", f"is not valid UTF-8 (byte {error.start + 1} of the line)") from None
     try:

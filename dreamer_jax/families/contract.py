@@ -2,7 +2,7 @@
 
 A family is a model whose step is applied depth after depth. Its file holds the whole model: what enters, the step, what
 leaves, and what it counts. Training, decoding, budgets, plans, analysis and export know this contract and nothing else,
-so a family is added with its configuration, its file and its tests. docs/architecture.md shows how.
+so a family is added with its configuration, its file and its tests. docs/add_family.md shows how.
 
 A pass over whole rows, as `forward` makes it:
 

@@ -137,6 +137,8 @@ class Engine:
         """
         _check(prompts, self.model.config.vocab_size)
         max_tokens = whole(max_tokens, "max_tokens", 1)
+        if not prompts:
+            return
         shares, size = self._shares(len(prompts))
         numbers = range(len(prompts)) if numbers is None else numbers
         settings = max_tokens, sampling or Sampling(), stop_ids, self.sampler

@@ -101,7 +101,7 @@ class LanguageModel:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt] | str,
         max_tokens: int,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
@@ -110,7 +110,7 @@ class LanguageModel:
         """Continue prompts in batches.
 
         Args:
-            prompts: any number of them.
+            prompts: any number of them; a text is one.
             max_tokens: most tokens a text gets.
             sampling: greedy by default.
             stop: strings that end a text.
@@ -130,7 +130,7 @@ class LanguageModel:
 
     def stream(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt] | str,
         max_tokens: int,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
@@ -167,9 +167,9 @@ class LanguageModel:
         found = trace(self._engine, row, max_tokens, sampling, (self.tokenizer.eos,), finished)
         return self._text(found.row, stop), found
 
-    def score(self, rows: Sequence[Prompt]) -> list[Scores]:
+    def score(self, rows: Sequence[Prompt] | str) -> list[Scores]:
         """Log-probabilities of every token of each row but the first, which for a text is begin-of-text."""
-        return self._engine.score([self.encode(row) for row in rows], batch_size=self.batch_size)
+        return self._engine.score([self.encode(row) for row in _several(rows)], batch_size=self.batch_size)
 
     def likelihoods(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Likelihood]:
         """Likelihood of the second part of each pair of token lists after the first, which has one token or more.
@@ -205,9 +205,9 @@ class LanguageModel:
                 f"{prompt!r} is neither a text nor a list of tokens; one prompt of tokens goes in as [[1, 2, 3]]"
             ) from None
 
-    def _rows(self, prompts: Sequence[Prompt], max_tokens: int) -> list[list[int]]:
+    def _rows(self, prompts: Sequence[Prompt] | str, max_tokens: int) -> list[list[int]]:
         """Prompts that leave room for `max_tokens`, see `_shortened`."""
-        rows = [self.encode(prompt) for prompt in prompts]
+        rows = [self.encode(prompt) for prompt in _several(prompts)]
         if self.max_length is None:
             return rows
         room = self.max_length - max_tokens
@@ -232,6 +232,10 @@ class LanguageModel:
             text, finish = growing.text, "stop"
         depths = sum(row.depths) / len(row.depths) if row.depths else 0.0
         return Text(text, row.tokens, finish, depths, row.steps, row.drafted, row.accepted)
+
+
+def _several(prompts: Sequence[Prompt] | str) -> Sequence[Prompt]:
+    return [prompts] if isinstance(prompts, str) else prompts
 
 
 def _shortened(row: list[int], room: int) -> list[int]:

@@ -125,7 +125,7 @@ class View(NamedTuple):
         prompt_tokens, shared_tokens: of prompts; those of them whose keys were there already.
         tokens, depths: generated; and the depths that they went through, added up.
         steps, row_steps, busy_row_steps: depth steps; places for positions in them; places that took one further.
-        finished: answers by how they ended.
+        finished: answers by how the engine ended them.
         share_of_bound: of the speed-up that exit depths allow, what the engine has reached (docs/serving.md); None
             before there is something to divide by.
         decoded, decoded_depths: those of the tokens that didn't come of a prompt, and their depths, added up.

@@ -388,7 +388,7 @@ class ServedEngine:
         """Compile every program by letting it do nothing."""
         begun, its = time.monotonic(), self.options
         count = 2 + sum(2 * len(group.choosings) for group in self._groups)
-        names = ", ".join(group.sampler.name for group in self._groups)
+        names = ", ".join(group.sampler.label for group in self._groups)
         devices = f" on {self._shards} devices" if self._shards > 1 else ""
         self._report(f"compiling {count} programs for {its.rows} rows each of {names}{devices}")
         nobody = self._table(self._shards, {})
@@ -398,7 +398,7 @@ class ServedEngine:
         for group in self._groups:
             if self._state == "starting":
                 self._pool = group.warm_up(self.model, self._pool, hidden, self._table(group.rows, {}), its.collect)
-                self._report(f"  {group.sampler.name}: there after {time.monotonic() - begun:.1f} s")
+                self._report(f"  {group.sampler.label}: there after {time.monotonic() - begun:.1f} s")
         jax.block_until_ready(self._pool)
         with self._changed:
             if self._state == "starting":

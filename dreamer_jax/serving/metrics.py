@@ -65,7 +65,7 @@ class Metrics:
         counter("row_steps_total", "Places for positions in depth steps.", view.row_steps)
         counter("busy_row_steps_total", "Places that took a position further.", view.busy_row_steps)
         finished = sorted(view.finished.items())
-        add("answers_total", "counter", "Answers by how they ended.",
+        add("answers_total", "counter", "Answers by how the engine ended them.",
             [(f'{{reason="{reason}"}}', count) for reason, count in finished])  # fmt: skip
         responses = sorted(self.responses.items())
         add("responses_total", "counter", "HTTP responses.",

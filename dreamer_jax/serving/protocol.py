@@ -8,12 +8,12 @@ is a slip of the pen as a rule.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -92,7 +92,7 @@ class Refused(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Message:
     """One of a conversation."""
 
@@ -100,7 +100,7 @@ class Message:
     content: str
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Asked:
     """A body, read.
 
@@ -343,8 +343,11 @@ def _sampling(fields: Fields) -> Sampling:
 def _sampler(fields: Fields, offered: Mapping[str, Sampler]) -> Sampler:
     value, exits = fields.take("sampler", str, dict), fields.take("exit", dict)
     min_depth = fields.integer("min_depth", 1, 2**31 - 1)
-    if isinstance(value, str) and value in offered and exits is None and min_depth is None:
-        return offered[value]
+    its = offered.get(value) if isinstance(value, str) and exits is None else None
+    if its is not None and min_depth is None:
+        return its
+    if isinstance(its, Adaptive):
+        return dataclasses.replace(its, min_depth=min_depth)
     if exits is not None:
         if value is not None:
             fields.refuse("exit", "is sampler adaptive; give one of exit and sampler")

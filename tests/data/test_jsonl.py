@@ -53,6 +53,11 @@ def test_reads_records_past_blank_lines_line_ends_and_a_byte_order_mark(tmp_path
     assert list(reader(tmp_path, content)) == [Record("1+1?\n", "2"), Record("{answer}\n", "ä\u2028")]
 
 
+def test_a_line_that_is_cut_short_is_told_with_its_own_column(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"line 2\): is not JSON: Expecting ':' delimiter \(column 30\)"):
+        list(reader(tmp_path, GOOD + b"\n" + b'{"question": "1+1?", "answer"' + b"\n" + GOOD))
+
+
 @pytest.mark.parametrize("kind", BROKEN)
 def test_stops_at_a_broken_record(tmp_path: Path, kind: str) -> None:
     line, message = BROKEN[kind]

@@ -258,3 +258,8 @@ def test_deeper_slots_get_what_was_last_computed():
 def test_impossible_requests_are_refused(prompts, tokens, message):
     with pytest.raises(UserError, match=message):
         Engine(model_of()).generate(prompts, tokens)
+
+
+def test_nothing_to_continue():
+    engine = Engine(model_of())
+    assert engine.generate([], 4) == engine.score([]) == list(engine.stream([], 4)) == []

@@ -46,6 +46,15 @@ def test_prompts_begin_with_the_begin_of_text_token():
     assert engine.prompts == [[TOKENIZER.bos, 97, 98]]
 
 
+def test_a_single_text_is_one_prompt():
+    engine = Says("x")
+    model = LanguageModel(engine, TOKENIZER)
+    assert len(model.generate("ab", 5)) == 1 and all(len(texts) == 1 for texts in model.stream("ab", 5))
+    assert engine.prompts == [[TOKENIZER.bos, 97, 98]] * 2
+    engine.score = lambda rows, batch_size: rows  # type: ignore[method-assign]
+    assert model.score("ab") == [[TOKENIZER.bos, 97, 98]]
+
+
 def test_a_text_is_cut_before_its_first_stop_string():
     text = LanguageModel(Says("one two\nthree STOP", ends=False), TOKENIZER).generate(["a"], 99, stop=["STOP", "\n"])[0]
     assert (text.text, text.finish, text.mean_depth) == ("one two", "stop", 2.0)

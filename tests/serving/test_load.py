@@ -383,7 +383,8 @@ def test_a_run_in_three_modes(monkeypatch, tmp_path, capsys):
         return engines[-1]
 
     config = SimpleNamespace(model=SimpleNamespace(vocab_size=23))
-    loaded = SimpleNamespace(family=model_of("dreamer").family, config=config, folded=lambda: None)
+    folded = model_of("dreamer")
+    loaded = SimpleNamespace(family=folded.family, config=config, folded=lambda: folded)
     monkeypatch.setattr("dreamer_jax.model.load", lambda run: loaded)
     monkeypatch.setattr(bench_serve, "engine_for", engine_for)
     monkeypatch.setattr("dreamer_jax.benchmarks.step_costs.step_costs", lambda model, rows, context: (2.0, 1.0))
@@ -400,3 +401,7 @@ def test_a_run_in_three_modes(monkeypatch, tmp_path, capsys):
     assert main(words) == 0
     assert engines[3].submitted[0].sampler == Adaptive() and engines[5].submitted[0].sampler == Static()
     assert json.loads(capsys.readouterr().out)["speedup"]["whole"]["slowest row"] > 0
+    costs = "dreamer_jax.benchmarks.step_costs.step_costs"
+    monkeypatch.setattr(costs, lambda *_: pytest.fail("measured before it is refused"))
+    assert main([*words[:-1], "speculative"]) == 2
+    assert "it isn't served" in capsys.readouterr().err

@@ -378,7 +378,7 @@ def test_keys(tmp_path):
 
 
 def test_a_name_alone_means_what_is_offered_under_it():
-    """With settings, or by `exit`, it is a sampler of its own."""
+    """With `min_depth` beside it too. An object, or `exit`, is a sampler of its own."""
     offered = {"adaptive": Adaptive(threshold=0.5), "static": Static()}
 
     def sampler(**fields):
@@ -386,5 +386,6 @@ def test_a_name_alone_means_what_is_offered_under_it():
 
     assert sampler(sampler="adaptive") == Adaptive(threshold=0.5)
     assert sampler(sampler={"name": "adaptive"}) == sampler(exit={}) == Adaptive()
-    assert sampler(sampler="adaptive", min_depth=2) == Adaptive(min_depth=2)
+    assert sampler(sampler="adaptive", min_depth=2) == Adaptive(threshold=0.5, min_depth=2)
+    assert sampler(sampler={"name": "adaptive"}, min_depth=2) == Adaptive(min_depth=2)
     assert sampler() == sampler(sampler="static") == Static() and sampler(sampler="lossless") == Lossless()

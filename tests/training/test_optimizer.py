@@ -54,7 +54,7 @@ def adamw(params, gradients):
         yield params
 
 
-norm = optax.global_norm
+norm = optax.tree.norm
 
 
 def test_three_steps():
