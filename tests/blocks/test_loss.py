@@ -68,6 +68,24 @@ def test_weights_in_place_of_a_mask(chunked):
         np.testing.assert_allclose(a, 3 * b, rtol=1e-5, atol=1e-5)
 
 
+def test_z_loss(chunked):
+    """z (log Z)^2 beside every loss; its gradient by a logit is 2 z log Z times the softmax."""
+    hidden, head, targets, _ = inputs()
+    weights, z = np.random.default_rng(1).normal(size=T), 0.1
+    logits = hidden @ head.T
+    normaliser = np.log(np.exp(logits).sum(1))
+    losses = normaliser - logits[np.arange(T), targets] + z * normaliser**2
+    softmax = np.exp(logits - normaliser[:, None])
+    d_logits = (softmax * (1 + 2 * z * normaliser)[:, None] - np.eye(V)[targets]) * weights[:, None]
+    x, w, y, _ = as_float32(hidden, head, targets, targets > 0)
+    of = lambda *a: loss.cross_entropy(a[0], a[1], y, a[2], z)  # noqa: E731
+    found, gradients = jax.value_and_grad(of, (0, 1, 2))(x, w, jnp.float32(weights))
+    np.testing.assert_allclose(found, losses @ weights, rtol=1e-5)
+    np.testing.assert_allclose(of(x, w, jnp.float32(weights)), losses @ weights, rtol=1e-5)  # without a gradient
+    for a, b in zip(gradients, (d_logits @ head, d_logits.T @ hidden, losses), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 def test_nothing_masked_in_costs_nothing(chunked):
     x, w, y, _ = as_float32(*inputs())
     value, gradient = jax.value_and_grad(loss.cross_entropy)(x, w, y, jnp.zeros(T, bool))
