@@ -116,7 +116,7 @@ def as_deep_together(drawn: Drawn, axis: str) -> Drawn:
 def kept_states(config: RecurrenceConfig, family: Family) -> int:
     """Depths, the last ones, whose states the loss wants to see; 0 if the last alone."""
     if config.steps:
-        return deepest(config, family)
+        return max(config.scored, deepest(config, family))
     return max(config.scored, 2) if _asks_for_states(config) else 0
 
 

@@ -358,8 +358,9 @@ def test_settings_that_are_refused():
     ):
         with pytest.raises(UserError, match=said):
             Engine(model_of("dreamer"), sampler)
-    with pytest.raises(UserError, match="guess_depth 1: needs a depth of 2 or more"):
-        Engine(model_of("huginn").replace(total_depth=1), Lossless())
+    for sampler, key in ((Speculative(), "draft_depth"), (Lossless(), "guess_depth")):
+        with pytest.raises(UserError, match=f"{key} 1: needs a depth of 2 or more"):
+            Engine(model_of("huginn").replace(total_depth=1), sampler)
     for kind, changes in (
         (Speculative, {"lookahead": 0}),
         (Speculative, {"threshold": 1.5}),

@@ -268,6 +268,23 @@ def test_losses_at_several_depths():
         assert_close(gradients, expected, 1e-5)
 
 
+def test_fewer_depths_than_are_scored_where_steps_have_results():
+    """As without results of steps: the depths that there are."""
+    config = small_config("DR", depth=2)
+    family, (params, bias) = build(config), jax.tree.map(jnp.asarray, random_weights(config))
+    batch = {name: jnp.asarray(its[:3]) for name, its in random_batch(2).items()}
+    batch["step_targets"] = jnp.full((*batch["targets"].shape, 1), -1)  # nothing is asked for
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def of(steps):
+        how = RecurrenceConfig(draw="fixed", scored=3, steps=steps)
+        kept = depths.kept_states(how, family)
+        passed = forward(family, params, {"balancing": bias}, batch, Drawn(2, 2), kept_states=kept)
+        return depths.loss(how, family, params, passed, batch)[0]
+
+    np.testing.assert_allclose(of(1.0), of(0.0), rtol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("each", [1, 2])
 def test_a_loss_on_the_results_of_steps(each):

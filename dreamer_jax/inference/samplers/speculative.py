@@ -74,7 +74,8 @@ class Speculative(Sampler):
         """With a draft depth below L."""
         draft_depth = self.draft_depth or max(1, depth // 8)
         chosen = Speculative(self.lookahead, draft_depth, self.threshold)
-        chosen._require(draft_depth < depth, "draft_depth", f"must be less than the depth of the model, {depth}")
+        enough = f"must be less than the depth of the model, {depth}" if depth > 1 else "needs a depth of 2 or more"
+        chosen._require(draft_depth < depth, "draft_depth", enough)
         return chosen
 
     @property
