@@ -64,13 +64,18 @@ def spilled_vmem(group: int, slots: int) -> int:
 
 def near_blocks(cache: DepthCache, group: int, window: Window, target: Generation, backward: bool = False) -> Blocks:
     """The blocks of the kernels over a window: as many tokens as leave room for two blocks of all that is seen."""
-    slots, tokens, _ = cache.keys.shape
-    most = window.most(slots) - 1
+    tokens, at_once = cache.keys.shape[1], _walked(cache, window, target)
     largest, rows = target.depth_backward if backward else target.depth_forward
-    room = target.vmem // near_vmem(cache, group, window, backward)
+    spilled = rows * spilled_vmem(group, at_once) if backward else 0
+    room = (target.vmem - spilled) // near_vmem(cache, group, window, backward)
     block = _largest_divisor(tokens, max(LANES, min(largest, room)))
-    pieces = -(-most // target.depth_slots)
-    return Blocks(block, -(-most // pieces) if most else 1, _largest_divisor(block, rows))
+    return Blocks(block, at_once, _largest_divisor(block, rows))
+
+
+def _walked(cache: DepthCache, window: Window, target: Generation) -> int:
+    """Seen slots that the kernels over a window work on at once."""
+    most = window.most(cache.keys.shape[0]) - 1
+    return -(-most // -(-most // target.depth_slots)) if most else 1
 
 
 def near_vmem(cache: DepthCache, group: int, window: Window, backward: bool = True) -> int:
@@ -98,11 +103,12 @@ def unsupported(shape: tuple[int, ...], dtype: jnp.dtype, cache: DepthCache, win
     if dtype != cache.keys.dtype:
         return f"queries are {dtype}, the cache is {cache.keys.dtype}"
     target, group = generation() or INTERPRETED, heads * size // cache.keys.shape[2]
+    at_once = 1 if window.whole else _walked(cache, window, target)
+    room = target.vmem - target.depth_backward[1] * spilled_vmem(group, at_once)
     if window.whole:
-        least = LANES * whole_vmem(cache, group, 1)
-        if least + target.depth_backward[1] * spilled_vmem(group, 1) > target.vmem:
+        if LANES * whole_vmem(cache, group, 1) > room:
             return f"{group} heads a key head are more than fit into the memory of a core"
-    elif LANES * near_vmem(cache, group, window) > target.vmem:
+    elif LANES * near_vmem(cache, group, window) > room:
         return f"{window.most(cache.keys.shape[0])} depths are seen, which is more than fit into the memory of a core"
     return None
 

@@ -45,7 +45,9 @@ def by_expert(
         return jax.lax.dynamic_update_index_in_dim(out, expert(at(rows, n), plan.block_expert[n]), n, 0)
 
     empty = jnp.zeros((*rows.shape[:2], size), x.dtype)
-    return rows_of(jax.lax.fori_loop(0, plan.used_blocks, block, empty), plan).reshape(tokens, active, size)
+    found = rows_of(jax.lax.fori_loop(0, plan.used_blocks, block, empty), plan).reshape(tokens, active, size)
+    # A pair without an expert has a padding slot, which may hold what an expert made of another token.
+    return jnp.where((indices < num_experts)[..., None], found, 0)
 
 
 def block_for(mean: int) -> int:

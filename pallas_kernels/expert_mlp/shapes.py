@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from pallas_kernels.tiles import Generation
 
 LANES = 128
+COMPILER = 1 << 19
+"""Bytes of vector memory that libtpu took beside what is counted, at most, in bfloat16 at the largest experts."""
 BUNDLES = {
     "v4": {
         "expert_mlp_forward": 5581,
@@ -78,7 +80,8 @@ def forward_vmem(block: int, size: int, hidden: int, dtype: jnp.dtype, target: G
     """Bytes of vector memory of the forward and the input-gradient kernel: weights and rows twice, and temporaries."""
     weights = (2 * 3 + target.spilled(dtype, 4)) * size * hidden
     rows = 2 * block * (3 * hidden + 5 * size)
-    return (weights + rows) * jnp.dtype(dtype).itemsize + 4 * block * (4 * size + hidden)
+    beside = COMPILER if target.spills and jnp.dtype(dtype).itemsize < 4 else 0
+    return (weights + rows) * jnp.dtype(dtype).itemsize + 4 * block * (4 * size + hidden) + beside
 
 
 def gradient_vmem(block: int, size: int, columns: int, dtype: jnp.dtype, target: Generation) -> int:

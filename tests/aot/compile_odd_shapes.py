@@ -5,6 +5,7 @@ A process of its own; argument: TOPOLOGY. Keys: `name`; `error`, None where it c
 A shape that doesn't fit a core's memory has to go to XLA by itself: an error is a user's first step.
 """
 
+import functools
 import json
 import sys
 
@@ -14,18 +15,25 @@ import numpy as np
 
 from dreamer_jax.planning.topology import devices_of, parse_topology
 from pallas_kernels.attention_moe import ExpertLinear
-from pallas_kernels.depth_attention import DepthCache
+from pallas_kernels.depth_attention import DepthCache, Window
 from pallas_kernels.depth_attention.api import DepthAttention
 from pallas_kernels.expert_mlp import ExpertMLP
 from pallas_kernels.sequence_attention.api import SequenceAttention
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-EXPERTS = [(1024, 640, 640), (1024, 640, 568), (1024, 1024, 360), (1024, 128, 2656), (100, 384, 40)]
-"""(tokens of three choices, hidden, size) of 6 experts in float32."""
+EXPERTS = [
+    *((1024, *sizes, F32) for sizes in ((640, 640), (640, 568), (1024, 360), (128, 2656))),
+    (100, 384, 40, F32),
+    (1024, 1024, 1200, BF16),
+    (1024, 1024, 1128, BF16),
+]
+"""(tokens of three choices, hidden, size, dtype) of 6 experts."""
 LINEAR = [(1024, 2560, 512), (1024, 512, 2304), (257, 640, 1920)]
 """(tokens, in, out) of 6 linear experts in float32."""
 DEPTH = [(1024, 4, BF16, 8), (1024, 16, BF16, 7), (1024, 64, F32, 7), (1536, 6, BF16, 5)]
 """(tokens, heads of one key head, dtype, slots)."""
+WINDOWS = [(4096, 8, BF16, 16, 4), (4096, 4, BF16, 16, 8), (1024, 10, F32, 4, 3)]
+"""(tokens, heads of one key head, dtype, slots, depths that are seen)."""
 SEQUENCE = [(1024, 192, F32), (1024, 320, F32), (1536, 512, BF16)]
 """(length, head size, dtype)."""
 PAGED = [
@@ -69,15 +77,16 @@ def main(topology: str) -> None:
         print(json.dumps({"name": name, "error": error}))
 
     with jax.sharding.use_abstract_mesh(jax.sharding.Mesh(np.array([device]), ("chip",)).abstract_mesh):
-        for tokens, hidden, size in EXPERTS:
+        for tokens, hidden, size, dtype in EXPERTS:
             mlp, matrices = ExpertMLP("auto"), ((6, 2 * size, hidden), (6, size, hidden))
             tape = tape_of(mlp, (tokens, 3), matrices[0])
-            x, indices, weights = of(tokens, hidden), of(tokens, 3, dtype=jnp.int32), of(tokens, 3)
+            x, indices, weights = of(tokens, hidden, dtype=dtype), of(tokens, 3, dtype=jnp.int32), of(tokens, 3)
 
             def operation(x, weights, gate_up, down, tape, mlp=mlp, indices=indices):
                 return mlp(x, jnp.zeros(indices.shape, jnp.int32), weights, gate_up, down, tape=tape)
 
-            report(f"mlp {tokens} {hidden} {size}", operation, (x, weights, *(of(*its) for its in matrices), tape), x)
+            arguments = x, weights, *(of(*its, dtype=dtype) for its in matrices), tape
+            report(f"mlp {tokens} {hidden} {size} {dtype.__name__}", operation, arguments, x)
         for tokens, inward, outward in LINEAR:
             linear = ExpertLinear("auto")
 
@@ -96,6 +105,17 @@ def main(topology: str) -> None:
             report(
                 f"depth {tokens} {heads} {dtype.__name__} {slots}", operation, (q, k, k, cache.keys, cache.values), q
             )
+        for tokens, heads, dtype, slots, seen in WINDOWS:
+            attention, window = DepthAttention("auto"), Window(seen)
+            cache = DepthCache(*(of(slots, tokens, 128, dtype=dtype) for _ in range(2)))
+            started = functools.partial(attention.start_tape, cache, heads, 128, window)
+
+            def operation(q, k, v, tape, keys, values, attention=attention, window=window):
+                return attention(q, k, v, DepthCache(keys, values), jnp.int32(3), tape, window)[0]
+
+            q, k = of(tokens, heads, 128, dtype=dtype), of(tokens, 1, 128, dtype=dtype)
+            arguments = q, k, k, like(jax.eval_shape(started)), cache.keys, cache.values
+            report(f"window {tokens} {heads} {dtype.__name__} {slots} {seen}", operation, arguments, q)
         for length, size, dtype in SEQUENCE:
 
             def operation(q, k, v, length=length):

@@ -18,6 +18,7 @@ CHOICES = {
     "few": [3, 0, 0, COUNT, 1],
     "many, evenly": np.arange(64) % COUNT,
     "many, some without an expert": np.arange(70) % (COUNT + 1),
+    "many, every block used": np.repeat([COUNT, 0, 1, 2, 3], [3, 1, 1, 17, 17]),  # no padding slot is in an unused one
     "many for one expert": np.full(75, 1),  # 28 in its share, and the last of its blocks is not full
 }
 

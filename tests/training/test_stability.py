@@ -193,7 +193,7 @@ def planning(self, *arguments):
     yield from asked(self, *arguments)
 Data.training_batches = planning
 sys.exit(main(["train", "quickstart", "--training.steps=1", "--safety.stuck_seconds=2", "--data.heldout_records=0",
-               "--evaluation.harder=0", "--run.dir", sys.argv[1]]))
+               "--evaluation.harder=0", "--training.batch_size=2", "--run.dir", sys.argv[1]]))
 """
 
 
