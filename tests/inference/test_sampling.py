@@ -44,11 +44,12 @@ def kept(logits, numbers):
     min_p=st.floats(0, 1),
 )
 def test_filters_keep_what_their_definitions_keep(seed, top_k, top_p, min_p):
-    logits = np.random.default_rng(seed).normal(size=SIZE).astype(np.float32) * 2
+    """At several positions of a row, as drafts are verified."""
+    positions = np.random.default_rng(seed).normal(size=(3, SIZE)).astype(np.float32) * 2
     sampling = Sampling(1.0, top_k, top_p, min_p)
-    found = np.asarray(kept(logits[None], sampling.numbers()))[0]
-    assert set(np.flatnonzero(found > -np.inf).tolist()) == kept_by_definition(logits, sampling)
-    assert np.array_equal(found[found > -np.inf], logits[found > -np.inf])
+    for found, logits in zip(np.asarray(kept(positions[None], sampling.numbers()))[0], positions, strict=True):
+        assert set(np.flatnonzero(found > -np.inf).tolist()) == kept_by_definition(logits, sampling)
+        assert np.array_equal(found[found > -np.inf], logits[found > -np.inf])
 
 
 def test_a_row_without_filters_loses_nothing_where_another_has_some():
