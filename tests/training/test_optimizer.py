@@ -102,6 +102,17 @@ def test_three_steps_of_the_arctangent():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), params, expected)
 
 
+def test_what_is_not_trained_has_no_update_and_no_moments():
+    optimizer = make_optimizer(dataclasses.replace(CONFIG, trainable="layers.expert,norm"), ROLES)
+    params, gradient = (jax.tree.map(jnp.float32, draw(seed, 1.0)) for seed in (0, 1))
+    state = optimizer.init(params)
+    updates, _ = optimizer.update(gradient, state, params, gradient_norm=norm(gradient))
+    moved = jax.tree.map(lambda update: bool(np.all(np.asarray(update) != 0)), updates)
+    trained = {"layers": {"norm": {"scale": True}, "expert": {"down": True}}, "final": {"scale": True}, "head": False}
+    assert moved == trained and not np.any(updates["head"])
+    assert sum(leaf.size for leaf in jax.tree.leaves(state) if leaf.ndim) == 2 * (12 + 24 + 4)
+
+
 def test_decay_spares_norm_scales_and_nothing_else():
     """Without a gradient only the decay moves a parameter; LA's scales are stacked into matrices, [L, h]."""
     for variant in ("LA", "DR+DA"):
