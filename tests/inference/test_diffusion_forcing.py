@@ -18,7 +18,7 @@ from dreamer_jax.families import build
 from dreamer_jax.inference import Adaptive, DiffusionForcing, Engine, FoldedModel, Sampling, Static, engine, fold
 from dreamer_jax.inference.programs import programs_for
 from dreamer_jax.inference.samplers.contract import Asked, Progress
-from dreamer_jax.inference.samplers.wavefront import fillers, noise_share
+from dreamer_jax.inference.samplers.wavefront import fillers, mixed, noise_share
 from tests.families import test_algoformer, test_huginn
 from tests.families.cases import drawn_params
 from tests.families.test_huginn import plain_norm
@@ -302,10 +302,13 @@ def test_a_mesh_changes_nothing():
 
 
 def test_noise():
-    """beta_s falls linearly to nothing, or as 1 / (1 + s); states are drawn with the keys they are given."""
+    """beta_s falls linearly to nothing, or as 1 / (1 + s), and is the share of noise in a state (Eq. 2); states are
+    drawn with the keys they are given."""
     counts = jnp.array([[0, 2, 8, 12]])
     np.testing.assert_allclose(noise_share("linear", 0.4, counts, 8), [[0.4, 0.3, 0, 0]])
     np.testing.assert_allclose(noise_share("harmonic", 0.4, counts, 8), [[0.4, 0.4 / 3, 0.4 / 9, 0.4 / 13]])
+    found = mixed(jnp.full((1, 4, 2), 10.0), jnp.full((1, 4, 2), -1.0), noise_share("linear", 0.4, counts, 8))
+    np.testing.assert_allclose(found[0, :, 0], [5.6, 6.7, 10, 10], rtol=1e-6)
     keys = jax.random.split(jax.random.key(3), 4).reshape(2, 2)
     family, places = build(SMALL), jnp.zeros((2, 2), jnp.int32)
     states = FoldedModel({}, {}, family, 4).random_state(jnp.zeros((2, 2, 16)), places, keys, jnp.asarray(0.5))
