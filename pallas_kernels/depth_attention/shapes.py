@@ -63,7 +63,8 @@ def spilled_vmem(group: int, slots: int) -> int:
 
 
 def near_blocks(cache: DepthCache, group: int, window: Window, target: Generation, backward: bool = False) -> Blocks:
-    """The blocks of the kernels over a window: as many tokens as leave room for two blocks of all that is seen."""
+    """The blocks of the kernels over a window: as many tokens as leave room for two blocks of all that is seen
+    and, backward, for what the compiler spills."""
     tokens, at_once = cache.keys.shape[1], _walked(cache, window, target)
     largest, rows = target.depth_backward if backward else target.depth_forward
     spilled = rows * spilled_vmem(group, at_once) if backward else 0

@@ -269,20 +269,23 @@ def test_losses_at_several_depths():
 
 
 def test_fewer_depths_than_are_scored_where_steps_have_results():
-    """As without results of steps: the depths that there are."""
+    """The depths that there are, and steps have the results that they have without."""
     config = small_config("DR", depth=2)
     family, (params, bias) = build(config), jax.tree.map(jnp.asarray, random_weights(config))
     batch = {name: jnp.asarray(its[:3]) for name, its in random_batch(2).items()}
-    batch["step_targets"] = jnp.full((*batch["targets"].shape, 1), -1)  # nothing is asked for
+    batch["step_targets"] = jnp.stack([batch["targets"], jnp.flip(batch["targets"], 1)], axis=-1)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def of(steps):
-        how = RecurrenceConfig(draw="fixed", scored=3, steps=steps)
+    def of(scored):
+        how = RecurrenceConfig(draw="fixed", scored=scored, steps=1.0)
         kept = depths.kept_states(how, family)
         passed = forward(family, params, {"balancing": bias}, batch, Drawn(2, 2), kept_states=kept)
-        return depths.loss(how, family, params, passed, batch)[0]
+        total, logged = depths.loss(how, family, params, passed, batch)
+        return total, logged["steps_loss"]
 
-    np.testing.assert_allclose(of(1.0), of(0.0), rtol=1e-6)
+    one, two, four = map(of, (1, 2, 4))
+    assert one[0] < two[0] and one[1] == two[1]
+    np.testing.assert_allclose(four, two, rtol=1e-6)
 
 
 @pytest.mark.slow
