@@ -347,6 +347,33 @@ def test_the_results_of_steps_reach_the_gradient():
     assert float(jnp.abs(gradients["layer"]["expert_attention"]["down"]).max()) > 0
 
 
+def test_what_a_settling_loss_pulls_at():
+    """Both of the last states, by hand; neither by the size of the stream, or a model would learn to grow, and nothing
+    where there is one depth only."""
+    config = small_config("DR", depth=4, residual_norm=False)
+    family, (params, bias) = build(config), jax.tree.map(jnp.asarray, random_weights(config))
+    batch = {name: jnp.asarray(its[:3]) for name, its in random_batch(2).items()}
+    passed = jax.eval_shape(lambda: forward(family, params, {"balancing": bias}, batch, Drawn(4, 4), kept_states=2))
+    drawn = np.random.default_rng(0)
+    passed = jax.tree.map(lambda part: jnp.asarray(drawn.normal(size=part.shape), part.dtype), passed)
+
+    @jax.jit
+    def part(states, depth):
+        at = passed._replace(states=states, state=states[1], depth=depth)
+        with_it, without = (
+            depths.loss(RecurrenceConfig(draw="uniform", settling=settling), family, params, at, batch)[0]
+            for settling in (0.5, 0.0)
+        )
+        return with_it - without
+
+    pulls = jax.jit(jax.grad(part))
+    before, after = np.asarray(passed.states, np.float64)
+    size = (after**2).sum(-1, keepdims=True)
+    pull = (after - before) / size * np.asarray(batch["loss_mask"])[..., None]
+    np.testing.assert_allclose(pulls(passed.states, jnp.int32(3)), [-pull, pull], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(pulls(passed.states, jnp.int32(1)), 0, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_a_settling_loss():
     """The last depth's change relative to its stream, over the targets; of one depth there is none. Its gradient leaves
