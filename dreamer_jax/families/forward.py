@@ -52,18 +52,8 @@ def forward(
         kept_states: return the states after so many depths, the last ones, in place of their outputs.
     """
     drawn = depth if isinstance(depth, Drawn) else _drawn(family, depth)
-    tokens = batch["tokens"]
-    rows, length = tokens.shape[:2]
-    segments, positions = batch.get("segment_ids"), batch.get("positions")
-    if segments is None:
-        segments = jnp.ones((rows, length), jnp.int32)
-    if positions is None:
-        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
-    visible = batch.get("visible")
-    if visible is not None and family.flags.causal:
-        raise UserError(f"models of the family {family.config.family} are causal; they can't attend along a graph")
-    keys = None if key is None else _keys(key, batch, rows)
-    context = Context(segments, positions, model_state, keys, visible, batch.get("read"), key)
+    rows, length = batch["tokens"].shape[:2]
+    context = _context(family, batch, model_state, key)
     entered, memory = family.enter(params, batch, family.fresh(rows, length, drawn.slots), context)
     if initial_state is None:
         initial_state = family.start(entered, context, state_scale)
@@ -90,6 +80,21 @@ def forward(
     )
     passed = Pass(state, outputs, counts, inputs, memory, context, depth, left=left)
     return passed._replace(outputs=(), states=outputs) if kept_states else passed
+
+
+def _context(family: Family, batch: Batch, model_state: dict[str, PyTree], key: jax.Array | None) -> Context:
+    """What every depth knows of the rows, with the defaults of `forward`."""
+    rows, length = batch["tokens"].shape[:2]
+    segments, positions = batch.get("segment_ids"), batch.get("positions")
+    if segments is None:
+        segments = jnp.ones((rows, length), jnp.int32)
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
+    visible = batch.get("visible")
+    if visible is not None and family.flags.causal:
+        raise UserError(f"models of the family {family.config.family} are causal; they can't attend along a graph")
+    keys = None if key is None else _keys(key, batch, rows)
+    return Context(segments, positions, model_state, keys, visible, batch.get("read"), key)
 
 
 def _without_outputs(step: Callable[..., Stepped], name: str) -> Callable[..., Stepped]:
