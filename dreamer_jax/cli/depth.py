@@ -46,13 +46,16 @@ def run(arguments: list[str]) -> int:
 
 
 def _loss_only(folder: Path, options: argparse.Namespace) -> int:
-    from dreamer_jax.studies.depths import FILE, by_depth, open_run
-    from dreamer_jax.studies.difficulty import by_difficulty, hardest
+    from dreamer_jax.studies.depths import FILE, checked, heldout, open_run, usual_depths
+    from dreamer_jax.studies.difficulty import accuracy, generated, hardest
 
-    found: dict[str, Any] = {"depths": {str(d): its for d, its in by_depth(folder, options.depths, say).items()}}
-    model = open_run(folder)
+    model, kept = open_run(folder)
+    if options.instances and not generated(model.config):
+        raise UserError(f"{folder}: only generated tasks have difficulties; leave --instances out")
+    depths = checked(model.family, usual_depths(model.family) if options.depths is None else options.depths)
+    found: dict[str, Any] = {"depths": {str(d): its for d, its in heldout(folder, model, depths, kept, say).items()}}
     if options.instances:
-        right = by_difficulty(folder, options.depths, options.instances, say)
+        right = accuracy(model, depths, options.instances, kept, say)
         of_depth = {str(level): {str(depth): its for depth, its in row.items()} for level, row in right.items()}
         found["difficulty"] = {
             "trained_to": hardest(model.config),
@@ -62,7 +65,7 @@ def _loss_only(folder: Path, options: argparse.Namespace) -> int:
     if options.experts:
         from dreamer_jax.studies.expert_use import expert_use
 
-        found["gini"] = expert_use(folder, say)
+        found["gini"] = expert_use(model, kept, say)
     if options.json:
         print(json.dumps(found, indent=2))
         return 0

@@ -89,7 +89,12 @@ def read_file(path: Path, parents: tuple[Path, ...] = ()) -> list[Line]:
     Raises:
         ConfigError: a file is missing or broken, or a key doubled.
     """
-    root = parse(path)
+    return read_text(text_of(path), path, parents)
+
+
+def read_text(text: str, path: Path, parents: tuple[Path, ...] = ()) -> list[Line]:
+    """The same of a text that is at hand; the path is for messages, and for what a `base:` is relative to."""
+    root = parse(text, path)
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):
@@ -118,20 +123,28 @@ def read_sections(
     return base + own
 
 
-def parse(path: Path) -> yaml.Node | None:
-    """The nodes of a YAML file, which know their lines; None when the file holds nothing."""
+def text_of(path: Path) -> str:
+    """The text of a YAML file.
+
+    Raises:
+        ConfigError: it can't be read, or isn't one.
+    """
     if path.is_dir():
         saved = path / "config.yaml"
         hint = f"; its configuration is {saved}" if saved.is_file() else "; name a YAML file"
         raise ConfigError(f"{path}: is a directory{hint}")
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{_nearest_file(path)}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from None
     except OSError as error:
         raise ConfigError(f"{path}: can't be read ({error.strerror})") from None
+
+
+def parse(text: str, path: Path) -> yaml.Node | None:
+    """The nodes of a YAML file's text, which know their lines; None when it holds nothing."""
     try:
         # Nodes instead of values: they know their lines, and nothing is converted before its type is known.
         return yaml.compose(text, Loader=yaml.SafeLoader)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from dreamer_jax.config.files import Line, read_file
+from dreamer_jax.config.files import Line, read_file, read_text
 from dreamer_jax.config.keys import FAMILY, convert, key_types, sections, unknown_key
 from dreamer_jax.config.models import DEFAULT as DEFAULT_FAMILY
 from dreamer_jax.config.models import find
@@ -90,6 +90,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
         ConfigError: anything that is wrong, with the file and line (or "command line") it was written in.
     """
     return build(settings_of([*read_file(find_file(path, "configuration")), *split_words(overrides)]))
+
+
+def load_text(text: str) -> LoadedConfig:
+    """The same of the text of a file, such as the one that a checkpoint has of its run."""
+    return build(settings_of(read_text(text, Path("config.yaml"))))
 
 
 def read_overrides(words: Sequence[str]) -> dict[str, Setting]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 
-from dreamer_jax.config.files import at, describe, entries, is_nothing, parse, scalar
+from dreamer_jax.config.files import at, describe, entries, is_nothing, parse, scalar, text_of
 from dreamer_jax.config.keys import did_you_mean
 from dreamer_jax.configs import find
 from dreamer_jax.errors import ConfigError
@@ -138,7 +138,7 @@ def load_mixture(path: str | Path) -> Mixture:
         ConfigError: with file and line: an unknown or doubled key, a wrong type, settings that can't work.
     """
     path = find(path, "mixture")
-    root = parse(path)
+    root = parse(text_of(path), path)
     if root is None:
         raise ConfigError(f"{path}: is empty; it needs sources:")
     mixture = _section(path, root, Mixture, "")
@@ -149,7 +149,7 @@ def load_mixture(path: str | Path) -> Mixture:
 def at_its_line(path: str | Path, error: ConfigError) -> ConfigError:
     """An error of a mixture's settings that showed later, with the file and line that its key stands in."""
     file = find(path, "mixture")
-    root = parse(file)
+    root = parse(text_of(file), file)
     return error if root is None else ConfigError(f"{_where(file, root, error.key or '')}: {error}", error.key)
 
 

@@ -237,14 +237,6 @@ def write_atomically(path: Path, text: str) -> None:
             unfinished.unlink()
 
 
-def config_of_text(text: str) -> Config:
-    """The configuration that a YAML text holds."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.yaml"
-        path.write_text(text, encoding="utf-8")
-        return load_config(path).config
-
-
 def _refuse_other(place: epath.Path, before: Config, now: Config) -> None:
     allowed = tuple(key for name in now.checkpoint.allowed for key in ALLOWED[name])
     changeable = CHANGEABLE

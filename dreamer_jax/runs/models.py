@@ -17,11 +17,12 @@ from etils import epath
 
 from dreamer_jax.config import Config
 from dreamer_jax.config.keys import convert
+from dreamer_jax.config.loading import load_text
 from dreamer_jax.errors import UserError, whole
 from dreamer_jax.families import KNOWLEDGE, Family, build
 from dreamer_jax.runs.array_files import read_tree
 from dreamer_jax.runs.checkpoints import FINGERPRINTS, warn
-from dreamer_jax.runs.folders import config_of_run, config_of_text, folder_of, not_a_run, path_of, run_and_step
+from dreamer_jax.runs.folders import config_of_run, folder_of, not_a_run, path_of, run_and_step
 from dreamer_jax.runs.integrity import problem_of
 from dreamer_jax.runs.knowledge import read_embeddings
 from dreamer_jax.runs.step_folders import StepFolders
@@ -174,7 +175,7 @@ def averaged_steps(found: Located, count: int) -> list[int]:
             if problem := problem_of(found.folders[step], ("params", "meta")):
                 raise UserError(f"checkpoint {step} of {found.directory} can't be used for an average: {problem}")
             text = found.folders.meta(step).get("config")
-        if text and config_of_text(text).model != found.config.model:
+        if text and load_text(text).config.model != found.config.model:
             raise UserError(f"checkpoint {step} of {found.directory} is of another model than step {found.step}")
     return steps
 
@@ -215,7 +216,7 @@ def locate_run(path: str | Path, step: int | None = None) -> Located:
     with folders.reading(step):
         text = folders.meta(step).get("config")
     if text:  # a run whose depth was changed has steps of both
-        config = dataclasses.replace(config, model=config_of_text(text).model)
+        config = dataclasses.replace(config, model=load_text(text).config.model)
     return Located(path_of(directory), config, step)
 
 

@@ -21,7 +21,6 @@ from dreamer_jax.runs.models import TrainedModel, changed
 from dreamer_jax.studies.depth_figures import make_figures
 from dreamer_jax.studies.depths import (
     FARTHEST,
-    FILE,
     Kept,
     Progress,
     Say,
@@ -79,11 +78,10 @@ def report(
     Raises:
         UserError: there is no run, the model can't be run at one of the depths, or nothing is held out.
     """
-    model = open_run(run)
+    model, kept = open_run(run)
     check_writable(run)
     family = model.family
     asked = checked(family, all_depths(family) if depths is None else [*depths, family.depth])
-    kept = Kept(run / FILE, model.step, model.digest)
     found = heldout(run, model, asked, kept, say)
     sample = sample_of(model, rows)
     agreed = agreement(model, sample, asked, kept.part("agreement", {"rows": rows}), say)

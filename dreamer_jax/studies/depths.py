@@ -37,26 +37,9 @@ ByDepth = dict[int, dict[str, float]]
 """Depth -> loss, perplexity, and exact match where answers are known."""
 
 
-def by_depth(run: Path, depths: Sequence[int] | None, say: Say) -> ByDepth:
-    """Held-out metrics of a run's newest checkpoint at these depths, written to `FILE` in it.
-
-    What the file has of the same checkpoint isn't computed again. One device does it.
-
-    Args:
-        run: a run directory.
-        depths: by default the powers of two up to `FARTHEST` times the trained depth, and that one.
-        say: gets lines of progress.
-
-    Raises:
-        UserError: there is no run, the model can't be run at one of the depths, or nothing is held out.
-    """
-    model = open_run(run)
-    asked = checked(model.family, usual_depths(model.family) if depths is None else depths)
-    return heldout(run, model, asked, Kept(run / FILE, model.step, model.digest), say)
-
-
-def open_run(run: Path) -> TrainedModel:
-    """The newest checkpoint of a run.
+def open_run(run: Path) -> tuple[TrainedModel, Kept]:
+    """The newest checkpoint of a run, and what its `FILE` has of it. To be opened once for all that is asked: a run in
+    training saves others meanwhile.
 
     Raises:
         UserError: there is none, or the path names something else.
@@ -68,7 +51,8 @@ def open_run(run: Path) -> TrainedModel:
         )
     if run_and_step(run)[1] is not None:
         raise UserError(f"{run}: name the run directory; its newest checkpoint is taken")
-    return load_run(run)
+    model = load_run(run)
+    return model, Kept(run / FILE, model.step, model.digest)
 
 
 def check_writable(run: Path) -> None:
@@ -82,7 +66,12 @@ def check_writable(run: Path) -> None:
 
 
 def heldout(run: Path, model: TrainedModel, depths: Sequence[int], kept: Kept, say: Say) -> ByDepth:
-    """See `by_depth`; one program serves all depths that aren't known yet."""
+    """Held-out metrics at these depths, in order. What isn't known yet is computed on one device, by one program for
+    all, and kept.
+
+    Raises:
+        UserError: nothing is held out, or the run can't be written into.
+    """
     known = kept.part("depths")
     missing = [depth for depth in depths if str(depth) not in known]
     if missing:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from dreamer_jax.analysis.run_data import data_of
 from dreamer_jax.config.sections import Config
 from dreamer_jax.data import open_data, tasks
 from dreamer_jax.data.puzzles import longest as longest_puzzle
-from dreamer_jax.errors import ConfigError, UserError
+from dreamer_jax.errors import ConfigError
 from dreamer_jax.runs.models import TrainedModel
-from dreamer_jax.studies.depths import FILE, Kept, Measure, Progress, Say, checked, open_run, usual_depths
+from dreamer_jax.studies.depths import Kept, Measure, Progress, Say
 from dreamer_jax.training.evaluation import sums_of_rows
 
 HARDER = 4
@@ -94,19 +93,6 @@ def accuracy(model: TrainedModel, depths: Sequence[int], instances: int, kept: K
             progress.done(f"difficulty {difficulty} at depth {depth}: {share:.3f}")
         kept.write()
     return {d: {depth: known[f"{d}/{depth}"] for depth in depths} for d in asked}
-
-
-def by_difficulty(run: Path, depths: Sequence[int] | None, instances: int, say: Say) -> Accuracy:
-    """The same of a run's newest checkpoint, written into its `FILE`; arguments as of `by_depth` and `accuracy`.
-
-    Raises:
-        UserError: as of `by_depth`, or its data aren't generated.
-    """
-    model = open_run(run)
-    if not generated(model.config):
-        raise UserError(f"{run}: only generated tasks have difficulties; leave --instances out")
-    asked = checked(model.family, usual_depths(model.family) if depths is None else depths)
-    return accuracy(model, asked, instances, Kept(run / FILE, model.step, model.digest), say)
 
 
 def _exactly(config: Config, difficulty: int, instances: int, length: int | None = None) -> Config:

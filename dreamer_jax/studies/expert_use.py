@@ -6,7 +6,6 @@ uneven in it may be even over many.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from dreamer_jax.analysis.run_data import data_of
 from dreamer_jax.data import Data
 from dreamer_jax.families import forward
 from dreamer_jax.runs.models import TrainedModel
-from dreamer_jax.studies.depths import FILE, Kept, Progress, Say, open_run
+from dreamer_jax.studies.depths import Kept, Progress, Say
 
 TOKENS = 65_536
 """Of which experts are counted."""
@@ -26,18 +25,17 @@ SETTINGS = {"tokens": TOKENS}
 PREFIX, NAME = "experts/", "/gini"
 
 
-def expert_use(run: Path, say: Say) -> dict[str, float]:
-    """Router -> Gini coefficient of its experts' use by a run's newest checkpoint, written into its `FILE`.
+def expert_use(model: TrainedModel, kept: Kept, say: Say) -> dict[str, float]:
+    """Router -> Gini coefficient of its experts' use by a run's checkpoint.
 
     Counted over the rows of training that would come next, at the trained depth: DR sums its depths, LA's layers are
     averaged. Empty for models without experts.
 
     Args:
-        run: a run directory.
+        model: of the run.
+        kept: gets what is found, and has what is known.
         say: gets lines of progress.
     """
-    model = open_run(run)
-    kept = Kept(run / FILE, model.step, model.digest)
     found = kept.part("experts", SETTINGS)
     if "gini" not in found:
         found["gini"] = _gini(model, data_of(model), say)

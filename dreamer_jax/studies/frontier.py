@@ -88,18 +88,20 @@ def study(
         build(variant.loaded.config.model).check_depth(max(grid.steps))
         source_of(variant.loaded.config, grid.depths)
     for variant in variants:
-        entry = entry_of(result, variant)
-        entry["trained"] = trained_range(variant.loaded.config)
         for seed in range(seeds):
             run = folder / variant.name / f"seed{seed}"
             code = _train(variant, run, seed)
             if code:
                 return result, code
             cells = accuracies(run, grid.depths, max(grid.steps), instances, say)
-            found = entry["seeds"].setdefault(str(seed), {})
-            found["accuracy"] = {str(depth): row for depth, row in cells.items()}
+            found: Result = {"accuracy": {str(depth): row for depth, row in cells.items()}}
             if gradients and variant.loaded.config.model.family == BASE:
                 found["gradient_norm"] = gradient_norms(run, gradient_steps(variant.loaded.config))
+            # Read again: another process may have written its models meanwhile.
+            result = open_result(folder, task, preset, instances)
+            entry = entry_of(result, variant)
+            entry["trained"] = trained_range(variant.loaded.config)
+            entry["seeds"].setdefault(str(seed), {}).update(found)
             write_atomically(folder / FILE, json.dumps(result, indent=1) + "\n")
     return result, 0
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from dreamer_jax.config import LoadedConfig
-from dreamer_jax.config.files import Line, at, describe, entries, parse, read_sections, scalar
+from dreamer_jax.config.files import Line, at, describe, entries, parse, read_sections, scalar, text_of
 from dreamer_jax.config.keys import INTEGERS, SECTIONS, values_of
 from dreamer_jax.config.loading import COMMAND_LINE, Setting, Word, build, settings_of
 from dreamer_jax.config.sections import Config
@@ -179,7 +179,7 @@ def read_study(word: str | Path) -> StudyFile:
         ConfigError: anything that is wrong, with the file and line.
     """
     path = find(word, "study")
-    root = parse(path)
+    root = parse(text_of(path), path)
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}: expected keys such as 'members:'")
     found = entries(path, root, prefix="")

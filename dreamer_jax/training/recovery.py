@@ -13,12 +13,13 @@ from etils import epath
 from jax.sharding import Mesh
 
 from dreamer_jax.config import Config, LoadedConfig, to_yaml
+from dreamer_jax.config.loading import load_text
 from dreamer_jax.data import Data
 from dreamer_jax.errors import DIVERGED, UserError
 from dreamer_jax.families import build
 from dreamer_jax.parallel.distributed import is_primary, wait_for_all
 from dreamer_jax.runs.checkpoints import Checkpoints
-from dreamer_jax.runs.folders import config_of_text, refuse_untrained
+from dreamer_jax.runs.folders import refuse_untrained
 from dreamer_jax.runs.integrity import manifests, problem_of
 from dreamer_jax.runs.state import TrainState
 from dreamer_jax.runs.step_folders import StepFolders
@@ -86,7 +87,7 @@ class Recovery:
                     folders.disqualify(damaged)
         text = folders.meta(step).get("config")
         if step >= self._config.training.steps and text:
-            refuse_untrained(folders.path.parent, config_of_text(text), self._config)
+            refuse_untrained(folders.path.parent, load_text(text).config, self._config)
         state = self._restore(step)
         self._say(f"resumed from checkpoint {step}")
         return state, self._counters_at(step)
@@ -192,7 +193,7 @@ class Recovery:
     def _restore(self, step: int) -> TrainState:
         like = abstract_state(self._config, self._mesh)
         text = self.checkpoints.folders.meta(step).get("config")
-        saved = config_of_text(text) if text else self._config
+        saved = load_text(text).config if text else self._config
         before, now = build(saved.model), build(self._config.model)
         old_depth, new_depth = (getattr(model, "depth", None) for model in (saved.model, self._config.model))
         if old_depth == new_depth:
@@ -263,5 +264,5 @@ def recorded_config(place: epath.Path) -> Config | None:
     folders = StepFolders(place)
     for step in reversed(folders.complete()):
         if problem_of(folders[step], ("meta",)) is None and (text := folders.meta(step).get("config")):
-            return config_of_text(text)
+            return load_text(text).config
     return None

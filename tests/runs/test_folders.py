@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 
 import pytest
 
-from dreamer_jax.config import LoadedConfig, load_config
+from dreamer_jax.config import LoadedConfig, load_config, to_yaml
+from dreamer_jax.config.loading import load_text
 from dreamer_jax.config.sections import RunConfig
-from dreamer_jax.errors import UserError
+from dreamer_jax.errors import ConfigError, UserError
 from dreamer_jax.runs.folders import open_run, run_and_step, save_configuration, write_atomically
 from tests.training.cases import tiny_config
 
@@ -28,6 +30,15 @@ from tests.training.cases import tiny_config
 )
 def test_a_run_or_a_checkpoint_in_it(path, expected):
     assert run_and_step(path) == expected
+
+
+def test_a_configuration_in_a_checkpoint_is_read_without_a_file(monkeypatch):
+    """Who only reads a run may have no folder to write into."""
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    config = tiny_config()
+    assert load_text(to_yaml(config)).config == config
+    with pytest.raises(ConfigError, match=r"config\.yaml:2: unknown key 'model\.dept'"):
+        load_text("model:\n  dept: 3\n")
 
 
 def opened(directory, **training):

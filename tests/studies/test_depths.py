@@ -102,13 +102,13 @@ def test_experts_are_counted_over_several_batches_of_training(recurrent, tmp_pat
         alone = np.asarray(passes[0].counts[router], np.float64).sum(axis=0)
         assert not np.allclose(alone * 3, total.sum(axis=0))  # a batch by itself has other counts
     monkeypatch.setattr(expert_use, "forward", None)  # nothing is computed twice
-    assert expert_use.expert_use(folder, print) == found
+    assert expert_use.expert_use(*depths.open_run(folder), print) == found
 
 
 @pytest.mark.slow
 def test_a_model_without_experts_has_none_that_are_used(tmp_path, capsys):
     folder = make_run(tmp_path / "huginn", model=HUGINN)
-    assert expert_use.expert_use(folder, lambda line: None) == {}
+    assert expert_use.expert_use(*depths.open_run(folder), lambda line: None) == {}
     assert json.loads((folder / "depth.json").read_text())["experts"]["found"] == {"gini": {}}
     assert main(["depth", str(folder), "--depths", "1", "--loss-only", "--experts"]) == 0
     assert "The model has no experts." in capsys.readouterr().out
@@ -326,6 +326,17 @@ def test_the_trained_depth_is_the_checkpoints(run, tmp_path, capsys):
     assert main(["depth", str(copy), "--loss-only", "--instances", "4", "--depths", "3,5"]) == 0
     printed = capsys.readouterr().out
     assert "trained at depth 3 (*)" in printed and printed.count("\n*     3") == 2 and "*     5" not in printed
+
+
+def test_all_parts_are_of_one_checkpoint(run, tmp_path, monkeypatch):
+    """Opened once: a run in training would save another between two parts, and the file would lose the first."""
+    shutil.copytree(run, copy := tmp_path / "run", ignore=shutil.ignore_patterns(depths.FILE))
+    monkeypatch.setattr(expert_use, "TOKENS", 512)
+    opened = []
+    monkeypatch.setattr(depths, "load_run", lambda run: opened.append(run) or load_run(run))
+    assert main(["depth", str(copy), "--loss-only", "--instances", "2", "--depths", "1", "--experts"]) == 0
+    assert opened == [copy]
+    assert {"depths", "difficulty", "experts"} < set(json.loads((copy / depths.FILE).read_text()))
 
 
 def test_progress_is_said_after_two_seconds_and_then_every_ten(monkeypatch):

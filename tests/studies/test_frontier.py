@@ -116,6 +116,19 @@ def test_nothing_is_computed_twice(folder: Path, monkeypatch, capsys) -> None:
     assert "-0.50" in capsys.readouterr().out  # from what the paper has above the diagonal
 
 
+def test_what_another_process_wrote_meanwhile_stays(folder: Path, monkeypatch) -> None:
+    file = folder / "frontier.json"
+    before = file.read_text()
+    now = json.loads(before)
+    now["models"]["other"] = now["models"]["depth_recurrent"]
+    accuracies = frontier.accuracies
+    monkeypatch.setattr(frontier, "accuracies", lambda *its: file.write_text(json.dumps(now)) and accuracies(*its))
+    assert again(folder) == 0 and json.loads(file.read_text()) == now
+    monkeypatch.undo()
+    file.write_text(before)
+    assert again(folder) == 0 and file.read_text() == before
+
+
 def test_another_study_in_the_folder_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="holds another study: instances 60 instead of 2000; use another --out"):
         command.run(["graph", "--seeds", "1", "--out", str(folder), *TINY])
