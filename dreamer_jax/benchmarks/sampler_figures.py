@@ -42,7 +42,7 @@ def _panels(canvas: Any, theme: Mapping[str, Any], found: Mapping[str, Any], nam
     panels = canvas.subplots(1, 1 + len(found["batches"]), sharey=True, squeeze=False)[0]
     last = list(found["batches"].values())[-1]
     full = next(iter(last.values()))["steps"]
-    _panel(panels[0], theme, last, points, lambda side: full / side["steps"] if side["steps"] else math.nan)
+    _panel(panels[0], theme, last, points, lambda side: full / side["steps"] if full and side["steps"] else math.nan)
     panels[0].set(xlabel="speed-up in steps that follow one another", ylabel="share")
     for axes, (batch, sides) in zip(panels[1:], found["batches"].items(), strict=True):
         _panel(axes, theme, sides, points, lambda side: side["speedup"] or math.nan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -243,30 +244,29 @@ class Side:
 
     def summary(self, full: Side) -> Measurement:
         """Per token after a row's first: `steps` that follow one another; `work`, depth steps of all positions.
-        `tokens_per_second`, the median over batches and rounds, and `speedup`, that over the one of full depth.
+        `tokens_per_second`, the median over batches and rounds, and `speedup`, that over the one of full depth; all
+        None where no text has a second token.
         `acceptance` of drafted tokens, None without; `agreement`, the share of the texts before the first token that
-        isn't that of full depth. `accuracy`, by metric the mean and its standard error, {} where no answers are
-        known."""
-        rows, speed, full_speed = self.rows, _median(self._speeds), _median(full._speeds)
-        count = max(1, self._count)
+        isn't that of full depth. `accuracy`, by metric the mean and its standard error, None of a single text; {} where
+        no answers are known."""
+        rows, count = self.rows, self._count
+        speed, full_speed = (statistics.median(its._speeds) if its._speeds else None for its in (self, full))
         drafted = sum(row.drafted for row in rows)
         same = [_agreement(row.tokens, its.tokens) for row, its in zip(rows, full.rows, strict=True)]
         stops, decode = self._task.questions.stops, self._tokenizer.decode
         accuracy = self._task.questions.accuracy([cut(decode(row.tokens), stops) for row in rows])
         return {
             "tokens_per_second": speed,
-            "speedup": speed / full_speed if full_speed else None,
-            "steps": sum(row.steps for row in rows) / count,
-            "work": sum(row.work for row in rows) / count,
+            "speedup": speed / full_speed if speed and full_speed else None,
+            "steps": sum(row.steps for row in rows) / count if count else None,
+            "work": sum(row.work for row in rows) / count if count else None,
             "acceptance": sum(row.accepted for row in rows) / drafted if drafted else None,
             "agreement": statistics.mean(same),
-            "accuracy": {name: estimate._asdict() for name, estimate in accuracy.items()},
+            "accuracy": {
+                name: {"value": value, "error": None if math.isnan(error) else error}
+                for name, (value, error) in accuracy.items()
+            },
         }
-
-
-def _median(speeds: Sequence[float]) -> float:
-    """0 where no text had a second token."""
-    return statistics.median(speeds) if speeds else 0.0
 
 
 def _agreement(a: Sequence[int], b: Sequence[int]) -> float:

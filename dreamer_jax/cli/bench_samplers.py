@@ -121,7 +121,9 @@ def _text(found: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {value}" for name, value in machine.items() if name not in ("device", "devices"))
     drawn = found["sampling"] or "greedy"
     lines = [f"{machine['devices']} x {machine['device']}; {versions}"]
-    lines.append(f"{found['questions']} prompts, up to {found['tokens']} tokens each, {drawn}")
+    lines.append(
+        f"{found['questions']} prompt{'s' * (found['questions'] > 1)}, up to {found['tokens']} tokens each, {drawn}"
+    )
     for batch, sides in found["batches"].items():
         metrics = list(next(iter(sides.values()))["accuracy"])
         width = 2 + max(map(len, sides))
@@ -133,9 +135,13 @@ def _text(found: Mapping[str, Any]) -> str:
 
 
 def _row(name: str, width: int, its: Mapping[str, Any]) -> str:
+    def shown(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    speedup = shown(its["speedup"], ".2f") + "x" * (its["speedup"] is not None)
+    row = f"{name:<{width}}{shown(its['tokens_per_second'], ',.0f'):>9}{speedup:>10}"
+    row += "".join(f"{shown(its[key], '.2f'):>8}" for key in ("steps", "work"))
     accepted = "" if its["acceptance"] is None else f"{its['acceptance']:.1%}"
-    speedup = "" if its["speedup"] is None else f"{its['speedup']:.2f}x"
-    row = f"{name:<{width}}{its['tokens_per_second']:>9,.0f}{speedup:>10}{its['steps']:>8.2f}{its['work']:>8.2f}"
     shares = [f"{accepted:>10}{its['agreement']:>11.1%}"]
     for accuracy in its["accuracy"].values():
         error = "" if accuracy["error"] is None else f" +- {accuracy['error']:.1%}"

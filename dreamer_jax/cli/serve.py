@@ -50,6 +50,7 @@ def run(arguments: list[str]) -> int:
     taken = process.open_port(options.host, options.port)
     names = ("average", "dtype", "int8", "cache", "knowledge", "tokenizer")
     model = load(options.run, **{name: getattr(options, name) for name in names})
+    model.folded(options.depth)  # says so of a model that doesn't generate, before its tokenizer is asked for
     tokenizer = model.tokenizer
     template = prompt_template(model.config)
     prompts = Prompts(tokenizer, model.config.model.vocab_size, template, chat_template_of(tokenizer))

@@ -119,7 +119,8 @@ def unknown_key(key: str, model: type[ModelConfig], prefix: str = "") -> str | N
 def nearest_key(unknown: str, model: type[ModelConfig]) -> str | None:
     """The key or section a person most likely meant by `unknown`, or None when nothing is alike.
 
-    Tried in turn: the same name in another section, a name alike in the same section, a name alike anywhere.
+    Tried in turn: the same name in another section, in the same one a name with these initials (`lr`) or a name alike,
+    a name alike anywhere.
     """
     section, _, name = unknown.rpartition(".")
     keys = list(key_types(model))
@@ -130,10 +131,15 @@ def nearest_key(unknown: str, model: type[ModelConfig]) -> str | None:
         return alike[0]
     if name in by_name:
         return by_name[name]
-    own = [key for key in keys if key.startswith(f"{section}.")]
-    for candidates, written in ((own, unknown), (keys, unknown), (list(by_name), name)):
-        if alike := difflib.get_close_matches(written, candidates, n=1, cutoff=0.75):
-            return by_name.get(alike[0], alike[0])
+    # Without their section, with which all names would be alike.
+    own = {key.rpartition(".")[2]: key for key in keys if key.startswith(f"{section}.")}
+    short = [each for each in own if "".join(word[0] for word in each.split("_")) == name and "_" in each]
+    if alike := short or difflib.get_close_matches(name, own, n=1):
+        return own[alike[0]]
+    if section not in SECTIONS and (alike := difflib.get_close_matches(unknown, keys, n=1, cutoff=0.75)):
+        return alike[0]
+    if alike := difflib.get_close_matches(name, by_name, n=1, cutoff=0.75):
+        return by_name[alike[0]]
     return None
 
 

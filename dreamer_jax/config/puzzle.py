@@ -32,7 +32,8 @@ class PuzzleConfig:
     """How families are told. both: "Bob is the parent of Ann" or "Ann is the child of Bob", as it falls. parent: always
     the first, so that the order of both names says it all."""
     contradiction_rate: float = 0.0
-    """Share of families in which one sentence says the opposite of a link, so that the answer can't be known."""
+    """Share of families in which one sentence says the opposite of a link, so that the answer can't be known; not of
+    those whose chain takes all sentences."""
 
     def __post_init__(self) -> None:
         require_positive(self, "data.puzzle", allow_zero=("contradiction_rate",))

@@ -65,7 +65,8 @@ def require(condition: bool, key: str, problem: str) -> None:
 def require_positive(
     section: object, prefix: str, allow_zero: tuple[str, ...] = (), signed: tuple[str, ...] = ()
 ) -> None:
-    """Every number of a section is positive, but for the named ones, which may be zero, or are `signed`."""
+    """Every number of a section is positive, but for the named ones, which may be zero, or are `signed`; whole numbers
+    have 32 bits, as programs on devices do."""
     for f in dataclasses.fields(section):  # type: ignore[arg-type]
         value = getattr(section, f.name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or f.name in signed:
@@ -76,3 +77,5 @@ def require_positive(
             f"{prefix}.{f.name}",
             f"{value} is too small; it must be " + ("zero or more" if f.name in allow_zero else "more than zero"),
         )
+        fits = isinstance(value, float) or value < 2**31
+        require(fits, f"{prefix}.{f.name}", f"{value} is too large; it must be less than 2^31")

@@ -113,7 +113,7 @@ def _problem_of_manifests(step: epath.Path) -> tuple[str | None, dict[str, Any]]
     if is_unverifiable(step):
         return None, {}
     if not found:
-        return "it was not saved to the end (it has no manifest)", {}
+        return "it was not saved to the end, or is being saved (it has no manifest)", {}
     processes = int(found[0].stem.rpartition("-of-")[2])
     if [path.name for path in found] != sorted(f"{_PREFIX}{i}-of-{processes}.json" for i in range(processes)):
         return f"it has {len(found)} of {processes} manifests", {}

@@ -141,7 +141,13 @@ def run_jobs(jobs: Sequence[Job], folder: Path, at_once: int, say: Callable[[str
             while (waiting or running) and not stopping:
                 while waiting and len(running) < at_once:
                     places = set(range(at_once)) - {each.place for each in running}
-                    running.append(_start(waiting.popleft(), folder, min(places), at_once))
+                    job = waiting.popleft()
+                    try:
+                        running.append(_start(job, folder, min(places), at_once))
+                    except UserError as error:  # it is another process's
+                        done += 1
+                        failed[job.name] = f"{job.name}: {error}"
+                        say(f"{done}/{len(jobs)} {failed[job.name]}")
                 time.sleep(0.2)
                 for each in tuple(running):
                     if (code := each.process.poll()) is None:
@@ -181,6 +187,7 @@ def _start(job: Job, folder: Path, place: int, at_once: int) -> _Running:
     config, log = folder / "configs" / f"{job.name}.yaml", folder / "logs" / f"{job.name}.log"
     for file in (config, log):
         file.parent.mkdir(parents=True, exist_ok=True)
+    lock = _locked(log)
     write_atomically(config, to_yaml(job.loaded.config))
     commands = deque([["train", str(config)]])
     if job.depths:
@@ -191,7 +198,7 @@ def _start(job: Job, folder: Path, place: int, at_once: int) -> _Running:
                 *(["--instances", str(job.instances)] if job.instances else []),
             ]
         )
-    started = _Running(job, place, log, _locked(log), commands)
+    started = _Running(job, place, log, lock, commands)
     started.start_next(at_once)
     return started
 
@@ -206,6 +213,7 @@ def _locked(log: Path) -> IO[bytes]:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
+        lock.close()
         raise UserError(f"another process is making this run; see {log}, and wait or stop it") from None
     return lock
 

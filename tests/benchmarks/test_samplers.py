@@ -238,6 +238,20 @@ def test_texts_without_a_second_token_have_no_speed(tmp_path):
     assert [path.name for path in sampler_figures.draw(found, tmp_path)] == ["depth.png", "depth.svg"]
 
 
+def test_a_single_prompt_has_no_standard_error_and_a_single_token_no_speed(run, tmp_path, capsys):
+    (tmp_path / "one.jsonl").write_text('{"prompt": "ab", "answer": "c"}\n')
+    words = ["--data", str(tmp_path / "one.jsonl"), "--batch", "1", "--tokens", "2", "--rounds", "1"]
+    words += [word for letter in Letters().decode(range(23)) for word in ("--stop", letter)]
+    file = tmp_path / "found.json"
+    assert main(["bench", "samplers", "x", *words, "--json", str(file)]) == 0
+    side = json.loads(file.read_text(), parse_constant=pytest.fail)["batches"]["1"]["static"]
+    assert [side[key] for key in ("tokens_per_second", "speedup", "steps", "work")] == [None] * 4
+    assert side["accuracy"] == {"exact": {"value": 0.0, "error": None}}
+    table = capsys.readouterr().out
+    assert "1 prompt, up to 2 tokens" in table and "nan" not in table
+    assert ["static", *["-"] * 4, "100.0%"] in [line.split()[:6] for line in table.splitlines()]
+
+
 def test_too_few_prompts():
     with pytest.raises(UserError, match="too few"):
         samplers.Task(Questions(["a"]), [2])

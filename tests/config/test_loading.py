@@ -144,6 +144,10 @@ MISTAKES = {
     ),
     "negative": ("run: {seed: -1}\n", "a.yaml:1: run.seed: -1 is negative"),
     "zero": ("training: {steps: 0}\n", "a.yaml:1: training.steps: 0 is too small"),
+    "too large": (
+        "model: {depth: 3000000000}\n",
+        "a.yaml:1: model.depth: 3000000000 is too large; it must be less than",
+    ),
     "base missing": ("base: abc.yaml\n", "a.yaml:1: base: no such file"),
     "base by a name": ("base: la_tiny\n", "la_tiny'; the package's is "),
     "base is a list": ("base: [b.yaml]\n", "a.yaml:1: base: expected the path of one file"),
@@ -246,9 +250,14 @@ def test_booleans_are_true_or_false() -> None:
 
 @pytest.mark.parametrize(
     ("unknown", "meant"),
-    [("trianing", "training"), ("model.lerning_rate", "training.learning_rate"), ("model.heads", "model.sa_heads")],
+    [
+        *(("trianing", "training"), ("trianing.log_evry", "training.log_every")),
+        *(("model.lerning_rate", "training.learning_rate"), ("model.heads", "model.sa_heads")),
+        *(("training.lr", "training.learning_rate"), ("training.max_steps", "training.steps")),
+        *(("data.seq_len", "data.sequence_length"), ("training.epochs", None), ("model.x", None)),
+    ],
 )
-def test_nearest_key(unknown: str, meant: str) -> None:
+def test_nearest_key(unknown: str, meant: str | None) -> None:
     assert nearest_key(unknown, DreamerConfig) == meant
 
 

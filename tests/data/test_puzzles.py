@@ -332,11 +332,18 @@ def test_data_of_a_run() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"puzzle": PuzzleConfig(difficulty=14)}, "data.puzzle.difficulty: 14, but graph has depths 1 to 13"),
+        (
+            {"puzzle": PuzzleConfig(difficulty=14)},
+            "data.puzzle.difficulty: 14, but graph has depths 1 to 13; use at least 17 data.puzzle.nodes",
+        ),
         ({"puzzle": PuzzleConfig(nodes=10)}, "evaluation.harder: 8, but graph has depths 1 to 7"),
         (
             {"puzzle": PuzzleConfig(task="family", easiest=4, facts=3)},
-            "data.puzzle.easiest: 4, but family has depths 1 to 3",
+            "data.puzzle.easiest: 4, but family has depths 1 to 3; use at least 4 data.puzzle.facts",
+        ),
+        (
+            {"puzzle": PuzzleConfig(task="family", difficulty=2, easiest=2, facts=2, contradiction_rate=0.5)},
+            "data.puzzle.contradiction_rate: 0.5, but a chain of 2 leaves no room for a contradiction in 2 sentences",
         ),
         ({"length": 15}, "data.sequence_length: 15 is too short for graph of depth 1 (data.puzzle.easiest); use at "),
         (

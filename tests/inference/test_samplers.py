@@ -358,11 +358,13 @@ def test_settings_that_are_refused():
     ):
         with pytest.raises(UserError, match=said):
             Engine(model_of("dreamer"), sampler)
-    for sampler, key in ((Speculative(), "draft_depth"), (Lossless(), "guess_depth")):
-        with pytest.raises(UserError, match=f"{key} 1: needs a depth of 2 or more"):
+    for sampler in (Speculative(), Lossless()):
+        with pytest.raises(UserError, match=f"depth 1: sampler {sampler.name} needs 2 or more"):
             Engine(model_of("huginn").replace(total_depth=1), sampler)
     for kind, changes in (
         (Speculative, {"lookahead": 0}),
+        (Speculative, {"lookahead": 2**16 + 1}),
+        (DiffusionForcing, {"headway": 2**31}),
         (Speculative, {"threshold": 1.5}),
         (Lossless, {"wavefront": -1}),
         (Lossless, {"guess_depth": 2.5}),

@@ -32,7 +32,7 @@ def started(monkeypatch):
     found: dict[str, Any] = {}
     data = SimpleNamespace(source="jsonl", prompt="Q: {question}\n", sequence_length=96)
     config = SimpleNamespace(data=data, model=SimpleNamespace(vocab_size=259))
-    model = SimpleNamespace(tokenizer=TOKENIZER, config=config)
+    model = SimpleNamespace(tokenizer=TOKENIZER, config=config, folded=lambda depth: None)
 
     def engine_for(*sizes: Any) -> FakeEngine:
         found["sizes"], found["engine"] = sizes[1:], FakeEngine()
@@ -142,6 +142,22 @@ def test_devices(started, capsys):
         assert main(["serve", "runs/x", "--mesh.expert", *words]) == 2
         found = capsys.readouterr().err
         assert said in found and found.count("\n") == 1
+
+
+def test_a_model_that_does_not_generate_is_said_before_its_tokenizer(monkeypatch, capsys):
+    """The words of a puzzle are no file that could be named."""
+
+    class Solver:
+        def folded(self, depth: int | None) -> None:
+            raise UserError("it doesn't generate text")
+
+        @property
+        def tokenizer(self) -> None:
+            raise UserError("name the tokenizer")
+
+    monkeypatch.setattr(dreamer_jax.model, "load", lambda run, **options: Solver())
+    assert main(["serve", "runs/x", "--port", "0"]) == 2
+    assert capsys.readouterr().err == "dreamer: error: it doesn't generate text\n"
 
 
 def test_a_port_that_is_taken(capsys):

@@ -748,6 +748,18 @@ def test_no_two_processes_make_one_run(tmp_path, stand_in):
         jobs.run_jobs([stand_in(0)], tmp_path, 1, lambda _: None)
 
 
+def test_a_run_that_another_process_makes_keeps_none_of_the_others_from_being_made(tmp_path, stand_in):
+    (tmp_path / "logs").mkdir()
+    with (
+        jobs._locked(tmp_path / "logs/seed0.log"),
+        pytest.raises(
+            jobs.RunsFailed, match=r"^seed0: another process is making this run.*the other runs are complete"
+        ),
+    ):
+        jobs.run_jobs([stand_in(0), stand_in(1)], tmp_path, 1, lambda _: None)
+    assert [line.split()[:2] for line in notes(tmp_path)] == [["train", "seed1"]]
+
+
 def test_a_whole_study(tmp_path, monkeypatch, capsys):
     """One small member on one task: trained, evaluated at other depths, shown; and nothing is made again."""
     monkeypatch.chdir(tmp_path)

@@ -100,7 +100,12 @@ class PuzzleSource:
         """Raise unless there are instances of this depth, which a key asks for."""
         task, name = self._task, self._config.task
         if not task.easiest <= difficulty <= task.hardest:
-            raise ConfigError(f"{key}: {difficulty}, but {name} has depths {task.easiest} to {task.hardest}", key=key)
+            fix = ""
+            if name in _ROOM and difficulty > task.hardest:
+                setting, spare = _ROOM[name]
+                fix = f"; use at least {difficulty + spare} {setting}"
+            found = f"{name} has depths {task.easiest} to {task.hardest}"
+            raise ConfigError(f"{key}: {difficulty}, but {found}{fix}", key=key)
         needed = task.longest(difficulty)
         if needed > self._length:
             raise ConfigError(
@@ -269,6 +274,10 @@ def _family(config: PuzzleConfig) -> Task:
     if config.facts > config.names - family.SPARE:
         key, enough = "data.puzzle.facts", config.names - family.SPARE
         raise ConfigError(f"{key}: {config.facts}, but {config.names} names are enough for {enough} sentences", key=key)
+    if config.contradiction_rate and config.facts <= config.easiest:
+        key = "data.puzzle.contradiction_rate"
+        problem = f"a chain of {config.easiest} leaves no room for a contradiction in {config.facts} sentences"
+        raise ConfigError(f"{key}: {config.contradiction_rate}, but {problem}; use more data.puzzle.facts", key=key)
     style = family.Style(config.facts, config.names, config.voices == "both")
 
     def write(draw: Draw, row: int, label: int, attempt: int):
@@ -282,4 +291,6 @@ def _family(config: PuzzleConfig) -> Task:
     return Task(family.TOKENS, 1, config.facts, lambda depth: longest, 2, _from_words(write, family.TOKENS))
 
 
+_ROOM = {"graph": ("data.puzzle.nodes", graph.SPARE), "family": ("data.puzzle.facts", 0)}
+"""The setting that deep instances need more of, and how much of it they need beyond their depth."""
 _TASKS: dict[str, Callable[[PuzzleConfig], Task]] = {"graph": _graph, "boolean": _boolean, "family": _family}

@@ -38,7 +38,7 @@ class Adaptive(Sampler):
         within = 0 <= self.threshold <= LARGEST
         self._require(within, "threshold", f"must be from 0 (that of the published code) to {LARGEST:g}")
         for key in ("min_depth", "every"):
-            self._require(1 <= getattr(self, key) < 2**31, key, "must be from 1 to 2^31 - 1")
+            self._require(getattr(self, key) >= 1, key, "must be 1 or more")
 
     def refusal(self, family) -> str | None:
         """Depths have to be alike, or their keys interchangeable."""

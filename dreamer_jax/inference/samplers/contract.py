@@ -331,6 +331,7 @@ class Sampler:
             value = getattr(self, key)
             if kind is int:
                 object.__setattr__(self, key, whole(value, f"sampler.{key}"))
+                self._require(abs(value) < 2**31, key, "must be less than 2^31")
             elif kind is float:
                 number(value, f"sampler.{key}")
             elif typing.get_origin(kind) is typing.Literal:
@@ -399,7 +400,7 @@ class Sampler:
         """Refuse a setting unless the condition holds."""
         if not condition:
             value = getattr(self, key)
-            written = f"{value:g}" if isinstance(value, int | float) else value
+            written = f"{value:g}" if isinstance(value, float) else value
             raise UserError(f"sampler.{key} {written}: {problem}")
 
 

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dreamer_jax.blocks.memory import NOWHERE
+from dreamer_jax.errors import UserError
 from dreamer_jax.inference.model import Flight, FoldedModel, PyTree
 from dreamer_jax.inference.samplers.contract import (
     DECODE_BLOCK,
@@ -86,8 +87,9 @@ class Lossless(Sampler):
         guess_depth = self.guess_depth or max(1, depth // 4)
         lanes = -(-depth // guess_depth)
         chosen = Lossless(guess_depth, min(self.wavefront or lanes, lanes))
-        enough = f"must be less than the depth of the model, {depth}" if depth > 1 else "needs a depth of 2 or more"
-        chosen._require(guess_depth < depth, "guess_depth", enough)
+        if depth < 2:
+            raise UserError(f"depth {depth}: sampler {self.name} needs 2 or more")
+        chosen._require(guess_depth < depth, "guess_depth", f"must be less than the depth of the model, {depth}")
         return chosen
 
     @property

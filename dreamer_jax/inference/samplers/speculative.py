@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dreamer_jax.errors import UserError
 from dreamer_jax.inference.model import FoldedModel, PyTree, through_depths
 from dreamer_jax.inference.samplers.contract import (
     DECODE_BLOCK,
@@ -44,6 +45,10 @@ class Drafted(NamedTuple):
     likelihoods: Any
 
 
+LONGEST = 2**16
+"""Most tokens of a draft: their steps are counted in 32 bits, also where a model is thousands of depths deep."""
+
+
 @dataclass(frozen=True)
 class Speculative(Sampler):
     """Tokens are drafted with few depths and verified with all of them in one pass: the same text as with all depths
@@ -62,7 +67,7 @@ class Speculative(Sampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require(self.lookahead >= 1, "lookahead", "must be 1 or more")
+        self._require(1 <= self.lookahead <= LONGEST, "lookahead", f"must be from 1 to {LONGEST:,}")
         self._require(self.draft_depth >= 0, "draft_depth", "must be 0 (an eighth of all depths) or more")
         self._require(0 < self.threshold <= 1, "threshold", "must be more than 0, and at most 1 (exact)")
 
@@ -74,8 +79,9 @@ class Speculative(Sampler):
         """With a draft depth below L."""
         draft_depth = self.draft_depth or max(1, depth // 8)
         chosen = Speculative(self.lookahead, draft_depth, self.threshold)
-        enough = f"must be less than the depth of the model, {depth}" if depth > 1 else "needs a depth of 2 or more"
-        chosen._require(draft_depth < depth, "draft_depth", enough)
+        if depth < 2:
+            raise UserError(f"depth {depth}: sampler {self.name} needs 2 or more")
+        chosen._require(draft_depth < depth, "draft_depth", f"must be less than the depth of the model, {depth}")
         return chosen
 
     @property
