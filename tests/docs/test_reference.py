@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import re
 import sys
@@ -123,3 +124,17 @@ def test_docstrings_become_markdown():
 
 def test_the_picture_is_what_its_script_draws():
     assert picture.OUT.read_text(encoding="utf-8") == picture.picture()
+
+
+@pytest.mark.parametrize(
+    ("command", "pages"),
+    [("generate", "inference"), ("serve", "serving inference"), ("export", "export"), ("analyze", "analysis")],
+)
+def test_pages_name_all_options_of_their_command(command: str, pages: str) -> None:
+    """Other pages send readers there for them."""
+    parser = importlib.import_module(f"dreamer_jax.cli.{command}")._parser()
+    options = {word for action in parser._actions for word in action.option_strings if word.startswith("--")}
+    text = "".join((ROOT / f"docs/{page}.md").read_text() for page in pages.split())
+    assert "--help" in options and not [
+        word for word in options - {"--help"} if f"{word}`" not in text.replace(" ", "`")
+    ]
