@@ -278,6 +278,16 @@ def test_documented_python_of_puzzles(workplace):
     assert names["logits"].shape == (20, 4, 2) and names["accuracy"].shape == (20,)
 
 
+def test_every_metric_is_explained(trained, huginn):
+    """By name on docs/training.md, or by its beginning and its end: `experts/<router>/used`, `/gini`."""
+    page = (ROOT / "docs/training.md").read_text()
+    keys = {key for run in (trained, huginn) for record in read_metrics(Path(run)) for key in record} - {"step"}
+    assert {"depth", "recurrences", "heldout/loss"} <= keys
+    for key in keys:
+        whole, parts = f"`{key}`" in page, key.split("/")
+        assert whole or (len(parts) > 1 and f"`{parts[0]}/" in page and f"/{parts[-1]}`" in page), key
+
+
 def test_the_worked_example_of_a_family(workplace, monkeypatch, capsys):
     """The module and the commands of docs/add_family.md, as they stand there: counted twice with one result, trained,
     generating what its whole pass says."""
