@@ -32,6 +32,10 @@ def check(config: RecurrenceConfig, family: Family) -> None:
     family.check_depth(slots)
     if config.least > slots:
         raise ConfigError(f"recurrence.least: {config.least} is more than the most, {slots}", "recurrence.least")
+    mean = config.mean or family.depth
+    if config.draw != "uniform" and config.least > mean:  # one of the two would count for nothing
+        problem = f"{config.least} is more than the mean, {mean}; lower it, or raise recurrence.mean"
+        raise ConfigError(f"recurrence.least: {problem}", "recurrence.least")
     if config.steps and config.depths_per_step > slots:  # the loss of the steps would be of none
         problem = f"{config.depths_per_step} is more than the deepest pass has, {slots}"
         raise ConfigError(f"recurrence.depths_per_step: {problem}", "recurrence.depths_per_step")

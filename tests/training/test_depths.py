@@ -143,6 +143,16 @@ def test_what_cannot_be_is_refused():
         (RecurrenceConfig(draw="uniform", most=9), layered, "recurrence.most: 9 is more than the model's 3 layers"),
         (RecurrenceConfig(draw="uniform", least=7), DREAMER, "recurrence.least: 7 is more than the most, 5"),
         (
+            RecurrenceConfig(draw="fixed", mean=2, least=4, most=6),
+            DREAMER,
+            "recurrence.least: 4 is more than the mean, 2",
+        ),
+        (
+            RecurrenceConfig(draw="exponential", least=7, most=9),
+            DREAMER,
+            "recurrence.least: 7 is more than the mean, 5",
+        ),
+        (
             RecurrenceConfig(draw="uniform", steps=1, depths_per_step=6),
             DREAMER,
             "recurrence.depths_per_step: 6 is more",
