@@ -57,6 +57,7 @@ class RecurrenceConfig:
     def __post_init__(self) -> None:
         may_be_zero = ("most", "mean", "sigma", "curriculum_steps", "differentiated", "settling", "steps", "jacobian")
         require_positive(self, "recurrence", allow_zero=may_be_zero)
+        require(self.sigma <= 10, "recurrence.sigma", f"{self.sigma:g} is too large; it must be at most 10")
         require(
             self.most == 0 or self.least <= self.most, "recurrence.most", f"{self.most} is below least {self.least}"
         )

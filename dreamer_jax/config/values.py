@@ -77,5 +77,7 @@ def require_positive(
             f"{prefix}.{f.name}",
             f"{value} is too small; it must be " + ("zero or more" if f.name in allow_zero else "more than zero"),
         )
+        rounds = f"float32 rounds {value:g} to zero; it must be {2**-126:.2g} or more"
+        require(not 0 < value < 2**-126, f"{prefix}.{f.name}", rounds)
         fits = isinstance(value, float) or value < 2**31
         require(fits, f"{prefix}.{f.name}", f"{value} is too large; it must be less than 2^31")

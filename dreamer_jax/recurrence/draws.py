@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 DEPTHS = 3
 """What the key of a step is folded with for these; see `training/train_step.py` for 1 and 2."""
+LARGEST = 2**30
+"""More than anybody draws; what is beyond it would wrap around in 32 bits."""
 Curriculum = Literal["linear", "one_minus_sqrt"]
 
 
@@ -16,7 +18,7 @@ def poisson_lognormal(key: jax.Array, mean: Any, sigma: float, shape: tuple[int,
     """1 + Poisson(rate) with a log-normal rate of that mean and spread (Geiping et al., 2025, section 3.3), int32."""
     rate_key, key = jax.random.split(key)
     rate = jnp.exp(jnp.log(mean) - sigma**2 / 2 + sigma * jax.random.normal(rate_key, shape))
-    return 1 + jax.random.poisson(key, rate, shape, jnp.int32)
+    return 1 + jnp.minimum(jax.random.poisson(key, rate, shape, jnp.int32), LARGEST)
 
 
 def keys_of_rows(key: jax.Array, rows: jax.Array) -> jax.Array:
@@ -27,7 +29,7 @@ def keys_of_rows(key: jax.Array, rows: jax.Array) -> jax.Array:
 
 def exponential(key: jax.Array, mean: Any, shape: tuple[int, ...] = ()) -> jax.Array:
     """1 + an exponential's whole part, whose mean is about `mean` + 1/2, int32."""
-    return 1 + jnp.floor(mean * jax.random.exponential(key, shape)).astype(jnp.int32)
+    return 1 + jnp.floor(jnp.minimum(mean * jax.random.exponential(key, shape), LARGEST)).astype(jnp.int32)
 
 
 def uniform(key: jax.Array, least: Any, most: Any, shape: tuple[int, ...] = ()) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from dreamer_jax.config.sections import Config
 from dreamer_jax.data import Data
@@ -24,16 +25,25 @@ def check_settings(config: Config) -> None:
     family = build(config.model)
     depths.check(config.recurrence, family)
     rows = config.training.batch_size // config.training.microbatches // config.mesh.size
-    groups = config.recurrence.groups
-    if config.recurrence.draw != "model" and config.recurrence.by == "row" and rows % groups:
+    key, groups = _groups(config, rows)
+    if rows % groups:
         raise ConfigError(
-            f"recurrence.groups: the {rows} rows that a device computes at once can't be divided into {groups} groups "
+            f"{key}: the {rows} rows that a device computes at once can't be divided into {groups} groups "
             "of like depth; change it or training.batch_size",
-            "recurrence.groups",
+            key,
         )
     check_likeness(config, family)
     if config.training.trainable:
         trained_leaves(config.training, family.roles)
+
+
+def _groups(config: Config, rows: int) -> tuple[str, int]:
+    """The setting that says into how many groups of like depth rows are divided, and how many that are."""
+    if config.recurrence.draw != "model":
+        return "recurrence.groups", config.recurrence.groups if config.recurrence.by == "row" else 1
+    model: Any = config.model
+    apart = getattr(model, "draw_by", "step") == "row" and getattr(model, "depth_draw", "") != "fixed"  # of Huginn
+    return "model.row_groups", min(getattr(model, "row_groups", 1), rows) if apart else 1
 
 
 def check_alike(config: Config, data: Data) -> None:

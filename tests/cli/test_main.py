@@ -383,14 +383,18 @@ BY_ROW = ["--recurrence.by", "row", "--recurrence.draw", "uniform"]
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["--training.trainable", "heads"], BY_ROW, [*BY_ROW, "--recurrence.steps", "0", "--recurrence.groups", "3"]],
+    ("config", "words"),
+    [
+        *(("quickstart", words) for words in (["--training.trainable", "heads"], BY_ROW)),
+        ("quickstart", [*BY_ROW, "--recurrence.steps", "0", "--recurrence.groups", "3"]),
+        ("huginn/tiny", ["--model.draw_by", "row", "--model.row_groups", "3", "--data.source", "task"]),
+    ],
 )
-def test_settings_without_a_meaning_for_the_model_leave_no_directory(words, tmp_path, capsys):
+def test_settings_without_a_meaning_for_the_model_leave_no_directory(config, words, tmp_path, capsys):
     """It would refuse the mended ones: another configuration."""
     folder = tmp_path / "run"
-    assert main(["config", "check", "quickstart", *words]) == 2
-    assert main(["train", "quickstart", *words, "--run.dir", str(folder)]) == 2
+    assert main(["config", "check", config, *words]) == 2
+    assert main(["train", config, *words, "--run.dir", str(folder)]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2 and all(words[0].strip("-").partition(".")[0] in line for line in errors)
     assert not folder.exists()

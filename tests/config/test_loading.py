@@ -144,6 +144,8 @@ MISTAKES = {
     ),
     "negative": ("run: {seed: -1}\n", "a.yaml:1: run.seed: -1 is negative"),
     "zero": ("training: {steps: 0}\n", "a.yaml:1: training.steps: 0 is too small"),
+    "too near zero": ("training: {epsilon: 1e-50}\n", "a.yaml:1: training.epsilon: float32 rounds 1e-50 to zero"),
+    "too wide": ("recurrence: {draw: exponential, sigma: 30}\n", "a.yaml:1: recurrence.sigma: 30 is too large"),
     "too large": (
         "model: {depth: 3000000000}\n",
         "a.yaml:1: model.depth: 3000000000 is too large; it must be less than",

@@ -57,6 +57,12 @@ def test_long_tailed_draws_have_their_mean_and_end():
     assert (found.min(), found.max()) == (2, 12)
 
 
+@pytest.mark.parametrize("how", ["poisson_lognormal", "exponential"])
+def test_draws_beyond_32_bits_are_the_deepest(how):
+    """They would wrap around, and be the least."""
+    assert drawn(keys=KEYS[:200], draw=how, mean=2**31 - 1, most=8).min() == 8
+
+
 @pytest.mark.parametrize("curriculum", ["linear", "one_minus_sqrt"])
 def test_curricula(curriculum):
     """From the least to the whole: of the four depths between, the share, rounded up."""

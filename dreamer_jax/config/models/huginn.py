@@ -112,6 +112,8 @@ class HuginnConfig:
         may_be_zero = ("embedding_scale", "state_std", "depth_sigma", "z_loss")
         may_be_zero += ("prelude_layers", "coda_layers", "curriculum_steps")
         require_positive(self, "model", allow_zero=may_be_zero)
+        sigma = self.depth_sigma
+        require(sigma <= 10, "model.depth_sigma", f"{sigma:g} is too large; it must be at most 10")
         require(
             self.heads % self.kv_heads == 0,
             "model.kv_heads",
