@@ -175,14 +175,14 @@ def test_the_loss_is_that_of_an_evaluation_at_that_depth(run):
     step = make_evaluation_step(model.config, make_mesh(model.config.mesh, jax.devices()[:1]))
     rows = [step(model.params, model.model_state, batch) for batch in open_data(model.config).heldout_batches()]
     sums = {name: sum(float(np.sum(its[name])) for its in rows) for name in ("loss", "targets")}
-    found = depths.by_depth(run, [3], lambda _: None)
+    found = depths.heldout(run, model, [3], depths.open_run(run)[1], lambda _: None)
     assert found[3]["loss"] == pytest.approx(sums["loss"] / sums["targets"], rel=1e-5)
     kept = json.loads((run / depths.FILE).read_text())
     assert kept["weights"] == model.digest
     kept["depths"]["3"]["loss"] = 9.0
     for weights, loss in ((model.digest, 9.0), ("others", found[3]["loss"])):  # of the same step
         (run / depths.FILE).write_text(json.dumps({**kept, "weights": weights}))
-        assert depths.by_depth(run, [3], lambda _: None)[3]["loss"] == loss
+        assert depths.heldout(run, model, [3], depths.open_run(run)[1], lambda _: None)[3]["loss"] == loss
 
 
 def test_difficulties_of_training_and_as_many_harder_ones_as_there_is_room_for(run):

@@ -46,4 +46,4 @@ def test_where_nothing_says_how_much_there_is():
     mesh = mesh_of(1, 0)
     for told in (None, {}, {"bytes_limit": 0}):  # of a device, or of an allocator without a limit
         mesh.local_devices[0].memory_stats = lambda told=told: told
-        check_memory(tiny_config(data__sequence_length=10**12), mesh)
+        check_memory(tiny_config(data__sequence_length=10**9), mesh)
